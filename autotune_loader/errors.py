@@ -1,0 +1,34 @@
+"""What can go wrong through no fault of the tuner's caller arguments.
+
+A wrong argument stays a plain `ValueError` or `TypeError`. A configuration that fails during the study is no exception at
+all: it is a `Failure` (see `trial.py`), because the study goes on.
+"""
+
+from __future__ import annotations
+
+
+class TunerError(Exception):
+    """Base of every error that autotune_loader defines."""
+
+
+class WorkloadError(TunerError):
+    """The user's dataset, model or step failed before anything could be measured; carries the user's own traceback."""
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(f"{message}\n\n{user_traceback}".rstrip())
+        self.user_traceback = user_traceback
+
+
+class ConfigFileError(TunerError):
+    """A `loader.json` that cannot be read: missing, corrupt, too new or not ours."""
+
+
+class MachineMismatchError(TunerError):
+    """A `loader.json` tuned on another machine was loaded with `on_mismatch="raise"`."""
+
+
+class MissingExtraError(TunerError, ImportError):
+    """A feature needs a package that is not installed; the message names the pip install line."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(f"{feature} needs {package}. Install it with: pip install 'autotune-loader[{extra}]'")
