@@ -1,0 +1,41 @@
+# Needs make and a Python >= 3.10; everything else is installed into .venv from constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo check test quick clean
+MAKEFLAGS += --no-print-directory
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=python3.x chooses the interpreter)
+
+demo: $(INSTALLED) ## make 1,200 JPEG files once, tune a training job on them, write loader.json, use it
+	@$(BIN)/autotune-loader demo
+
+check: $(INSTALLED) ## lint, format, types and layers
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports
+
+test: check ## check, then every test, README code and notebooks included
+	@$(BIN)/python -m pytest
+
+quick: $(INSTALLED) ## the tests that take seconds
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+clean: ## remove .venv, caches and build results
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so that an interrupted installation is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("autotune-loader needs Python 3.10 or newer; try make PYTHON=python3.11")'
+	@echo "installing into $(VENV) (torch is large; this takes a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
