@@ -1,0 +1,115 @@
+"""A workload loaded and warmed up, ready to be burst: what the probe process and the inline probe have in common."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.probe.burst import Announce, BatchShape, make_traced_loader, run_burst, run_step_ceiling
+from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.step import TrainingStep, build_step
+from autotune_loader.probe.traced import forget_open_batch
+from autotune_loader.probe.workload import DataSide, TrainingSide
+from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+
+# The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
+WARM_UP_STEPS = 3
+WARM_UP_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What a bench knows once it has seen one batch and run the step on it."""
+
+    step: str
+    """What is done with a batch, in words."""
+    samples: int
+    """Samples in the first batch."""
+    batch_bytes: int
+    batch_tensors: int
+    on_accelerator: bool
+    """Whether the dataset itself yields tensors on an accelerator, which workers and pinning cannot handle."""
+    first_fetch_s: float
+    """Wall seconds of the very first batch, fetched in the main process."""
+    first_fetch_cpu_s: float
+    default_threads: int
+    """Intra-op threads of the process before anything was tuned."""
+
+
+class Bench:
+    """Runs bursts of one workload in this process.
+
+    Args:
+        data: gives the data side that workers inherit; the main process never fetches from it.
+        private_data: gives a data side that the main process may fetch from, filled caches and open handles and all.
+        training: model and step; changed by training.
+    """
+
+    def __init__(
+        self, data: Callable[[], DataSide], private_data: Callable[[], DataSide], training: TrainingSide
+    ) -> None:
+        self._data = data
+        self._private_data = private_data
+        self._training = training
+        self._step: TrainingStep | None = None
+        self._batch: Any = None
+        self._samples = 0
+
+    def prepare(self, announce: Announce = lambda phase: None) -> Readiness | Failure:
+        """Fetch one batch in this process, build the step from it and warm the step up."""
+        import torch
+
+        phase: FailurePhase = "first_batch"
+        try:
+            announce(phase)
+            loader = make_traced_loader(self._private_data(), LoaderConfig(), seed=0)
+            begun = time.monotonic()
+            self._batch, fetch = next(iter(loader))
+            self._samples = fetch[5]
+            first_fetch_s = time.monotonic() - begun
+            phase = "step"
+            announce(phase)
+            self._step = build_step(self._training, self._batch)
+            _warm_up(self._step, self._batch)
+        except StopIteration:
+            return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            return failure_of(error, phase)
+        finally:
+            forget_open_batch()
+        shape = BatchShape.of(self._batch)
+        return Readiness(
+            step=self._step.description,
+            samples=self._samples,
+            batch_bytes=shape.bytes,
+            batch_tensors=shape.tensors,
+            on_accelerator=shape.on_accelerator,
+            first_fetch_s=first_fetch_s,
+            first_fetch_cpu_s=fetch[4],
+            default_threads=torch.get_num_threads(),
+        )
+
+    def burst(
+        self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
+    ) -> Measurement | Failure:
+        assert self._step is not None, "prepare() comes first"
+        data = self._data if config.num_workers else self._private_data
+        return run_burst(data(), self._step, config, plan, announce)
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        assert self._step is not None, "prepare() comes first"
+        return run_step_ceiling(self._batch, self._samples, self._step, consumer_threads, plan)
+
+
+def _warm_up(step: TrainingStep, batch: Any) -> None:
+    begun = time.monotonic()
+    for _ in range(WARM_UP_STEPS):
+        step.run(batch)
+        step.synchronize()
+        if time.monotonic() - begun > WARM_UP_S:
+            break

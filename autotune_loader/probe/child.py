@@ -1,0 +1,105 @@
+"""The probe process: `python -m autotune_loader.probe.child <connection fd> <lifeline fd>`.
+
+It is started fresh, never forked: a forked child of a process that has run a multi-threaded torch step hangs at its first
+parallel region. It loads the workload, answers requests until the connection closes, and prints nothing that anyone parses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune_loader.probe.bench import Bench, Readiness
+    from autotune_loader.probe.burst import Announce
+    from autotune_loader.trial import Failure, FailurePhase
+
+# A data side larger than this is not copied for bursts that fetch in the main process: it shares the one workers inherit.
+PRIVATE_COPY_BYTES = 256 << 20
+
+
+def main(connection_fd: int, lifeline_fd: int) -> None:
+    """Serve requests over an inherited connection until the parent closes it or dies."""
+    _die_with_parent(lifeline_fd)
+    connection = Connection(connection_fd)
+    _greet(connection)
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        _serve(connection)
+
+
+def _greet(connection: Connection) -> None:
+    """Make this interpreter find what the parent's finds, before torch or any user module is imported."""
+    from autotune_loader.probe.wire import receive_hello
+
+    hello = receive_hello(connection)
+    sys.path[:] = hello.sys_path
+    with contextlib.suppress(OSError):
+        os.chdir(hello.working_directory)
+    import torch
+
+    torch.set_num_threads(hello.threads)
+
+
+def _serve(connection: Connection) -> None:
+    from autotune_loader.probe.wire import Message, receive_request, send
+    from autotune_loader.trial import Failure
+
+    def announce(phase: FailurePhase) -> None:
+        send(connection, Message(phase=phase))
+
+    data, training = connection.recv_bytes(), connection.recv_bytes()
+    bench, readiness = _load(data, training, announce)
+    if bench is None or isinstance(readiness, Failure):
+        assert isinstance(readiness, Failure)
+        send(connection, Message(failure=readiness))
+        return
+    send(connection, Message(ready=readiness))
+    while True:
+        request = receive_request(connection)
+        if request.what == "burst":
+            outcome = bench.burst(request.config, request.plan, announce)
+        else:
+            outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+        failed = isinstance(outcome, Failure)
+        send(connection, Message(failure=outcome) if failed else Message(measurement=outcome))
+
+
+def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, Readiness | Failure]:
+    """Unpickle and warm up; a workload that cannot be unpickled here is a failure like any other."""
+    import pickle
+
+    from autotune_loader.probe.bench import Bench
+    from autotune_loader.probe.failures import failure_of
+    from autotune_loader.trial import Failure
+
+    try:
+        shared = pickle.loads(data)
+        small = len(data) <= PRIVATE_COPY_BYTES
+        private = (lambda: pickle.loads(data)) if small else (lambda: shared)
+        bench = Bench(data=lambda: shared, private_data=private, training=pickle.loads(training))
+    except Exception as error:
+        return None, failure_of(error, "start")
+    readiness = bench.prepare(announce)
+    return (None if isinstance(readiness, Failure) else bench), readiness
+
+
+def _die_with_parent(lifeline_fd: int) -> None:
+    """Kill the whole process group when the parent's end of the lifeline closes, however the parent ended."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            os.read(lifeline_fd, 1)
+        if os.getpgrp() == os.getpid():  # our own group, as the parent started us: workers included
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

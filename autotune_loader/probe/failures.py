@@ -1,0 +1,102 @@
+"""From what was seen (an exception, an exit status, a text on stderr) to a `Failure` that says what to do next."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from autotune_loader.trial import Failure, FailureKind, FailurePhase
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+# What torch, Python and the kernel print, most specific first. The first text found decides.
+_TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
+    ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
+    ("bus error", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
+    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
+    ("unable to write to file </torch_", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
+    ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
+    ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
+    ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
+    ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
+    ("killed by signal: killed", "oom_killed", "a worker was killed, most likely by the OOM killer: use fewer workers"),
+    ("re-initialize cuda in forked", "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
+    ("can't pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
+    ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
+    ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
+    ("exited unexpectedly", "crashed", "a worker died; run with 0 workers to see where"),
+    ("killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
+)
+
+
+def failure_of(error: BaseException, phase: FailurePhase) -> Failure:
+    """The failure that an exception in the probe process means."""
+    text = f"{type(error).__name__}: {error}"
+    kind, advice = _kind_of(error, text)
+    return Failure(
+        kind=kind,
+        phase=phase,
+        message=_first_sentence(text) + (f" ({advice})" if advice else ""),
+        retryable=kind in ("crashed", "descriptors"),
+        traceback=user_traceback(error),
+    )
+
+
+def _kind_of(error: BaseException, text: str) -> tuple[FailureKind, str]:
+    if isinstance(error, MemoryError):
+        return "out_of_memory", "use a smaller batch or fewer workers"
+    lowered = text.lower()
+    for needle, kind, advice in _TEXTS:
+        if needle in lowered:
+            return kind, advice
+    return "user_exception", ""
+
+
+def _first_sentence(text: str, limit: int = 400) -> str:
+    """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "unknown error"
+    wrapped = "Caught " in lines[0] and "Original Traceback" in text
+    line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback as the user would have seen it without us: frames of this package are left out."""
+    frames = [
+        frame for frame in traceback.extract_tb(_tb(error)) if not frame.filename.startswith(_PACKAGE)
+    ]
+    lines = ["Traceback (most recent call last):\n"] if frames else []
+    lines += traceback.format_list(frames) + traceback.format_exception_only(type(error), error)
+    return "".join(lines)
+
+
+def _tb(error: BaseException) -> TracebackType | None:
+    return error.__traceback__
+
+
+def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: str) -> Failure:
+    """The failure that the death of the probe process itself means, from its exit status and its last words.
+
+    Args:
+        exit_code: as `subprocess.Popen.returncode`: negative for a signal; None when it is not known.
+        phase: what the process had last said it was doing.
+        stderr_tail: the last lines it wrote.
+    """
+    if exit_code == -signal.SIGKILL:
+        kind: FailureKind = "oom_killed"
+        message = "the probe process was killed (SIGKILL), most likely by the OOM killer: use fewer workers"
+    elif exit_code == -signal.SIGBUS:
+        kind, message = "shared_memory", "bus error: /dev/shm is full (docker run --shm-size=8g)"
+    elif exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        kind, message = "crashed", f"the probe process died of {name} in user code or a native library"
+    else:
+        kind, message = "crashed", f"the probe process exited with status {exit_code}"
+    tail = stderr_tail.strip()
+    return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=tail or None)

@@ -1,0 +1,267 @@
+"""The parent's side of the probe: it starts the probe process, owns time and memory, and never lets a failure out.
+
+The process is long-lived: it imports torch and warms the step up once. When it dies or hangs it is killed with all its
+descendants, what happened is told as a `Failure`, and the next request starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.errors import WorkloadError
+from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.host import process_group_members
+from autotune_loader.machine.shm import remove_segments_of
+from autotune_loader.meters.memory import TreeMeter
+from autotune_loader.probe import wire
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.probe.failures import failure_of_death
+from autotune_loader.probe.workload import Payload
+from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+
+log = logging.getLogger(__name__)
+
+# Importing torch, unpickling, the first batch and the warm-up must be done by then.
+START_DEADLINE_S = 180.0
+# A burst whose process has been told to end gets this long before it is killed.
+STOP_GRACE_S = 0.5
+STDERR_TAIL_BYTES = 4096
+
+
+class ProcessProbe:
+    """A `Probe` that runs every burst in a fresh process of its own.
+
+    Args:
+        payload: the pickled workload.
+        machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
+        memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
+    """
+
+    def __init__(self, payload: Payload, machine: Machine, *, memory_budget_bytes: int | None = None) -> None:
+        self._payload = payload
+        self._machine = machine
+        self._memory_budget_bytes = memory_budget_bytes
+        self._child: _Child | None = None
+
+    def start(self) -> Readiness:
+        """Start the process and wait until the workload is warm.
+
+        Raises:
+            WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
+        """
+        outcome = self._started_child()
+        if isinstance(outcome, Failure):
+            raise WorkloadError(outcome.message, outcome.traceback or "")
+        assert outcome.readiness is not None
+        return outcome.readiness
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        return self._run(wire.Request(what="burst", plan=plan, config=config))
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        config = LoaderConfig(consumer_threads=consumer_threads)
+        return self._run(wire.Request(what="step_ceiling", plan=plan, config=config))
+
+    def close(self) -> None:
+        """End the process and everything it started. Safe to call twice."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _started_child(self) -> _Child | Failure:
+        if self._child is None:
+            child = _Child(self._payload)
+            failure = child.wait_until_ready(START_DEADLINE_S)
+            if failure is not None:
+                child.end()
+                return failure
+            self._child = child
+        return self._child
+
+    def _run(self, request: wire.Request) -> Measurement | Failure:
+        child = self._started_child()
+        if isinstance(child, Failure):
+            return child
+        try:
+            outcome = self._metered(child, request)
+        except BaseException:
+            self.close()  # Ctrl-C: no orphan may outlive it
+            raise
+        if child.is_lost:
+            self.close()
+        return outcome
+
+    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Failure:
+        over_budget = threading.Event()
+
+        def on_memory_limit() -> None:
+            over_budget.set()
+            child.kill()
+
+        meter = TreeMeter(
+            child.pid,
+            usable_cores=self._machine.usable_cores,
+            memory_budget_bytes=self._memory_budget_bytes,
+            on_memory_limit=on_memory_limit,
+        )
+        with meter:
+            outcome = child.ask(request)
+        if over_budget.is_set():
+            return _over_budget(request, self._memory_budget_bytes)
+        if isinstance(outcome, Failure):
+            return outcome
+        reading = meter.reading
+        return replace(
+            outcome,
+            memory=reading.memory,
+            cpu_share=reading.cpu_share,
+            foreign_cpu_share=reading.foreign_cpu_share,
+            gpu=reading.gpu,
+        )
+
+
+def _over_budget(request: wire.Request, budget: int | None) -> Failure:
+    return Failure(
+        kind="memory_guard",
+        phase="batches",
+        message=f"{request.config} took more than 90 % of the memory budget of {(budget or 0) / 2**20:.0f} MiB "
+        "and was stopped; use fewer workers or raise max_host_memory",
+    )
+
+
+class _Child:
+    """One probe process and the connection to it."""
+
+    def __init__(self, payload: Payload) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline_read, self._lifeline = os.pipe()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "autotune_loader.probe.child", str(theirs.fileno()), str(lifeline_read)],
+                pass_fds=(theirs.fileno(), lifeline_read),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=_child_environment(),
+                start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+            )
+        os.close(lifeline_read)
+        self._connection = Connection(ours.detach())
+        self._payload = payload
+        self._phase: FailurePhase = "start"
+        self.readiness: Readiness | None = None
+        self.is_lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self, deadline_s: float) -> Failure | None:
+        try:
+            wire.send(self._connection, _hello())
+            self._connection.send_bytes(self._payload.data)
+            self._connection.send_bytes(self._payload.training)
+        except OSError:
+            return self._death()
+        message = self._answer(deadline_s)
+        if isinstance(message, Failure):
+            return message
+        self.readiness = message.ready
+        return message.failure
+
+    def ask(self, request: wire.Request) -> Measurement | Failure:
+        self._phase = "start"
+        self._output.truncate(0)
+        try:
+            wire.send(self._connection, request)
+        except OSError:
+            return self._death()
+        message = self._answer(request.plan.deadline_s)
+        if isinstance(message, Failure):
+            return message
+        outcome = message.measurement or message.failure
+        assert outcome is not None
+        return outcome
+
+    def _answer(self, deadline_s: float) -> wire.Message | Failure:
+        """The next message that is not about a phase; a failure when none comes in time or the process dies."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                self.is_lost = True
+                return Failure(
+                    kind="deadline",
+                    phase=self._phase,
+                    message=f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}",
+                    traceback=self._last_words() or None,
+                )
+            try:
+                message = wire.receive_message(self._connection)
+            except (EOFError, OSError):
+                return self._death()
+            if message.phase is None:
+                return message
+            self._phase = message.phase
+
+    def _death(self) -> Failure:
+        self.is_lost = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_GRACE_S)
+        return failure_of_death(self._process.poll(), self._phase, self._last_words())
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            size = os.fstat(self._output.fileno()).st_size
+            return os.pread(self._output.fileno(), STDERR_TAIL_BYTES, max(0, size - STDERR_TAIL_BYTES)).decode(
+                errors="replace"
+            )
+        return ""
+
+    def kill(self) -> None:
+        """Kill the process and its descendants at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Leave nothing: no process of the group, no descriptor, no shared-memory segment."""
+        members = process_group_members(self.pid)
+        self._connection.close()
+        if not self.is_lost:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_GRACE_S)
+        self.kill()
+        self._process.wait()
+        os.close(self._lifeline)
+        self._output.close()
+        remove_segments_of({*members, self.pid})
+
+
+def _hello() -> wire.Hello:
+    import torch
+
+    return wire.Hello(
+        sys_path=tuple(sys.path), working_directory=str(Path.cwd()), threads=torch.get_num_threads()
+    )
+
+
+def _child_environment() -> dict[str, str]:
+    """This environment, in which `python -m autotune_loader...` finds the very package that is running now."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *([inherited] if inherited else [])])}

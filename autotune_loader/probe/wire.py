@@ -1,0 +1,69 @@
+"""What parent and probe process say to each other: plain records as MessagePack over a private socket pair.
+
+    parent   hello ── payload ───────────────── burst? ─────────────────────── bye (or just closes)
+    child             phase ... phase ... ready         phase ... phase ... answer
+
+Only the workload itself is a pickle, and only from parent to child; nothing the child sends is unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import msgspec
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What the child needs before it can import the user's classes."""
+
+    sys_path: tuple[str, ...]
+    working_directory: str
+    threads: int
+    """The parent's intra-op threads, so that the child trains as the parent would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing to run."""
+
+    what: Literal["burst", "step_ceiling"]
+    plan: BurstPlan
+    config: LoaderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of the child; exactly one field is set."""
+
+    phase: FailurePhase | None = None
+    ready: Readiness | None = None
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+
+
+def send(connection: Connection, record: Hello | Request | Message) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(record))
+
+
+def receive_message(connection: Connection) -> Message:
+    """The child's next message.
+
+    Raises:
+        EOFError, OSError: the child is gone.
+    """
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=Message)
+
+
+def receive_hello(connection: Connection) -> Hello:
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
+
+
+def receive_request(connection: Connection) -> Request:
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=Request)

@@ -1,0 +1,405 @@
+"""The finished run as one value, and `loader.json`, the file it is kept in.
+
+`LoaderFile` and the dataclasses below it are the only definition of the file: it is written, validated and described (JSON
+Schema) from them. The file is data only: nothing in it is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings as python_warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.errors import ConfigFileError, MachineMismatchError
+from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
+from autotune_loader.stats import Interval
+from autotune_loader.trial import Trial
+from autotune_loader.version import __version__
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas as pd
+    from torch.utils.data import DataLoader
+
+# 1.0  first release
+SCHEMA_VERSION = "1.0"
+# No honest loader.json comes near this; a file that does is refused before it is parsed.
+MAX_FILE_BYTES = 32 << 20
+
+Status = Literal["complete", "partial", "fallback"]
+OnMismatch = Literal["warn", "clamp", "raise"]
+Binding = Literal["step", "cpu", "wait", "transport", "memory", "startup", "in_memory", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeChoice:
+    """Samples per batch, and whether the tuner chose them."""
+
+    value: int | None
+    tuned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of the best configuration; null means not measured."""
+
+    samples_per_s: Interval | None = None
+    """Rate of the best configuration, from the finals where they were run."""
+    baseline_samples_per_s: Interval | None = None
+    speedup: Interval | None = None
+    """Best over baseline, from paired rounds."""
+    ceiling_samples_per_s: Interval | None = None
+    """Rate of the training step on a cached batch: no loader can exceed it."""
+    wait_share: float | None = None
+    """Share of the time in which the training loop waited for data."""
+    first_batch_s: float | None = None
+    cpu_share: float | None = None
+    gpu_util: float | None = None
+    gpu_util_reason: str | None = None
+    """Why GPU utilisation is null."""
+    gpu_memory_bytes: int | None = None
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    pss_slope_bytes_per_s: float | None = None
+    shm_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the twin says of the best configuration; null where it could not say."""
+
+    samples_per_s: Interval | None = None
+    epoch_s: float | None = None
+    """Seconds of one epoch, worker start-up included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What finding it cost."""
+
+    seconds: float
+    """Wall seconds from call to result."""
+    bursts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Which resource binds the best configuration, and how far its ceiling is."""
+
+    binding: Binding
+    sentence: str
+    """The verdict for a person, with the evidence in numbers."""
+    headroom: float | None = None
+    """Ceiling over rate, minus one: what a perfect loader would still gain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One concrete next step."""
+
+    action: str
+    """What to do, as a sentence."""
+    reason: str
+    """The measured evidence for it."""
+    expected_gain: float | None = None
+    """Estimated relative gain in samples/s; None where there is no estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finals:
+    """The interleaved paired rounds between the last candidates: fresh bursts that took no part in the search."""
+
+    configs: tuple[LoaderConfig, ...] = ()
+    rounds: tuple[tuple[float | None, ...], ...] = ()
+    """Samples/s of each configuration in each round; null where its burst failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFile:
+    """`loader.json`, field by field."""
+
+    schema_version: str
+    status: Status
+    """`complete`; `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
+    dataloader_kwargs: dict[str, Any]
+    """Arguments for `torch.utils.data.DataLoader`, splat-able as they stand."""
+    scope: Literal["per_process"] = "per_process"
+    """`num_workers` is for each training process (rank)."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
+    summary: tuple[str, ...] = ()
+    """Sentences a person reads."""
+    warnings: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    advice: tuple[Advice, ...] = ()
+    measured: Measured = field(default_factory=Measured)
+    predicted: Predicted = field(default_factory=Predicted)
+    budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
+    space_hash: str | None = None
+    fingerprint: Fingerprint | None = None
+    baseline: LoaderConfig | None = None
+    trials: tuple[Trial, ...] = ()
+    finals: Finals = field(default_factory=Finals)
+    created_by: str = f"autotune_loader {__version__}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningResult:
+    """What `tune()` found. `save()` and `load()` are inverse, but for the study, which stays in memory or its storage."""
+
+    best: LoaderConfig
+    """The cheapest configuration within tolerance of the fastest."""
+    status: Status
+    baseline: LoaderConfig
+    """The user's own configuration, or torch's defaults."""
+    trials: tuple[Trial, ...] = ()
+    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
+    measured: Measured = field(default_factory=Measured)
+    predicted: Predicted = field(default_factory=Predicted)
+    verdict: Verdict = field(
+        default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
+    )
+    advice: tuple[Advice, ...] = ()
+    summary: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    finals: Finals = field(default_factory=Finals)
+    spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
+    space_hash: str | None = None
+    fingerprint: Fingerprint | None = None
+    study: optuna.Study | None = field(default=None, compare=False, repr=False)
+    """The Optuna study, an ordinary one; None after `load()`."""
+    parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last."""
+
+    @property
+    def speedup(self) -> Interval | None:
+        """Best over baseline in samples/s, from paired rounds; None when they could not be run."""
+        return self.measured.speedup
+
+    @property
+    def ceiling(self) -> Interval | None:
+        """Samples/s of the training step on a cached batch: no loader can exceed it."""
+        return self.measured.ceiling_samples_per_s
+
+    def make_loader(self, dataset: Any, **kwargs: Any) -> DataLoader[Any]:
+        """A DataLoader over `dataset` with the best configuration.
+
+        Args:
+            dataset: any dataset that DataLoader takes.
+            **kwargs: further DataLoader arguments, such as `shuffle=True`; they win over the tuned ones. Without
+                `batch_size`, the batch size that was tuned with.
+        """
+        from torch.utils.data import DataLoader
+
+        arguments = {**self.parts, **self.best.to_kwargs(), **kwargs}
+        if "batch_size" not in kwargs and "batch_sampler" not in kwargs:
+            arguments["batch_size"] = self.batch_size.value
+        if arguments.get("batch_sampler") is not None or arguments.get("batch_size", 1) is None:
+            arguments.pop("drop_last", None)
+        return DataLoader(dataset, **arguments)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it."""
+        write_loader_file(self.to_file(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TuningResult:
+        """The result that `save()` wrote.
+
+        Raises:
+            ConfigFileError: missing, corrupt, or of a newer major version.
+        """
+        return cls.from_file(read_loader_file(path))
+
+    def to_file(self) -> LoaderFile:
+        return LoaderFile(
+            schema_version=SCHEMA_VERSION,
+            status=self.status,
+            dataloader_kwargs=self.best.to_kwargs(),
+            extras=self.best.to_extras(),
+            batch_size=self.batch_size,
+            summary=self.summary,
+            warnings=self.warnings,
+            verdict=self.verdict,
+            advice=self.advice,
+            measured=self.measured,
+            predicted=self.predicted,
+            budget=self.spent,
+            space_hash=self.space_hash,
+            fingerprint=self.fingerprint,
+            baseline=self.baseline,
+            trials=tuple(_without_traces(trial) for trial in self.trials),
+            finals=self.finals,
+        )
+
+    @classmethod
+    def from_file(cls, file: LoaderFile) -> TuningResult:
+        return cls(
+            best=config_in(file),
+            status=file.status,
+            baseline=file.baseline or LoaderConfig(),
+            trials=file.trials,
+            batch_size=file.batch_size,
+            measured=file.measured,
+            predicted=file.predicted,
+            verdict=file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict."),
+            advice=file.advice,
+            summary=file.summary,
+            warnings=file.warnings,
+            finals=file.finals,
+            spent=file.budget,
+            space_hash=file.space_hash,
+            fingerprint=file.fingerprint,
+        )
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per trial: configuration, rates, waits, memory, failure."""
+        from autotune_loader.report.frame import trials_frame
+
+        return trials_frame(self)
+
+    def report(self) -> str:
+        """The whole result as text: table, verdict, advice."""
+        from autotune_loader.report.tables import render_report
+
+        return render_report(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary) or f"{self.status}: {self.best}"
+
+
+def _without_traces(trial: Trial) -> Trial:
+    if trial.measurement is None or not trial.measurement.traces:
+        return trial
+    return replace(trial, measurement=replace(trial.measurement, traces=()))
+
+
+def write_loader_file(file: LoaderFile, path: str | os.PathLike[str]) -> None:
+    """Write the file through a temporary one in the same folder and a rename."""
+    import msgspec
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(file), indent=2)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(text + b"\n")
+        Path(temporary).replace(target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
+
+
+def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
+    """Read and validate `loader.json`; unknown keys are ignored.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
+    """
+    import msgspec
+
+    source = Path(path)
+    data = _bounded_bytes(source)
+    try:
+        raw = msgspec.json.decode(data)
+        _check_version(raw, source)
+        file = msgspec.convert(raw, LoaderFile)
+        config_in(file)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigFileError(
+            f"path={str(source)!r} is not a valid loader.json: {error}. Write a new one with result.save({source.name!r})"
+        ) from error
+    return file
+
+
+def _bounded_bytes(source: Path) -> bytes:
+    try:
+        size = source.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigFileError(f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})")
+        return source.read_bytes()
+    except OSError as error:
+        raise ConfigFileError(
+            f"path={str(source)!r} cannot be read ({error.strerror}); "
+            "write it with tune(..., output='loader.json') or result.save('loader.json')"
+        ) from error
+
+
+def _check_version(raw: object, source: Path) -> None:
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    major = str(version).split(".", 1)[0]
+    if not isinstance(version, str) or not major.isdecimal():
+        raise ConfigFileError(f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}")
+    if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
+            "upgrade with: pip install -U autotune-loader"
+        )
+
+
+def config_in(file: LoaderFile) -> LoaderConfig:
+    """The configuration that a file describes."""
+    size = {"batch_size": file.batch_size.value} if file.batch_size.tuned else {}
+    return LoaderConfig.from_dict({**file.dataloader_kwargs, **file.extras, **size})
+
+
+def loader_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of `loader.json`, generated from the dataclasses."""
+    import msgspec
+
+    schema = msgspec.json.schema(LoaderFile)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}
+
+
+def load_config(path: str | os.PathLike[str], *, on_mismatch: OnMismatch = "warn") -> LoaderConfig:
+    """The configuration of a `loader.json`, checked against the machine it is loaded on.
+
+    Args:
+        path: the file that `tune()` or `result.save()` wrote.
+        on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters: `"warn"`
+            about it, `"clamp"` the configuration to what this machine has (and warn), or `"raise"`.
+
+    Raises:
+        ConfigFileError: the file cannot be read.
+        MachineMismatchError: the machines differ and `on_mismatch="raise"`.
+        ValueError: `on_mismatch` is none of the three.
+    """
+    if on_mismatch not in ("warn", "clamp", "raise"):
+        raise ValueError(f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work")
+    file = read_loader_file(path)
+    config = config_in(file)
+    if file.fingerprint is None:
+        return config
+    here = inspect_machine().fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
+    found = [difference.sentence for difference in differences(file.fingerprint, here) if difference.matters]
+    if not found:
+        return config
+    text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(found)}"
+    if on_mismatch == "raise":
+        raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='clamp'")
+    if on_mismatch == "clamp":
+        clamped = clamp(config, file.fingerprint, here)
+        text += f"; clamped to {clamped}" if clamped != config else "; nothing had to be clamped"
+        config = clamped
+    python_warnings.warn(text, stacklevel=2)
+    return config
+
+
+def clamp(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
+    """The configuration scaled down to a machine with fewer cores or without the accelerator; never scaled up."""
+    workers = config.num_workers
+    if workers and here.usable_cores < tuned_on.usable_cores:
+        workers = max(1, workers * here.usable_cores // tuned_on.usable_cores)
+    changes: dict[str, Any] = {"num_workers": workers}
+    if config.consumer_threads is not None:
+        changes["consumer_threads"] = min(config.consumer_threads, max(1, here.usable_cores))
+    if not here.gpus:
+        changes |= {"pin_memory": False, "device_prefetch": 0}
+    return replace(config, **changes)

@@ -1,0 +1,157 @@
+"""The options of `tune()` that say how to search, validated: every mistake is answered with a value that would work."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SEARCHES = ("auto", "tpe", "grid", "random")
+ISOLATIONS = ("auto", "process", "inline")
+PROGRESSES = ("auto", "on", "off")
+# What changes the semantics of training and is searched only where the user says so.
+ALLOWABLE = (
+    "batch_size",
+    "in_order",
+    "persistent_workers",
+    "multiprocessing_context",
+    "sharing_strategy",
+    "drop_last",
+    "compile",
+    "amp",
+)
+
+Search = Literal["auto", "tpe", "grid", "random"]
+Isolation = Literal["auto", "process", "inline"]
+Progress = Literal["auto", "on", "off"]
+
+_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Below this the first batch and one burst do not fit, whatever the workload.
+SHORTEST_BUDGET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to search. Every field is the option of `tune()` with the same name, parsed.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and one that would work.
+    """
+
+    budget_s: float = 60.0
+    """Wall seconds from call to result, everything counted."""
+    max_trials: int | None = None
+    max_workers: int | None = None
+    max_host_memory_bytes: int | None = None
+    max_shm_bytes: int | None = None
+    allow: frozenset[str] = frozenset()
+    tolerance: float = 0.02
+    """Configurations this close to the fastest count as equally fast; the cheapest of them is chosen."""
+    search: Search = "auto"
+    seed: int = 0
+    isolation: Isolation = "auto"
+    storage: str | None = None
+    study_name: str | None = None
+    reuse: bool = True
+    output: str | None = None
+    progress: Progress = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_trials", "max_workers"):
+            require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
+        require_count("seed", self.seed, minimum=0)
+        require_choice("search", self.search, SEARCHES)
+        require_choice("isolation", self.isolation, ISOLATIONS)
+        require_choice("progress", self.progress, PROGRESSES)
+        for name in sorted(self.allow):
+            require_choice("allow", name, ALLOWABLE)
+        if isinstance(self.tolerance, bool) or not isinstance(self.tolerance, (int, float)):
+            raise TypeError(f"tolerance={self.tolerance!r} is not a number; tolerance=0.02 would work")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance={self.tolerance!r} is not a share between 0 and 1; tolerance=0.02 would work")
+
+
+def parse_settings(options: dict[str, Any]) -> Settings:
+    """`Settings` from the raw options of `tune()`: budgets such as "60s" or "3m", sizes such as "8GB", a tuple `allow`."""
+    values = dict(options)
+    values["budget_s"] = parse_seconds("budget", values.pop("budget"))
+    values["max_host_memory_bytes"] = parse_bytes("max_host_memory", values.pop("max_host_memory"))
+    values["max_shm_bytes"] = parse_bytes("max_shm", values.pop("max_shm"))
+    values["allow"] = _parse_allow(values.pop("allow"))
+    values["output"] = None if values["output"] is None else str(values["output"])
+    if isinstance(values["progress"], bool):
+        values["progress"] = "on" if values["progress"] else "off"
+    if isinstance(values["storage"], bool):
+        raise TypeError(f"storage={values['storage']!r} is not a path or URL; storage='study.journal' would work")
+    values["storage"] = None if values["storage"] is None else str(values["storage"])
+    return Settings(**values)
+
+
+def parse_seconds(name: str, value: object) -> float:
+    """Seconds from a number, "90", "90s", "3m" or "1h".
+
+    Raises:
+        TypeError, ValueError: it is none of these, or too short to measure anything.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name}={value!r} is neither seconds nor a text such as '60s'; {name}='60s' would work")
+    seconds = _parse_quantity(name, value, _UNITS_S, example="'60s'")
+    if not SHORTEST_BUDGET_S <= seconds < float("inf"):
+        raise ValueError(f"{name}={value!r} is not at least {SHORTEST_BUDGET_S:.0f} s; {name}='60s' would work")
+    return seconds
+
+
+def parse_bytes(name: str, value: object) -> int | None:
+    """Bytes from a number or a text such as "8GB" or "512MiB"; None stays None.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or not positive.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name}={value!r} is neither bytes nor a text such as '8GB'; {name}='8GB' would work")
+    size = _parse_quantity(name, value, _UNITS_BYTES, example="'8GB'")
+    if not 0 < size < float("inf"):
+        raise ValueError(f"{name}={value!r} is not positive; {name}='8GB' would work")
+    return int(size)
+
+
+def _parse_quantity(name: str, value: float | str, units: dict[str, Any], example: str) -> float:
+    if not isinstance(value, str):
+        return float(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    folded = {unit.lower(): factor for unit, factor in units.items()}
+    if match is None or match[2].lower() not in folded:
+        known = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"{name}={value!r} cannot be read (units: {known}); {name}={example} would work")
+    return float(match[1]) * float(folded[match[2].lower()])
+
+
+def _parse_allow(value: object) -> frozenset[str]:
+    if isinstance(value, str):
+        return frozenset((value,))
+    if not isinstance(value, Iterable):
+        raise TypeError(f"allow={value!r} is not a collection of names; allow=('batch_size',) would work")
+    return frozenset(value)
+
+
+def require_count(name: str, value: object, *, minimum: int) -> None:
+    """None or an integer of at least `minimum`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
+    if value < minimum:
+        raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """One of the choices; the error suggests the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1) or [choices[0]]
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r} is not one of {known}; {name}={near[0]!r} would work")
