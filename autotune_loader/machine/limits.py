@@ -1,0 +1,161 @@
+"""How much of the machine this process may use: cores, memory, shared memory, descriptors, threads.
+
+Every bound that was found is kept beside the number that follows from it, so that a report can show why 104 CPUs came
+out as 23 usable cores. Control groups are read in `cgroups`, what psutil knows comes from `host`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune_loader.machine.cgroups import Limit, cpu_limits, memory_available, memory_limits
+from autotune_loader.machine.host import host_memory
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
+    "OMP_PROC_BIND",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+"""Variables that change how many threads native libraries start in a worker (torch only limits its own)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """How many cores one rank may count on, and every bound that says so."""
+
+    usable: int
+    """For this rank, at least 1: the tightest bound divided among the ranks that share it."""
+    available: float
+    """For all ranks together: the tightest bound; a quota may be a fraction."""
+    ranks: int
+    """Ranks on this node that share these cores."""
+    inputs: tuple[Limit, ...]
+    """Every bound, in cores."""
+
+    @property
+    def binding(self) -> Limit:
+        """The tightest bound."""
+        return min(self.inputs, key=lambda limit: limit.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """How much host memory all ranks together may still take, and every bound that says so."""
+
+    available_bytes: int | None
+    """The tightest of what is left now; None where the system does not tell."""
+    total_bytes: int | None
+    """The tightest limit, whatever is in use now."""
+    inputs: tuple[Limit, ...]
+    """Every bound on what is left, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """The file system through which workers hand over batches."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Cores:
+    """The cores this rank may count on: the least of affinity, counts, quotas and SLURM, divided among the ranks."""
+    inputs = (*_cpu_counts(), *cpu_limits(root), *_slurm_cores(environ))
+    available = min(limit.value for limit in inputs)
+    ranks = _ranks_sharing(environ)
+    return Cores(usable=max(1, int(available / ranks + 1e-9)), available=available, ranks=ranks, inputs=inputs)
+
+
+def affinity() -> tuple[int, ...] | None:
+    """CPUs the scheduler may run this process on; None where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _cpu_counts() -> list[Limit]:
+    limits = [Limit(value=float(os.cpu_count() or 1), source="os.cpu_count()")]
+    cpus = affinity()
+    if cpus is not None:
+        limits.append(Limit(value=float(len(cpus)), source="os.sched_getaffinity()"))
+    process_cpu_count = getattr(os, "process_cpu_count", None)  # Python 3.13; also obeys PYTHON_CPU_COUNT
+    if process_cpu_count is not None:
+        limits.append(Limit(value=float(process_cpu_count() or 1), source="os.process_cpu_count()"))
+    return limits
+
+
+def _slurm_cores(environ: Mapping[str, str]) -> list[Limit]:
+    cores = _positive_int(environ.get("SLURM_CPUS_PER_TASK"))
+    return [Limit(value=float(cores), source="SLURM_CPUS_PER_TASK")] if cores else []
+
+
+def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Ranks of this job on this node, from `LOCAL_WORLD_SIZE`, which torchrun sets; 1 where it is not set."""
+    return _positive_int(environ.get("LOCAL_WORLD_SIZE")) or 1
+
+
+def _ranks_sharing(environ: Mapping[str, str]) -> int:
+    """Ranks that share the cores found: those of this SLURM task, where SLURM says what a task has, or else all."""
+    ranks = local_world_size(environ)
+    if not _slurm_cores(environ):
+        return ranks
+    tasks = _positive_int(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")) or 1
+    return max(1, ranks // tasks)
+
+
+def _positive_int(text: str | None) -> int | None:
+    """The leading integer of a value such as "8" or SLURM's "4(x2)"; None for anything else."""
+    match = re.match(r"\s*(\d+)", text or "")
+    return (int(match[1]) or None) if match else None
+
+
+def memory_budget(root: Path = Path("/")) -> MemoryBudget:
+    """What the host and every control group above this process leave of memory."""
+    host = host_memory()
+    inputs: tuple[Limit, ...] = memory_available(root)
+    totals = [int(limit.value) for limit in memory_limits(root)]
+    if host is not None:
+        inputs = (Limit(value=float(host.available_bytes), source="available on the host"), *inputs)
+        totals.append(host.total_bytes)
+    return MemoryBudget(
+        available_bytes=min((int(limit.value) for limit in inputs), default=None),
+        total_bytes=min(totals, default=None),
+        inputs=inputs,
+    )
+
+
+def shared_memory(root: Path = Path("/")) -> SharedMemory | None:
+    """Room in `/dev/shm`, where batches lie while they travel; None on systems without it."""
+    if not hasattr(os, "statvfs"):
+        return None
+    try:
+        stat = os.statvfs(root / "dev/shm")
+    except OSError:
+        return None
+    return SharedMemory(free_bytes=stat.f_bavail * stat.f_frsize, total_bytes=stat.f_blocks * stat.f_frsize)
+
+
+def open_files_limit() -> int | None:
+    """Descriptors this process may hold (the soft `RLIMIT_NOFILE`); None where there is no limit or none is told."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def thread_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables among `THREAD_VARIABLES` that are set."""
+    return {name: environ[name] for name in THREAD_VARIABLES if name in environ}

@@ -1,0 +1,270 @@
+"""Trees of processes: the memory and CPU they use, and their end.
+
+On Linux `/proc` is read directly, because a sample every quarter of a second must cost next to nothing; elsewhere
+psutil answers, and what it does not know is None. A process may vanish between any two lines here: then it counts as
+gone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from autotune_loader.machine.host import HAS_PROC, PROC
+
+if TYPE_CHECKING:
+    import psutil
+
+# How often the end of a process is looked for while terminating.
+_POLL_S = 0.02
+# How long SIGKILL may take; only a process stuck in the kernel needs longer.
+_KILL_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUse:
+    """One process at one moment."""
+
+    parent: int
+    """Its parent's process ID."""
+    session: int
+    """Its session's ID."""
+    is_alive: bool
+    """Whether it still runs; a zombie does not."""
+    cpu_s: float
+    """CPU seconds of the process and of every descendant that ended and was waited for."""
+    rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeUse:
+    """A process and its descendants at one moment."""
+
+    processes: int
+    """How many are alive."""
+    cpu_s: float
+    """CPU seconds of the tree since it began, of those that have ended too."""
+    rss_bytes: int
+    """Sum of the resident set sizes; shared pages count once for each process."""
+
+
+def parse_process_stat(text: str, *, ticks_per_s: int, page_bytes: int) -> ProcessUse:
+    """One process, from `/proc/<pid>/stat`.
+
+    `pid (comm) state ppid pgrp session ... utime stime cutime cstime ... rss ...`, where comm may itself contain
+    spaces and parentheses (proc(5)): 4 is ppid, 6 session, 14 to 17 the times in ticks, 24 the resident pages, counted
+    from 1.
+
+        4124 (a) b) R 4119 4119 2239 0 -1 4194304 100 0 0 0 7 1 20 4 20 0 1 0 101042 3133440 358 1844...
+    """
+    fields = text[text.rindex(")") + 2 :].split()
+    return ProcessUse(
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        is_alive=fields[0] not in "ZXx",
+        cpu_s=sum(int(ticks) for ticks in fields[11:15]) / ticks_per_s,
+        rss_bytes=int(fields[21]) * page_bytes,
+    )
+
+
+def parse_pss_bytes(text: str) -> int:
+    """Proportional set size, from `/proc/<pid>/smaps_rollup`: the line `Pss:    406 kB` among others of that form."""
+    line = next(line for line in text.splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) * 1024
+
+
+class ProcessTree:
+    """A process and its descendants, cheap to look at again and again.
+
+    Only processes that are new since the last look are asked for their parent, and one that was ever seen in the tree
+    stays in it when its parent dies and init adopts it.
+    """
+
+    def __init__(self, pid: int, proc: Path = PROC) -> None:
+        self.pid = pid
+        self._proc = proc
+        self._members = {pid}
+        self._strangers: set[int] = set()
+        self._cpu_s = 0.0
+
+    def use(self) -> TreeUse | None:
+        """What the tree uses now; None when nothing of it is left or the system does not tell."""
+        if not HAS_PROC:
+            return self._use_by_psutil()
+        self._find_members()
+        uses = {pid: use for pid in self._members if (use := _process_use(pid, self._proc)) is not None}
+        self._members &= uses.keys()
+        if not any(use.is_alive for use in uses.values()):
+            return None
+        # A member that died unseen by its parent (init adopted it) takes its time along: the sum must not shrink.
+        self._cpu_s = max(self._cpu_s, sum(use.cpu_s for use in uses.values()))
+        return TreeUse(
+            processes=sum(use.is_alive for use in uses.values()),
+            cpu_s=self._cpu_s,
+            rss_bytes=sum(use.rss_bytes for use in uses.values()),
+        )
+
+    def pss_bytes(self) -> int | None:
+        """Sum of the proportional set sizes now: shared pages count once. Slow (it walks page tables): call it rarely.
+
+        None when a member does not let us read it or the system has no such number.
+        """
+        if not HAS_PROC:
+            return None
+        self._find_members()
+        sizes = [_process_pss_bytes(pid, self._proc) for pid in self._members]
+        return None if None in sizes or not any(sizes) else sum(size for size in sizes if size is not None)
+
+    def _find_members(self) -> None:
+        found = {int(name) for name in os.listdir(self._proc) if name.isdigit()}  # noqa: PTH208 - twice as fast
+        self._strangers &= found
+        new = found - self._members - self._strangers
+        parents = {pid: use.parent for pid in new if (use := _process_use(pid, self._proc)) is not None}
+        while young := {pid for pid, parent in parents.items() if parent in self._members and pid not in self._members}:
+            self._members |= young
+        self._strangers |= parents.keys() - self._members
+
+    def _use_by_psutil(self) -> TreeUse | None:
+        import psutil
+
+        cpu_s, rss_bytes, processes = 0.0, 0, 0
+        for process in _family(self.pid):
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+            except psutil.Error:
+                continue
+            cpu_s += times.user + times.system + times.children_user + times.children_system
+            rss_bytes, processes = rss_bytes + memory.rss, processes + 1
+        return TreeUse(processes=processes, cpu_s=cpu_s, rss_bytes=rss_bytes) if processes else None
+
+
+def tree_rss_bytes(pid: int) -> int | None:
+    """Sum of the resident set sizes of a process and its descendants; None when it is gone."""
+    use = ProcessTree(pid).use()
+    return None if use is None else use.rss_bytes
+
+
+def tree_pss_bytes(pid: int) -> int | None:
+    """Sum of the proportional set sizes of a process and its descendants; None where that is not told."""
+    return ProcessTree(pid).pss_bytes()
+
+
+def tree_cpu_s(pid: int) -> float | None:
+    """CPU seconds of a process and its descendants, of those that ended too; None when it is gone."""
+    use = ProcessTree(pid).use()
+    return None if use is None else use.cpu_s
+
+
+def terminate_tree(pid: int, *, grace_s: float = 3.0) -> tuple[int, ...]:
+    """End a process, its descendants and all else in the session it leads: all at once, politely, then by SIGKILL.
+
+    Workers that a dead process left to init are found by their session, so start it with `start_new_session=True`.
+    Nothing is reaped: `Popen.wait()` still sees the exit status. The calling process itself is never touched.
+
+    Args:
+        pid: Root of the tree; it may be gone already.
+        grace_s: Seconds they get to end by themselves, all together.
+
+    Returns:
+        Process IDs that outlived even SIGKILL (stuck in the kernel); empty when all is well.
+    """
+    polite = _family(pid)
+    _signal(polite, "terminate")
+    alive = _wait_for_end(polite, grace_s)
+    # Who was started in the meantime did not get the first signal.
+    alive = list({process.pid: process for process in (*alive, *_family(pid))}.values())
+    _signal(alive, "kill")
+    return tuple(process.pid for process in _wait_for_end(alive, _KILL_WAIT_S))
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """The process, its descendants and its session, without ourselves; those that have gone are left out."""
+    import psutil
+
+    found: dict[int, psutil.Process] = {}
+    try:
+        root = psutil.Process(pid)
+        found[pid] = root
+        found.update({child.pid: child for child in root.children(recursive=True)})
+    except psutil.Error:
+        pass
+    for member in _session_members(pid):
+        try:
+            found.setdefault(member, psutil.Process(member))
+        except psutil.Error:
+            continue
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def _session_members(session: int) -> list[int]:
+    """Processes of a session, other than the one we live in ourselves."""
+    import psutil
+
+    if not hasattr(os, "getsid") or os.getsid(0) == session:
+        return []
+    members = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == session:
+                members.append(pid)
+        except OSError:
+            continue
+    return members
+
+
+def _signal(processes: Iterable[psutil.Process], how: Literal["terminate", "kill"]) -> None:
+    import psutil
+
+    for process in processes:
+        try:
+            process.terminate() if how == "terminate" else process.kill()
+        except psutil.Error:  # gone, or not ours to signal: the wait that follows tells which
+            continue
+
+
+def _wait_for_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those still alive after `timeout_s`, or none as soon as all have ended."""
+    alive = [process for process in processes if _is_alive(process)]
+    deadline = time.monotonic() + timeout_s
+    while alive and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        alive = [process for process in alive if _is_alive(process)]
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended: it only waits for its parent to read the exit status, which is the parent's to do."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _process_use(pid: int, proc: Path) -> ProcessUse | None:
+    try:
+        with open(f"{proc}/{pid}/stat") as file:  # noqa: PTH123 - read four times a second for every process
+            text = file.read()
+        return parse_process_stat(text, ticks_per_s=os.sysconf("SC_CLK_TCK"), page_bytes=os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _process_pss_bytes(pid: int, proc: Path) -> int | None:
+    """Zero for a process that has ended: it holds nothing."""
+    try:
+        return parse_pss_bytes((proc / str(pid) / "smaps_rollup").read_text())
+    except ProcessLookupError:
+        return 0
+    except FileNotFoundError:  # gone, or a kernel before 4.14, which has no such file
+        return None if (proc / str(pid)).exists() else 0
+    except (OSError, StopIteration, ValueError):
+        return None
