@@ -2,9 +2,9 @@
 
     python -m studies.import_time            # from the repository's root
 
-Three kinds of fresh interpreter take turns, so that a busy moment hits all alike: one imports torch, one imports
-both and times the whole, and one imports both and times autotune_loader alone. The last gives the cost as a training job
-meets it, and is judged; the difference of the first two checks it, more noisily.
+Three kinds of fresh interpreter take turns, so that a busy moment hits all alike: one imports torch, one imports both
+and times the whole, one imports both and times autotune_loader alone. The last gives the cost as a training job meets
+it, and is judged; the difference of the first two checks it, more noisily.
 """
 
 from __future__ import annotations

@@ -1,0 +1,296 @@
+"""The workloads that all studies share, so that their figures can be compared.
+
+    python -m studies.workloads              # what there is, with the fetch time on this machine
+
+Everything here is an importable class or function, so that any start method can send it to another process. The sizes
+suit a machine with a handful of cores; a study that needs others builds its own `StudyWorkload` and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+Kind = Literal["wait", "cpu", "mixed", "transport", "memory", "step", "start-up"]
+TrainStep = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyWorkload:
+    """A training job whose bottleneck is known."""
+
+    name: str
+    dataset: Dataset[Any]
+    model: nn.Module
+    train_step: TrainStep | None
+    """None leaves it to `tune()` to infer the step from model and batch."""
+    batch_size: int
+    description: str
+    kind: Kind
+    """What binds with torch's defaults, by construction."""
+
+    def to_tune_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for `tune()`."""
+        kwargs = {"dataset_or_loader": self.dataset, "model": self.model, "batch_size": self.batch_size}
+        return kwargs if self.train_step is None else {**kwargs, "train_step": self.train_step}
+
+
+class AccelStep:
+    """A training step on an accelerator, seen from the host: the CPU is free while it lasts."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, model: nn.Module, batch: Any) -> None:
+        time.sleep(self.seconds)
+
+
+class SleepDataset(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that are waited for, as from remote storage, and cost no CPU. The wait of an index is always the same.
+
+    Args:
+        length: samples.
+        median_s: median wait in seconds.
+        sigma: spread of the waits: the standard deviation of their logarithm; 0 makes all equal.
+        slow_every: every so many samples one takes `slow_s`; 0 for never.
+        slow_s: wait of a slow sample in seconds.
+    """
+
+    def __init__(
+        self, length: int, median_s: float, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
+    ) -> None:
+        self.waits_s = median_s * np.exp(sigma * np.random.default_rng(0).standard_normal(length))
+        if slow_every:
+            self.waits_s[slow_every - 1 :: slow_every] = slow_s
+
+    def __len__(self) -> int:
+        return len(self.waits_s)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self.waits_s[index])
+        return torch.full((16,), float(index)), index % 10
+
+
+class SpinDataset(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that cost a fixed amount of work on one core, with no thread pool involved: `rounds` hashes of 64 KiB."""
+
+    def __init__(self, length: int, rounds: int) -> None:
+        self.length, self.rounds = length, rounds
+        self.block = np.random.default_rng(0).bytes(1 << 16)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        digest = index.to_bytes(8, "little")
+        for _ in range(self.rounds):
+            digest = hashlib.blake2b(self.block, key=digest[:64]).digest()
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8).float(), index % 10
+
+
+class LargeTensorDataset(Dataset[torch.Tensor]):
+    """Samples that cost little to make and much to move: 1 MiB each."""
+
+    def __init__(self, length: int, sample_bytes: int = 1 << 20) -> None:
+        self.length = length
+        self.sample = torch.rand(sample_bytes // 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+class TextDataset(Dataset[dict[str, torch.Tensor]]):
+    """Sentences tokenised a batch at a time (`__getitems__`), as Hugging Face datasets do, to dicts of fixed length."""
+
+    def __init__(self, length: int, tokens: int = 128, vocabulary: int = 5000, repeats: int = 8) -> None:
+        rng = np.random.default_rng(0)
+        self.words = {f"w{number}": number for number in range(vocabulary)}
+        self.sentences = [
+            " ".join(f"w{number}" for number in row) for row in rng.integers(0, vocabulary, (256, tokens))
+        ]
+        self.length, self.repeats = length, repeats
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        sentences = [self.sentences[index % len(self.sentences)] for index in indices]
+        for _ in range(self.repeats):  # a real tokeniser does more than one look-up a word
+            rows = [[self.words[word] for word in sentence.split()] for sentence in sentences]
+        return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row[-1])} for row in rows]
+
+
+class TextModel(nn.Module):
+    """A bag of words whose forward takes a batch's keys and returns an object with `.loss`, as in transformers."""
+
+    def __init__(self, vocabulary: int = 5000, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.head(self.embedding(input_ids))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def wait_light_tail() -> StudyWorkload:
+    return StudyWorkload(
+        name="wait_light_tail",
+        dataset=SleepDataset(4096, median_s=0.004, sigma=0.2),
+        model=nn.Identity(),
+        train_step=AccelStep(0.004),
+        batch_size=8,
+        description="about 4 ms of waiting per sample, 4 ms accelerator step",
+        kind="wait",
+    )
+
+
+def wait_heavy_tail() -> StudyWorkload:
+    return StudyWorkload(
+        name="wait_heavy_tail",
+        dataset=SleepDataset(4096, median_s=0.002, sigma=0.8, slow_every=32, slow_s=0.2),
+        model=nn.Identity(),
+        train_step=AccelStep(0.004),
+        batch_size=8,
+        description="lognormal waits around 2 ms, every 32nd sample 200 ms, 4 ms accelerator step",
+        kind="wait",
+    )
+
+
+def cpu_bound() -> StudyWorkload:
+    return StudyWorkload(
+        name="cpu_bound",
+        dataset=SpinDataset(4096, rounds=50),
+        model=nn.Identity(),
+        train_step=AccelStep(0.005),
+        batch_size=8,
+        description="a few ms of one core per sample, no thread pools, 5 ms accelerator step",
+        kind="cpu",
+    )
+
+
+def jpeg() -> StudyWorkload:
+    from autotune_loader.demo import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
+
+    folder: Path = cache_folder()
+    make_jpegs(folder)
+    return StudyWorkload(
+        name="jpeg",
+        dataset=JpegFolder(folder),
+        model=SmallCnn(),
+        train_step=None,
+        batch_size=BATCH_SIZE,
+        description="the demo: JPEG decoding and a CNN's step share the cores",
+        kind="mixed",
+    )
+
+
+def large_tensors() -> StudyWorkload:
+    return StudyWorkload(
+        name="large_tensors",
+        dataset=LargeTensorDataset(4096),
+        model=nn.Identity(),
+        train_step=AccelStep(0.001),
+        batch_size=8,
+        description="8 MiB a batch that costs little to make, 1 ms accelerator step",
+        kind="transport",
+    )
+
+
+def in_memory() -> StudyWorkload:
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.rand((65536, 32), generator=generator)
+    labels = torch.randint(0, 10, (65536,), generator=generator)
+    return StudyWorkload(
+        name="in_memory",
+        dataset=TensorDataset(pictures, labels),
+        model=nn.Linear(32, 10),
+        train_step=None,
+        batch_size=64,
+        description="a TensorDataset and a linear model: workers only cost",
+        kind="memory",
+    )
+
+
+def step_bound() -> StudyWorkload:
+    return StudyWorkload(
+        name="step_bound",
+        dataset=SleepDataset(4096, median_s=0.0005),
+        model=nn.Identity(),
+        train_step=AccelStep(0.060),
+        batch_size=16,
+        description="a 60 ms accelerator step behind 8 ms of fetching: the loader hardly matters",
+        kind="step",
+    )
+
+
+def short_epoch() -> StudyWorkload:
+    return StudyWorkload(
+        name="short_epoch",
+        dataset=SleepDataset(64, median_s=0.002),
+        model=nn.Identity(),
+        train_step=AccelStep(0.002),
+        batch_size=8,
+        description="64 samples an epoch: starting workers costs as much as they gain",
+        kind="start-up",
+    )
+
+
+def text() -> StudyWorkload:
+    return StudyWorkload(
+        name="text",
+        dataset=TextDataset(16384),
+        model=TextModel(),
+        train_step=None,
+        batch_size=64,
+        description="tokenising a batch at a time through __getitems__, dict batches, a model with .loss",
+        kind="mixed",
+    )
+
+
+WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
+    factory.__name__: factory
+    for factory in (
+        wait_light_tail,
+        wait_heavy_tail,
+        cpu_bound,
+        jpeg,
+        large_tensors,
+        in_memory,
+        step_bound,
+        short_epoch,
+        text,
+    )
+}
+
+
+def main() -> None:
+    for factory in WORKLOADS.values():
+        workload = factory()
+        batches = iter(DataLoader(workload.dataset, batch_size=workload.batch_size, shuffle=True))
+        next(batches)
+        start = time.perf_counter()
+        for _ in range(5):
+            next(batches)
+        fetch_ms = (time.perf_counter() - start) / 5 * 1e3
+        print(f"{workload.name:16} {workload.kind:9} {fetch_ms:7.1f} ms a batch   {workload.description}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parents[1]
+# jpeg is the demo's own workload, tested there without filling the user's cache.
+NAMES = (
+    "wait_light_tail",
+    "wait_heavy_tail",
+    "cpu_bound",
+    "large_tensors",
+    "in_memory",
+    "step_bound",
+    "short_epoch",
+    "text",
+)
+
+
+@pytest.fixture
+def workloads(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("studies.workloads")
+
+
+def test_every_workload_is_tested_here_or_with_the_demo(workloads: ModuleType) -> None:
+    assert set(workloads.WORKLOADS) == {*NAMES, "jpeg"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workload_survives_pickling_and_yields_a_batch(name: str, workloads: ModuleType) -> None:
+    # GIVEN a workload as another process receives it
+    workload = pickle.loads(pickle.dumps(workloads.WORKLOADS[name]()))
+    # WHEN its first batch is loaded
+    batch = next(iter(DataLoader(workload.dataset, batch_size=workload.batch_size)))
+    # THEN it is whole
+    first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+    assert workload.name == name
+    assert len(first) == workload.batch_size
+
+
+@pytest.mark.parametrize("name", ["wait_light_tail", "large_tensors"])
+def test_an_accelerator_step_takes_any_batch(name: str, workloads: ModuleType) -> None:
+    workload = workloads.WORKLOADS[name]()
+    batch = next(iter(DataLoader(workload.dataset, batch_size=2)))
+    assert workload.train_step(workload.model, batch) is None
+
+
+def test_dict_batches_fit_the_text_model(workloads: ModuleType) -> None:
+    # GIVEN the text workload, one sample and a whole batch at a time
+    workload = workloads.text()
+    batch = next(iter(DataLoader(workload.dataset, batch_size=4)))
+    # WHEN the model takes the batch by its keys
+    loss = workload.model(**batch).loss
+    # THEN there is a loss to train on, and fetching singly gives the same samples
+    assert loss.requires_grad
+    assert torch.equal(batch["input_ids"][3], workload.dataset[3]["input_ids"])
+
+
+def test_a_waiting_sample_takes_the_same_time_in_every_process(workloads: ModuleType) -> None:
+    one, other = (workloads.wait_heavy_tail().dataset for _ in range(2))
+    assert (one.waits_s == other.waits_s).all()
+    assert one.waits_s[31] == pytest.approx(0.2)
