@@ -1,0 +1,349 @@
+"""Invariants by hypothesis, error rates by simulation with fixed seeds."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autotune_loader.stats import (
+    LOOKS,
+    MAX_ROUNDS,
+    Candidate,
+    Interval,
+    Round,
+    cheapest_within,
+    correlated_mean_interval,
+    gap_to_ceiling,
+    mean_interval,
+    paired_ratio,
+    sequential_interval,
+    sequential_verdict,
+    student_t_quantile,
+    usable_rounds,
+)
+
+BURST_NOISE = 0.03
+TRUE_DIFFERENCE = math.log(1.02)
+
+rates = st.floats(1e-2, 1e6)
+pairs = st.lists(st.tuples(rates, rates), min_size=2, max_size=12)
+series = st.lists(st.floats(0.1, 10), min_size=2, max_size=60)
+
+
+def rounds_of(values: list[tuple[float, float]]) -> list[Round]:
+    return [Round(rates={"a": a, "b": b}) for a, b in values]
+
+
+def paired_noise(rng: random.Random, difference: float, noise: float = BURST_NOISE) -> list[float]:
+    return [rng.gauss(difference, noise * math.sqrt(2)) for _ in range(MAX_ROUNDS)]
+
+
+def ask_at_every_look(logs: list[float], margin: float = 0.02) -> tuple[str, int]:
+    for count in (*LOOKS, MAX_ROUNDS):
+        verdict = sequential_verdict(logs[:count], margin)
+        if verdict != "undecided":
+            break
+    return verdict, count
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "quantile"),
+    [
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.30265),
+        (0.975, 3, 3.18245),
+        (0.975, 10, 2.22814),
+        (0.995, 5, 4.03214),
+        (0.975, 200, 1.97190),
+        (0.975, 1000, 1.96234),
+        (0.5, 4, 0.0),
+    ],
+)
+def test_t_quantiles_are_those_of_the_tables(probability: float, freedom: int, quantile: float) -> None:
+    assert student_t_quantile(probability, freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+def test_t_quantiles_join_where_the_formula_changes() -> None:
+    assert student_t_quantile(0.999, 200) == pytest.approx(student_t_quantile(0.999, 201), rel=1e-3)
+
+
+def test_mean_interval_is_the_textbook_one() -> None:
+    interval = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (interval.value, interval.count) == (3.0, 5)
+    assert interval.high - 3.0 == pytest.approx(2.776445 * math.sqrt(2.5 / 5), rel=1e-5)
+
+
+def test_one_value_has_a_mean_and_no_error() -> None:
+    assert mean_interval([7.0]) == Interval(value=7.0, low=-math.inf, high=math.inf, count=1)
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
+def test_confidence_is_a_share(confidence: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        mean_interval([1.0, 2.0], confidence)
+
+
+def test_means_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        mean_interval([])
+    with pytest.raises(ValueError, match="at least 1"):
+        correlated_mean_interval([])
+
+
+@given(series)
+def test_intervals_hold_their_value_and_widen_with_confidence(values: list[float]) -> None:
+    for interval in (mean_interval, lambda v, c: correlated_mean_interval(v, 2, c)):
+        narrow, wide = interval(values, 0.8), interval(values, 0.99)
+        assert wide.low <= narrow.low <= narrow.value <= narrow.high <= wide.high
+
+
+@given(st.integers(1, 8), st.integers(0, 7), st.integers(4, 9))
+def test_a_periodic_series_has_the_mean_of_its_period(period: int, shift: int, repeats: int) -> None:
+    # GIVEN bursts of `period`: one long wait, then none, cut anywhere
+    values = [1.0 if (i + shift) % period == 0 else 0.0 for i in range(period * repeats - shift % period)]
+    # WHEN averaged THEN it does not matter where the series was cut
+    assert correlated_mean_interval(values, period).value == pytest.approx(1 / period)
+
+
+def test_intervals_of_correlated_series_cover() -> None:
+    # GIVEN waits that drift in and out over several batches (AR(1), 0.5)
+    rng, hits = random.Random(1), []
+    for _ in range(300):
+        values = [rng.gauss(0, 1 / math.sqrt(0.75))]
+        for _ in range(199):
+            values.append(0.5 * values[-1] + rng.gauss(0, 1))
+        # WHEN both intervals are computed
+        hits.append([each.low <= 0 <= each.high for each in (correlated_mean_interval(values), mean_interval(values))])
+    # THEN the one for correlated values is honest where the other is not
+    correlated, independent = (fmean(column) for column in zip(*hits, strict=True))
+    assert correlated >= 0.90 > independent
+
+
+@given(pairs)
+def test_the_ratio_the_other_way_round_is_the_inverse(values: list[tuple[float, float]]) -> None:
+    forth, back = paired_ratio(rounds_of(values), "a", "b"), paired_ratio(rounds_of(values), "b", "a")
+    assert forth.value * back.value == pytest.approx(1)
+    assume(forth.high < 1e300 and back.high < 1e300)
+    assert forth.low * back.high == pytest.approx(1)
+
+
+@given(pairs, st.floats(1e-3, 1e3))
+def test_a_machine_twice_as_fast_changes_no_ratio(values: list[tuple[float, float]], scale: float) -> None:
+    faster = [(a * scale, b * scale) for a, b in values]
+    before, after = (paired_ratio(rounds_of(each), "a", "b") for each in (values, faster))
+    assert after.value == pytest.approx(before.value)
+    assert after.low == pytest.approx(before.low, rel=1e-4, abs=1e-300)
+
+
+@given(pairs)
+def test_ratio_intervals_hold_their_value_and_widen_with_confidence(values: list[tuple[float, float]]) -> None:
+    narrow, wide = (paired_ratio(rounds_of(values), "a", "b", confidence) for confidence in (0.8, 0.99))
+    assert 0 <= wide.low <= narrow.low <= narrow.value * (1 + 1e-12)
+    assert narrow.value <= narrow.high * (1 + 1e-12) <= wide.high * (1 + 1e-11)
+
+
+def test_slow_rounds_cancel() -> None:
+    # GIVEN rounds between which the machine's speed changes by a factor of three
+    rounds = rounds_of([(102, 100), (306, 300), (51, 50)])
+    # WHEN paired THEN the ratio is exact
+    ratio = paired_ratio(rounds, "a", "b")
+    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.02, 1.02, 1.02))
+
+
+def test_rounds_that_miss_a_candidate_do_not_count_for_it() -> None:
+    rounds = [*rounds_of([(1, 2), (2, 4)]), Round(rates={"b": 9.0})]
+    assert paired_ratio(rounds, "a", "b").count == 2
+    with pytest.raises(ValueError, match="'c'"):
+        paired_ratio(rounds, "a", "c")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_a_failed_candidate_is_no_rate(rate: float) -> None:
+    with pytest.raises(ValueError, match="leave a failed candidate out"):
+        Round(rates={"a": rate})
+
+
+def test_busy_and_drifting_rounds_are_left_out() -> None:
+    # GIVEN six rounds, one beside a busy neighbour, one across a change of clock frequency
+    clean = [Round(rates={"a": 1.0}, anchor_drift=0.02, foreign_cpu_share=0.1) for _ in range(4)]
+    busy, drifting = Round(rates={"a": 1.0}, foreign_cpu_share=0.6), Round(rates={"a": 1.0}, anchor_drift=-0.3)
+    # WHEN selected
+    usable = usable_rounds([*clean, busy, drifting])
+    # THEN they are gone and said to be
+    assert usable.rounds == tuple(clean)
+    assert (usable.discarded, usable.note) == (
+        2,
+        "Left out 2 of 6 rounds in which the machine was busy or changed speed.",
+    )
+
+
+def test_never_more_than_a_third_is_left_out() -> None:
+    # GIVEN a machine that is busy half of the time
+    rounds = [Round(rates={"a": 1.0}, foreign_cpu_share=share) for share in (0.0, 0.5, 0.0, 0.5)]
+    # WHEN selected THEN that is how the machine is, and all rounds count
+    usable = usable_rounds(rounds)
+    assert usable.rounds == tuple(rounds)
+    assert usable.note is not None
+    assert "all rounds were kept" in usable.note
+
+
+def test_unmeasured_noise_is_not_suspect() -> None:
+    assert usable_rounds([Round(rates={"a": 1.0})]).note is None
+
+
+def test_equal_configurations_are_almost_never_called_faster() -> None:
+    # GIVEN 2,000 A/A comparisons looked at again and again
+    rng = random.Random(7)
+    verdicts = [ask_at_every_look(paired_noise(rng, 0.0))[0] for _ in range(2000)]
+    # THEN false wins stay within 1 %, and most are called what they are
+    assert fmean(verdict == "faster" for verdict in verdicts) <= 0.01
+    assert fmean(verdict == "tie" for verdict in verdicts) >= 0.7
+
+
+def test_two_per_cent_are_found_within_the_bounded_number_of_rounds() -> None:
+    # GIVEN a true difference of 2 % at 3 % noise per burst
+    rng = random.Random(8)
+    verdicts = [ask_at_every_look(paired_noise(rng, TRUE_DIFFERENCE))[0] for _ in range(2000)]
+    # THEN nine in ten comparisons find it in at most MAX_ROUNDS rounds
+    assert fmean(verdict == "faster" for verdict in verdicts) >= 0.89  # 0.90 less two standard errors of 2,000 runs
+
+
+@pytest.mark.parametrize(("difference", "median_rounds"), [(math.log(1.05), 21), (math.log(1.10), 9), (math.log(2), 4)])
+def test_large_differences_need_few_rounds(difference: float, median_rounds: int) -> None:
+    rng = random.Random(9)
+    counts = sorted(ask_at_every_look(paired_noise(rng, difference))[1] for _ in range(201))
+    assert counts[100] <= median_rounds
+
+
+@pytest.mark.parametrize("difference", [0.0, TRUE_DIFFERENCE, 0.2])
+def test_intervals_cover_although_one_stops_when_it_suits(difference: float) -> None:
+    # GIVEN comparisons that stop as soon as the interval excludes 1
+    rng, hits = random.Random(10), []
+    for _ in range(1500):
+        logs = paired_noise(rng, difference)
+        for count in range(1, MAX_ROUNDS + 1):
+            interval = sequential_interval(logs[:count])
+            if interval.low > 1 or interval.high < 1:
+                break
+        hits.append(interval.low <= math.exp(difference) <= interval.high)
+    # THEN the reported 95 % intervals hold the truth at least that often
+    assert fmean(hits) >= 0.94
+
+
+@pytest.mark.parametrize("spent_after", [2, 5, 11, 30])
+def test_intervals_cover_when_the_budget_ends_the_comparison(spent_after: int) -> None:
+    # GIVEN comparisons that stop by themselves or when the budget is spent
+    rng, hits = random.Random(11), []
+    for _ in range(1500):
+        logs = paired_noise(rng, 0.0)
+        for count in range(1, spent_after + 1):
+            interval = sequential_interval(logs[:count], final=count == spent_after)
+            if interval.low > 1 or interval.high < 1:
+                break
+        hits.append(interval.low <= 1 <= interval.high)
+    assert fmean(hits) >= 0.94
+
+
+def test_before_the_first_look_anything_is_possible() -> None:
+    interval = sequential_interval([0.1, 0.1])
+    assert (interval.low, interval.high, interval.count) == (0.0, math.inf, 2)
+    assert interval.value == pytest.approx(math.exp(0.1))
+
+
+def test_rounds_after_a_look_wait_for_the_next() -> None:
+    logs = [0.01, 0.02, 0.03, 0.02, 5.0]
+    assert sequential_interval(logs) == sequential_interval(logs[: LOOKS[0]])
+    assert sequential_interval(logs, final=True).count == 5
+
+
+def test_rounds_beyond_the_last_look_are_ignored() -> None:
+    logs = paired_noise(random.Random(1), 0.0)
+    assert sequential_interval([*logs, 5.0]) == sequential_interval(logs)
+
+
+def test_a_verdict_the_other_way_round_is_the_opposite() -> None:
+    logs = [0.1, 0.11, 0.09, 0.1]
+    assert sequential_verdict(logs, 0.02) == "faster"
+    assert sequential_verdict([-each for each in logs], 0.02) == "slower"
+    assert sequential_verdict([0.001, -0.001, 0.0005, -0.0005], 0.02) == "tie"
+    assert sequential_verdict(logs[:3], 0.02) == "undecided"
+
+
+def candidate(key: str, value: float, half: float, *cost: float) -> Candidate:
+    return Candidate(
+        key=key, ratio_to_best=Interval(value=value, low=value - half, high=value + half, count=8), cost=cost
+    )
+
+
+BEST = candidate("best", 1.0, 0.0, 8, 4e9)
+
+
+def test_a_tie_goes_to_fewer_workers_then_to_less_memory() -> None:
+    many, few, lean = (
+        candidate("many", 0.999, 0.01, 6, 1e9),
+        candidate("few", 0.995, 0.01, 4, 3e9),
+        candidate("lean", 0.991, 0.01, 4, 2e9),
+    )
+    assert cheapest_within([BEST, many, few, lean]) is lean
+    assert cheapest_within([BEST, many]) is many
+
+
+def test_equal_cost_goes_to_the_faster() -> None:
+    slow, fast = candidate("slow", 0.99, 0.01, 4, 1e9), candidate("fast", 0.998, 0.01, 4, 1e9)
+    assert cheapest_within([BEST, slow, fast]) is fast
+
+
+def test_cheap_is_no_excuse() -> None:
+    outside = candidate("outside the tolerance", 0.97, 0.005, 1, 1e9)
+    shown = candidate("within the tolerance, but shown to be slower", 0.985, 0.005, 1, 1e9)
+    vague = candidate("within the tolerance, but nobody knows", 0.99, 0.2, 1, 1e9)
+    assert cheapest_within([BEST, outside, shown, vague]) is BEST
+
+
+def test_a_certain_but_negligible_loss_is_taken() -> None:
+    hair = candidate("hair", 0.996, 0.001, 4, 1e9)
+    assert cheapest_within([BEST, hair]) is hair
+
+
+def test_choosing_from_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="best itself"):
+        cheapest_within([])
+
+
+def test_the_choice_is_rarely_more_than_two_per_cent_slow() -> None:
+    # GIVEN finals of 8 rounds at 2 % noise, in which the cheaper candidate is the slower one
+    rng, truths, regrets = random.Random(12), {"8": 1.0, "6": 0.99, "4": 0.97, "2": 0.9}, []
+    for _ in range(400):
+        rounds = [
+            Round(rates={key: rate * math.exp(rng.gauss(0, 0.02)) for key, rate in truths.items()}) for _ in range(8)
+        ]
+        best = max(truths, key=lambda key: math.prod(each.rates[key] for each in rounds))
+        chosen = cheapest_within(
+            [Candidate(key=key, ratio_to_best=paired_ratio(rounds, key, best), cost=(float(key),)) for key in truths]
+        )
+        regrets.append(1 - truths[chosen.key])
+    # THEN
+    assert fmean(regret > 0.02 for regret in regrets) <= 0.05
+    assert fmean(regrets) <= 0.01
+
+
+def test_the_gap_to_the_ceiling_adds_both_uncertainties() -> None:
+    rate = Interval(value=90.0, low=88.0, high=92.0, count=40)
+    ceiling = Interval(value=100.0, low=99.0, high=101.0, count=20)
+    gap = gap_to_ceiling(rate, ceiling)
+    assert gap.value == pytest.approx(0.1)
+    assert gap.low == pytest.approx(0.078, abs=1e-3)
+    assert gap.high == pytest.approx(0.122, abs=1e-3)
+    assert gap.count == 20
+
+
+def test_a_ceiling_of_unknown_error_leaves_the_gap_open() -> None:
+    rate = Interval(value=90.0, low=88.0, high=92.0, count=40)
+    gap = gap_to_ceiling(rate, Interval(value=100.0, low=0.0, high=math.inf, count=1))
+    assert gap.value == pytest.approx(0.1)
+    assert (gap.low, gap.high) == (-math.inf, 1.0)
