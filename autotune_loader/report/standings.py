@@ -1,0 +1,119 @@
+"""Who stands where: every configuration that was tried, once, with the best evidence there is of it.
+
+Rates of the finals stand apart from those of the search: the winner of a search looks better in it than it is (see
+`stats`), so that the two are neither ranked against each other nor called a tie. Tables and pictures show these
+standings and compute nothing of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.result import Finals, TuningResult
+from autotune_loader.stats import Interval, mean_interval
+from autotune_loader.trial import Failure, Measurement
+
+TOLERANCE = 0.02
+"""Rates this close count as equal where the result does not say otherwise: the default of `tune()`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One configuration and what is known of it."""
+
+    config: LoaderConfig
+    numbers: tuple[int, ...]
+    """Its trials."""
+    rate: Interval | None
+    """Samples/s: mean of the finals, or else of its last burst; None where every burst failed."""
+    source: Literal["finals", "trial", "failure"]
+    measurement: Measurement | None
+    """The last burst that worked."""
+    failure: Failure | None
+    """Why it has no rate."""
+    is_best: bool
+    is_baseline: bool
+    ties_with_best: bool
+    """Whether the evidence does not tell it from the best, or only by less than the tolerance."""
+
+
+def standings(result: TuningResult, tolerance: float = TOLERANCE) -> tuple[Standing, ...]:
+    """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed.
+
+    Args:
+        result: a finished run.
+        tolerance: relative difference below which rates count as equal.
+    """
+    configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
+    found = [_standing(config, result, tolerance) for config in configs]
+    order = ("finals", "trial", "failure")
+    return tuple(sorted(found, key=lambda each: (order.index(each.source), -each.rate.value if each.rate else 0.0)))
+
+
+def _standing(config: LoaderConfig, result: TuningResult, tolerance: float) -> Standing:
+    rate, measurement = rate_of(config, result), _last_measurement(config, result)
+    own = [trial for trial in result.trials if trial.config == config]
+    is_best = config == result.best
+    return Standing(
+        config=config,
+        numbers=tuple(trial.number for trial in own),
+        rate=rate,
+        source="failure" if rate is None else "finals" if _final_rates(result.finals, config) else "trial",
+        measurement=measurement,
+        failure=next((trial.failure for trial in own if trial.failure), None) if rate is None else None,
+        is_best=is_best,
+        is_baseline=config == result.baseline,
+        ties_with_best=not is_best and _is_tie(config, result, tolerance),
+    )
+
+
+def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
+    """Samples/s of a configuration: from the finals where it ran in them, or else from its last burst that worked."""
+    final = _final_rates(result.finals, config)
+    if final:
+        return mean_interval(final)
+    measurement = _last_measurement(config, result)
+    return measurement.samples_per_s if measurement else None
+
+
+def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple[int, float]]:
+    """(round, rate of a over rate of b) of every round in which both worked."""
+    if a not in finals.configs or b not in finals.configs:
+        return []
+    first, second = finals.configs.index(a), finals.configs.index(b)
+    pairs = [(number, rates[first], rates[second]) for number, rates in enumerate(finals.rounds)]
+    return [(number, one / other) for number, one, other in pairs if one and other]
+
+
+def _is_tie(config: LoaderConfig, result: TuningResult, tolerance: float) -> bool:
+    ratios = [ratio for _, ratio in final_ratios(result.finals, config, result.best)]
+    if len(ratios) > 1:
+        logs = mean_interval([math.log(ratio) for ratio in ratios])
+        return logs.low <= 0 <= logs.high or abs(math.expm1(logs.value)) <= tolerance
+    burst, best_burst = _last_measurement(config, result), _last_measurement(result.best, result)
+    if burst is None or best_burst is None or (len(result.finals.rounds) > 1 and config in result.finals.configs):
+        return False
+    rate, best = burst.samples_per_s, best_burst.samples_per_s
+    return _overlap(rate, best) or abs(rate.value / best.value - 1) <= tolerance
+
+
+def _overlap(a: Interval, b: Interval) -> bool:
+    # An infinite interval is one burst without an error estimate: it overlaps everything and shows nothing.
+    ends = (a.low, a.high, b.low, b.high)
+    return all(map(math.isfinite, ends)) and a.low <= b.high and b.low <= a.high
+
+
+def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:
+    if config not in finals.configs:
+        return ()
+    column = finals.configs.index(config)
+    return [rate for rates in finals.rounds if (rate := rates[column])]
+
+
+def _last_measurement(config: LoaderConfig, result: TuningResult) -> Measurement | None:
+    measured = [trial.measurement for trial in result.trials if trial.config == config and trial.measurement]
+    return measured[-1] if measured else None

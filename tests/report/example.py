@@ -1,0 +1,141 @@
+"""A finished run that looks like a real one: simulated bursts on four cores with their traces, failures and finals."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.result import Advice, BatchSizeChoice, Finals, Measured, Predicted, Spent, TuningResult, Verdict
+from autotune_loader.stats import Interval, mean_interval
+from autotune_loader.testing import SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement, Memory, Trial
+
+BASELINE = LoaderConfig()
+BEST = LoaderConfig(num_workers=4, prefetch_factor=4, consumer_threads=1)
+RIVALS = ((4, 8), (3, 8))
+FULL_SHM = Failure(
+    kind="shared_memory",
+    phase="batches",
+    message="/dev/shm is full (64 MiB); start the container with --shm-size=1g or allow=('sharing_strategy',)",
+)
+KILLED = Failure(
+    kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5", retryable=True
+)
+
+
+class SimulatedClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def _grid() -> list[LoaderConfig]:
+    searched = [(1, 2), (2, 2), (3, 2), (4, 2), (3, 4), (2, 4), (4, 4), (6, 2), (4, 8), (3, 1), (2, 1), (3, 8)]
+    return [LoaderConfig(num_workers=workers, prefetch_factor=ahead, consumer_threads=1) for workers, ahead in searched]
+
+
+def _with_memory(measurement: Measurement, config: LoaderConfig) -> Measurement:
+    rss = (measurement.memory or Memory(rss_bytes=0)).rss_bytes
+    memory = Memory(
+        rss_bytes=rss, pss_bytes=int(rss * 0.7), shm_bytes=measurement.batch_bytes * (config.prefetch_factor or 0)
+    )
+    gpu = GpuUse(reason="no NVIDIA driver on this machine")
+    return replace(
+        measurement, memory=memory, gpu=gpu, cpu_share=0.3 + 0.1 * config.num_workers, foreign_cpu_share=0.02
+    )
+
+
+def _trial(number: int, config: LoaderConfig, probe: SimulatedProbe) -> Trial:
+    answer = probe.burst(config, BurstPlan(max_s=2.0, seed=number))
+    assert isinstance(answer, Measurement)
+    predicted = probe.truth(config, batches=300) * random.Random(number).uniform(0.96, 1.05) if number > 2 else None
+    return Trial(
+        number=number,
+        config=config,
+        role="baseline" if config == BASELINE else "search",
+        measurement=_with_memory(answer, config),
+        predicted_samples_per_s=predicted,
+        seconds=2.4,
+    )
+
+
+def _failures(first: int) -> tuple[Trial, ...]:
+    crowded = LoaderConfig(num_workers=8, prefetch_factor=16, consumer_threads=1)
+    greedy = LoaderConfig(num_workers=16, prefetch_factor=2, consumer_threads=1)
+    return (
+        Trial(number=first, config=crowded, role="search", failure=FULL_SHM, seconds=1.2),
+        Trial(number=first + 1, config=greedy, role="search", failure=KILLED, seconds=3.4),
+    )
+
+
+def synthetic_result() -> TuningResult:
+    """A complete run with every part a report can show."""
+    machine = SimulatedMachine(
+        cores=4,
+        batch_size=32,
+        cpu_s=0.06,
+        service_cv=0.25,
+        tail_share=0.04,
+        tail_factor=4.0,
+        step_s=0.022,
+        step_cores=1.0,
+        alpha=0.06,
+        noise_sd=0.01,
+        batch_bytes=9 << 20,
+    )
+    probe = SimulatedProbe(machine, SimulatedClock(), seed=1)
+    trials = [_trial(number, config, probe) for number, config in enumerate([BASELINE, *_grid()])]
+    trials += _failures(len(trials))
+    noise = random.Random(3)
+    rivals = [LoaderConfig(num_workers=workers, prefetch_factor=ahead, consumer_threads=1) for workers, ahead in RIVALS]
+    last = (BEST, *rivals, BASELINE)
+    truths = [probe.truth(config) for config in last]
+    rounds = tuple(tuple(truth * noise.gauss(1, 0.015) for truth in truths) for _ in range(9))
+    best = trials[7].measurement
+    assert best is not None
+    ratios = [each[0] / each[-1] for each in rounds]
+    logs = mean_interval([math.log(ratio) for ratio in ratios])
+    return TuningResult(
+        best=BEST,
+        status="complete",
+        baseline=BASELINE,
+        trials=tuple(trials),
+        batch_size=BatchSizeChoice(value=32),
+        measured=Measured(
+            samples_per_s=mean_interval([each[0] for each in rounds]),
+            baseline_samples_per_s=mean_interval([each[-1] for each in rounds]),
+            speedup=Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=math.exp(logs.high), count=9),
+            ceiling_samples_per_s=Interval(value=1450.0, low=1437.0, high=1463.0, count=40),
+            wait_share=best.wait_share,
+            first_batch_s=best.first_batch_s,
+            cpu_share=0.6,
+            gpu_util_reason="no NVIDIA driver on this machine",
+            rss_bytes=900 << 20,
+            pss_bytes=630 << 20,
+            shm_bytes=108 << 20,
+        ),
+        predicted=Predicted(samples_per_s=Interval(value=1310.0, low=1250.0, high=1370.0, count=60), epoch_s=41.0),
+        verdict=Verdict(
+            binding="cpu",
+            sentence="Decoding binds: the workers use 3.0 of 4 cores, and the step could take 9 % more.",
+            headroom=0.09,
+        ),
+        advice=(
+            Advice(
+                action="Implement __getitems__ to decode a batch at once.",
+                reason="12 % of a worker's time passes between samples.",
+                expected_gain=0.12,
+            ),
+        ),
+        summary=("4 workers, prefetch 4 is 3.4 times as fast as torch's defaults.",),
+        warnings=("The dataset's order <was> not shuffled & read twice.",),
+        finals=Finals(configs=last, rounds=rounds),
+        spent=Spent(seconds=58.3, bursts=42),
+    )

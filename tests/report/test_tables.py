@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from report.example import BASELINE, BEST, synthetic_result
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.report.standings import standings
+from autotune_loader.report.tables import render_report, render_trials
+from autotune_loader.result import Finals, TuningResult
+from autotune_loader.stats import Interval
+from autotune_loader.trial import Failure, Measurement, Memory, Trial
+
+FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
+
+
+def measurement(rate: float, half: float = 10.0) -> Measurement:
+    return Measurement(
+        samples_per_s=Interval(value=rate, low=rate - half, high=rate + half, count=20),
+        samples=640,
+        window_s=0.5,
+        batch_size=32,
+        first_batch_s=0.25,
+        wait_share=0.125,
+        service_s=0.08,
+        service_cpu_s=0.07,
+        receive_s=0.001,
+        step_s=0.02,
+        memory=Memory(rss_bytes=900 << 20, pss_bytes=640 << 20),
+    )
+
+
+def trial(number: int, config: LoaderConfig, answer: Measurement | Failure) -> Trial:
+    key = "failure" if isinstance(answer, Failure) else "measurement"
+    return Trial(number=number, config=config, role="search", **{key: answer})
+
+
+@pytest.fixture
+def small_result() -> TuningResult:
+    two, three = LoaderConfig(num_workers=2, pin_memory=True), LoaderConfig(num_workers=3, pin_memory=True)
+    return TuningResult(
+        best=two,
+        status="complete",
+        baseline=BASELINE,
+        trials=(
+            trial(0, BASELINE, measurement(400.0)),
+            trial(1, two, measurement(1200.0)),
+            trial(2, three, measurement(1210.0)),
+            trial(3, LoaderConfig(num_workers=1), measurement(700.0)),
+            trial(4, LoaderConfig(num_workers=8, prefetch_factor=16), FULL),
+        ),
+        finals=Finals(configs=(two, three, BASELINE), rounds=((1200.0, 1204.0, 402.0), (1190.0, 1194.0, 398.0))),
+    )
+
+
+def test_draws_the_table(small_result: TuningResult) -> None:
+    assert render_trials(small_result) == "\n".join(
+        [
+            "   workers  prefetch  also    samples/s  95 % interval  from      wait  first batch   memory",
+            "────────────────────────────────────────────────────────────────────────────────────────────",
+            "=        3         2  pinned      1,199    1,135–1,263  2 rounds  12 %       250 ms  640 MiB",
+            ">        2         2  pinned      1,195    1,131–1,259  2 rounds  12 %       250 ms  640 MiB",
+            "b        0         -                400        375–425  2 rounds  12 %       250 ms  640 MiB",
+            "",
+            "         1         2                700        690–710  search    12 %       250 ms  640 MiB",
+            "",
+            "x        8        16                  -              -  failed       -            -        -",
+            "",
+            "x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red]; start with --shm-size=1g",
+            "",
+            "> chosen   = as fast, within what can be told   b before tuning   x failed",
+        ]
+    )
+
+
+def test_a_rate_of_the_search_is_no_tie_with_a_clearly_faster_best(small_result: TuningResult) -> None:
+    ties = [row.config.num_workers for row in standings(small_result) if row.ties_with_best]
+    assert ties == [3]
+
+
+def test_paired_rounds_tell_apart_what_overlapping_intervals_do_not(small_result: TuningResult) -> None:
+    # GIVEN a rival that is 10 % slower in every round, while the machine's own speed varies by more than that
+    rounds = tuple((speed, 0.9 * speed * wobble, 300.0) for speed, wobble in ((1000.0, 1.0), (1300.0, 1.001)))
+    result = replace(small_result, finals=replace(small_result.finals, rounds=rounds))
+    # WHEN they are ranked
+    rows = {row.config.num_workers: row for row in standings(result)}
+    # THEN the intervals overlap and it is no tie
+    assert rows[3].rate.high > rows[2].rate.low
+    assert not rows[3].ties_with_best
+
+
+def test_says_speed_up_verdict_advice_and_warnings() -> None:
+    text = render_report(synthetic_result())
+    assert "Chosen: 4 workers, prefetch 4, 1 step thread." in text
+    assert "Speed-up: 3.36x (3.31x to 3.41x) over 0 workers (before tuning), 95 % interval of 9 paired rounds." in text
+    assert "Verdict: Decoding binds" in text
+    assert "- Implement __getitems__ to decode a batch at once (about +12 %): 12 % of a worker's time" in text
+    assert "! The dataset's order <was> not shuffled & read twice." in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_keeps_to_the_width_and_has_no_colour_codes(width: int) -> None:
+    text = render_report(synthetic_result(), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+
+
+def test_many_trials_are_cut_but_never_the_chosen_one_and_the_baseline() -> None:
+    # GIVEN 40 configurations, of which the chosen one and the baseline are the slowest
+    configs = [LoaderConfig(num_workers=workers) for workers in range(41)]
+    trials = tuple(trial(n, config, measurement(100.0 * (1 + n))) for n, config in enumerate(configs))
+    result = TuningResult(best=configs[1], status="partial", baseline=configs[0], trials=trials)
+    # WHEN the table is drawn
+    text = render_trials(result)
+    # THEN both are there, and the others are counted
+    assert "\n>        1 " in text
+    assert "\nb        0 " in text
+    assert "and 23 more configurations, all in result.to_dataframe()" in text
+
+
+def test_a_run_without_trials_says_so() -> None:
+    result = TuningResult(best=BEST, status="fallback", baseline=BASELINE)
+    text = render_report(result)
+    assert "No configuration was tried." in text
+    assert "Nothing worked, so torch's defaults are given." in text
