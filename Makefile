@@ -20,7 +20,7 @@ check: $(INSTALLED) ## lint, format, types and layers
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 test: check ## check, then every test, README code and notebooks included
 	@$(BIN)/python -m pytest

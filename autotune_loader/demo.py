@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import MissingExtraError, TunerError
+from autotune_loader.machine.host import host_cpu
+from autotune_loader.machine.limits import affinity
 
 try:
     from PIL import Image, ImageDraw
@@ -38,6 +40,8 @@ JPEG_QUALITY = 90
 RECIPE_VERSION = 1
 # Enough for allocators and thread pools to settle, little beside an epoch.
 WARM_UP_BATCHES = 4
+# A multi-threaded CPU step waits for its slowest thread: other work on few cores slows it many times over.
+NOTICED_FOREIGN_CORES = 0.25
 # What ImageNet training pipelines use, per colour.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 STD = np.array([0.229, 0.224, 0.225], np.float32)
@@ -228,6 +232,12 @@ def _process_settings_restored() -> Iterator[None]:
         torch.multiprocessing.set_sharing_strategy(sharing)  # type: ignore[no-untyped-call]
 
 
+def _foreign_cpu_s() -> float | None:
+    """CPU seconds since boot on our CPUs that neither this process nor a child of it that has ended used."""
+    cpu = host_cpu(affinity())
+    return None if cpu is None else cpu.busy_s - sum(os.times()[:4])
+
+
 def main(arguments: list[str]) -> int:
     """`python -m autotune_loader.demo loader.json`: print the rate of an epoch by default and of one as tuned."""
     from autotune_loader import load_config
@@ -242,9 +252,17 @@ def main(arguments: list[str]) -> int:
         return 2
     make_jpegs(cache_folder())
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    foreign_s, start = _foreign_cpu_s(), time.perf_counter()
     default, tuned = compare_epochs(config, JpegFolder(cache_folder()), device)
+    seconds, foreign_end_s = time.perf_counter() - start, _foreign_cpu_s()
     print(f"one epoch with torch's defaults   {default:7.0f} samples/s")
     print(f"one epoch with {arguments[0]:<18} {tuned:7.0f} samples/s   {tuned / default:.2f}x   ({config})")
+    if foreign_s is not None and foreign_end_s is not None:
+        foreign_cores = (foreign_end_s - foreign_s) / seconds
+        if foreign_cores > NOTICED_FOREIGN_CORES:
+            print(
+                f"Other work kept {foreign_cores:.1f} cores busy meanwhile, so the rates may not compare: run it again."
+            )
     return 0
 
 

@@ -144,13 +144,20 @@ def test_tuned_threads_do_not_reach_the_default_epoch_nor_stay(pictures: Path, m
     assert torch.get_num_threads() == threads
 
 
-def test_the_second_process_prints_both_rates_and_their_ratio(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # GIVEN a loader.json and two known rates
+@pytest.fixture
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_loader.load_config", lambda path: LoaderConfig(num_workers=3), raising=False)
     monkeypatch.setattr(demo, "make_jpegs", lambda folder: [])
     monkeypatch.setattr(demo, "compare_epochs", lambda config, dataset, device: (400.0, 700.0))
+
+
+@pytest.mark.usefixtures("known_rates")
+@pytest.mark.parametrize("foreign_s", [5.0, None])
+def test_the_second_process_prints_both_rates_and_their_ratio(
+    foreign_s: float | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN a loader.json, two known rates, and a machine that does nothing else or does not tell
+    monkeypatch.setattr(demo, "_foreign_cpu_s", lambda: foreign_s)
     # WHEN the second process runs
     status = demo.main(["loader.json"])
     # THEN it says
@@ -159,6 +166,18 @@ def test_the_second_process_prints_both_rates_and_their_ratio(
         "one epoch with torch's defaults       400 samples/s\n"
         "one epoch with loader.json            700 samples/s   1.75x   (3 workers, prefetch 2)\n"
     )
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_the_second_process_says_when_other_work_disturbed_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN other processes that use 100 s of CPU in an instant
+    readings = iter([0.0, 100.0])
+    monkeypatch.setattr(demo, "_foreign_cpu_s", lambda: next(readings))
+    # WHEN the second process runs THEN the rates come with a caution
+    assert demo.main(["loader.json"]) == 0
+    assert "the rates may not compare" in capsys.readouterr().out
 
 
 def test_an_unreadable_file_is_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
