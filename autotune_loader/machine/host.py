@@ -1,4 +1,4 @@
-"""The machine as a whole: its memory, and how busy its CPUs are with anyone's work.
+"""The machine as a whole: its memory, how busy its CPUs are with anyone's work, and which processes belong together.
 
 On Linux `/proc` is read, elsewhere psutil answers; what is not told is None.
 """
@@ -77,3 +77,22 @@ def host_cpu(cpus: Collection[int] | None = None, proc: Path = PROC) -> HostCpu 
     times = psutil.cpu_times()
     busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
     return HostCpu(cpus=psutil.cpu_count() or 1, busy_s=busy, steal_s=getattr(times, "steal", 0.0))
+
+
+def process_group_members(leader: int) -> tuple[int, ...]:
+    """Processes of the group or session that `leader` began, whether or not it still lives; never ourselves.
+
+    Workers that a dead process left to init are found in this way, where a walk down from the process finds nothing.
+    """
+    import psutil
+
+    if not hasattr(os, "getsid"):  # Windows
+        return ()
+    return tuple(pid for pid in psutil.pids() if pid != os.getpid() and _belongs_to(pid, leader))
+
+
+def _belongs_to(pid: int, leader: int) -> bool:
+    try:
+        return leader in (os.getpgid(pid), os.getsid(pid))
+    except OSError:
+        return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from autotune_loader.machine.host import HAS_PROC, PROC
+from autotune_loader.machine.host import HAS_PROC, PROC, process_group_members
 
 if TYPE_CHECKING:
     import psutil
@@ -192,7 +192,7 @@ def _family(pid: int) -> list[psutil.Process]:
         found.update({child.pid: child for child in root.children(recursive=True)})
     except psutil.Error:
         pass
-    for member in _session_members(pid):
+    for member in _led_by(pid):
         try:
             found.setdefault(member, psutil.Process(member))
         except psutil.Error:
@@ -201,20 +201,11 @@ def _family(pid: int) -> list[psutil.Process]:
     return list(found.values())
 
 
-def _session_members(session: int) -> list[int]:
-    """Processes of a session, other than the one we live in ourselves."""
-    import psutil
-
-    if not hasattr(os, "getsid") or os.getsid(0) == session:
-        return []
-    members = []
-    for pid in psutil.pids():
-        try:
-            if os.getsid(pid) == session:
-                members.append(pid)
-        except OSError:
-            continue
-    return members
+def _led_by(pid: int) -> tuple[int, ...]:
+    """The group and session of a process; nobody, if we live in them ourselves: our own shell is not ours to end."""
+    if not hasattr(os, "getsid") or pid in (os.getsid(0), os.getpgid(0)):
+        return ()
+    return process_group_members(pid)
 
 
 def _signal(processes: Iterable[psutil.Process], how: Literal["terminate", "kill"]) -> None:

@@ -1,0 +1,213 @@
+"""The machine as one value, and the fingerprint of it that a saved configuration carries.
+
+`Machine` is what holds now, with the source of every bound. `Fingerprint` is the part of it that a measurement depends
+on and that stays the same from run to run, as plain JSON.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autotune_loader.machine.cgroups import cpu_limits
+from autotune_loader.machine.comparison import Difference, differences
+from autotune_loader.machine.gpus import GpuDevice, Gpus
+from autotune_loader.machine.limits import (
+    Cores,
+    MemoryBudget,
+    SharedMemory,
+    affinity,
+    local_world_size,
+    memory_budget,
+    open_files_limit,
+    shared_memory,
+    thread_environment,
+    usable_cores,
+)
+
+__all__ = ["Difference", "Fingerprint", "Machine", "differences", "inspect_machine"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What this process may use, with the source of every bound."""
+
+    cores: Cores
+    memory: MemoryBudget
+    """Shared by all ranks on this node."""
+    shm: SharedMemory | None
+    """Shared by all ranks on this node; None without `/dev/shm`."""
+    open_files: int | None
+    """Descriptors a process may hold; None without a limit."""
+    affinity_count: int | None
+    """CPUs the scheduler may use for us; None where the system does not tell."""
+    cpu_quota: float | None
+    """The tightest control group quota, in cores; None without one."""
+    thread_env: dict[str, str]
+    """The variables that are set and change how many threads native libraries start."""
+    world_size: int
+    """Ranks of this job on this node."""
+    gpus: tuple[GpuDevice, ...]
+    """What CUDA sees, in its order."""
+    gpu_reason: str | None
+    """Why nothing is known about GPUs."""
+    driver: str | None
+
+    @property
+    def usable_cores(self) -> int:
+        """Cores this rank may count on, at least 1."""
+        return self.cores.usable
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """Host memory this rank may still take: an equal share of what is left now."""
+        left = self.memory.available_bytes
+        return None if left is None else left // self.world_size
+
+    @property
+    def shm_budget_bytes(self) -> int | None:
+        """Room in `/dev/shm` for this rank: an equal share of what is free now."""
+        return None if self.shm is None else self.shm.free_bytes // self.world_size
+
+    def fingerprint(self, *, dataset: str = "", storage: str = "") -> Fingerprint:
+        """The part of this that a measurement depends on.
+
+        Args:
+            dataset: What identifies the data, such as its class and length.
+            storage: What identifies where the data lies, such as a file system's type.
+        """
+        return Fingerprint(
+            usable_cores=self.usable_cores,
+            affinity_count=self.affinity_count,
+            cpu_quota=self.cpu_quota,
+            memory_bytes=self.memory.total_bytes,
+            shm_bytes=self.shm.total_bytes if self.shm else None,
+            gpus=tuple(gpu.name for gpu in self.gpus),
+            driver=self.driver,
+            torch=torch_version(),
+            python=platform.python_version(),
+            start_method=start_method(),
+            thread_env=dict(self.thread_env),
+            world_size=self.world_size,
+            platform=f"{platform.system()}-{platform.machine()}",
+            dataset=dataset,
+            storage=storage,
+        )
+
+    def describe(self) -> list[str]:
+        """Every bound with its source, one sentence each: why the numbers are what they are."""
+        inputs = ", ".join(f"{limit.value:g} ({limit.source})" for limit in self.cores.inputs)
+        lines = [f"{self.usable_cores} usable cores for each of {self.cores.ranks} ranks: the least of {inputs}"]
+        inputs = ", ".join(f"{limit.value / _MIB:.0f} MiB ({limit.source})" for limit in self.memory.inputs)
+        lines.append(f"memory left: the least of {inputs}" if inputs else "memory left: unknown")
+        if self.shm:
+            lines.append(
+                f"shared memory: {self.shm.free_bytes / _MIB:.0f} of {self.shm.total_bytes / _MIB:.0f} MiB free"
+            )
+        lines.append(f"open files: {self.open_files if self.open_files is not None else 'no limit'}")
+        settings = ", ".join(f"{name}={value}" for name, value in self.thread_env.items())
+        lines.append(f"thread environment: {settings or 'nothing set'}")
+        names = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name}" for gpu in self.gpus)
+        lines.append(f"GPUs: {names or 'none'}" + (f" ({self.gpu_reason})" if self.gpu_reason else ""))
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a measurement depends on, as plain JSON values; None means not known."""
+
+    usable_cores: int
+    """Cores one rank may count on."""
+    affinity_count: int | None = None
+    cpu_quota: float | None = None
+    """In cores."""
+    memory_bytes: int | None = None
+    """The tightest limit, not what happened to be free."""
+    shm_bytes: int | None = None
+    """Size of `/dev/shm`."""
+    gpus: tuple[str, ...] = ()
+    """Names, in CUDA's order."""
+    driver: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    start_method: str | None = None
+    """How worker processes start unless told otherwise."""
+    thread_env: dict[str, str] = field(default_factory=dict)
+    world_size: int = 1
+    """Ranks on the node."""
+    platform: str | None = None
+    dataset: str = ""
+    storage: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain JSON values; the inverse of `from_dict`."""
+        return {**asdict(self), "gpus": list(self.gpus)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint of a mapping such as `to_dict()` makes; unknown keys are ignored."""
+        known = {field.name for field in fields(cls)} & values.keys()
+        return cls(**{**{name: values[name] for name in known}, "gpus": tuple(values.get("gpus", ()))})
+
+
+def inspect_machine(
+    *, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, gpus: Gpus | None = None
+) -> Machine:
+    """What this process may use here and now.
+
+    Args:
+        root: Where `/proc`, `/sys` and `/dev` are looked up.
+        environ: Where variables are looked up.
+        gpus: How to ask about GPUs; through NVML if None. CUDA is never initialised here: a process that forks workers
+            afterwards could not use it in them.
+    """
+    gpus = gpus if gpus is not None else Gpus(cuda_uuids=_cuda_uuids(), environ=environ)
+    cpus = affinity()
+    return Machine(
+        cores=usable_cores(root, environ),
+        memory=memory_budget(root),
+        shm=shared_memory(root),
+        open_files=open_files_limit(),
+        affinity_count=None if cpus is None else len(cpus),
+        cpu_quota=min((limit.value for limit in cpu_limits(root)), default=None),
+        thread_env=thread_environment(environ),
+        world_size=local_world_size(environ),
+        gpus=gpus.devices(),
+        gpu_reason=gpus.reason,
+        driver=gpus.driver,
+    )
+
+
+def torch_version() -> str | None:
+    """Version of torch, without importing it; None where it is not installed."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
+def start_method() -> str:
+    """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _cuda_uuids() -> list[str] | None:
+    """UUIDs in CUDA's order where CUDA is up already; None otherwise, or where torch has no such property."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    uuids = [str(uuid) for device in devices if (uuid := getattr(device, "uuid", None)) is not None]
+    return uuids if len(uuids) == torch.cuda.device_count() else None

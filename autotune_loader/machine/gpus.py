@@ -1,0 +1,232 @@
+"""NVIDIA GPUs through NVML: which one CUDA means by an ordinal, and what it is doing.
+
+NVML counts devices in PCI order and does not know `CUDA_VISIBLE_DEVICES`; CUDA by default puts the fastest first. So a
+device is matched by its UUID where CUDA's list is given, and by the mask where it is not. Any NVML call may be
+unsupported (MIG, WSL2, Jetson): then that value is None and the reason is kept. Without a driver there is one reason
+for everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
+
+logger = logging.getLogger(__name__)
+
+THROTTLE_REASONS = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that slow a busy GPU, without idling and chosen clocks."""
+
+SampleField = Literal[
+    "util", "memory_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "sm_clock_hz", "throttle", "foreign_processes"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDevice:
+    """One device as CUDA counts it."""
+
+    cuda_index: int
+    """Ordinal in this process, as in `cuda:0`."""
+    uuid: str
+    """As NVML writes it, `GPU-...` or `MIG-...`."""
+    name: str
+    memory_bytes: int | None
+    """Memory of the device; None when NVML does not tell."""
+    matched_by: Literal["uuid", "order"]
+    """Whether CUDA's own list named it; "order" may mean another one where models are mixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """What one device was doing; a value that is None has its reason in `reasons`, unless it was not asked for."""
+
+    util: float | None = None
+    """Share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, 0 to 1."""
+    memory_bytes: int | None = None
+    """Memory in use, by anyone."""
+    pcie_tx_bytes_per_s: float | None = None
+    """From the device to the host."""
+    pcie_rx_bytes_per_s: float | None = None
+    """From the host to the device."""
+    sm_clock_hz: float | None = None
+    throttle: tuple[str, ...] | None = None
+    """Why the clocks are held down; empty when they are not."""
+    foreign_processes: int | None = None
+    """Compute processes on the device that are not ours."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a value is missing, by field."""
+
+
+class Gpus:
+    """The GPUs of this process; touches NVML at the first question and never raises for what NVML cannot do.
+
+    Args:
+        nvml: The module `pynvml`, or a stand-in such as `testing.FakeGpus`; imported when needed if None.
+        cuda_uuids: UUIDs in CUDA's order (`str(torch.cuda.get_device_properties(i).uuid)`), where CUDA is up already.
+        environ: Where `CUDA_VISIBLE_DEVICES` is looked up.
+    """
+
+    def __init__(
+        self, nvml: Any = None, *, cuda_uuids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self._nvml = nvml
+        self._cuda_uuids = cuda_uuids
+        self._environ = environ
+        self._started_in: int | None = None
+        self._reason: str | None = None
+        self._devices: tuple[GpuDevice, ...] | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why NVML tells nothing at all; None when it does."""
+        self._start()
+        return self._reason
+
+    @property
+    def driver(self) -> str | None:
+        """Version of the driver; None without one."""
+        version: str | None = self._ask("nvmlSystemGetDriverVersion", _text)[0]
+        return version
+
+    def devices(self) -> tuple[GpuDevice, ...]:
+        """The devices that CUDA can see, in CUDA's order; empty without a driver."""
+        if self._devices is None:
+            physical = self._physical()
+            if self._cuda_uuids is not None:
+                uuids, matched_by = match_uuids(self._cuda_uuids, physical), "uuid"
+            else:
+                mask = self._environ.get("CUDA_VISIBLE_DEVICES")
+                uuids, matched_by = dict(enumerate(visible_uuids(mask, physical))), "order"
+            self._devices = tuple(self._device(index, uuid, matched_by) for index, uuid in uuids.items())
+        return self._devices
+
+    def sample(
+        self, device: GpuDevice, *, only: Collection[SampleField] | None = None, own_pids: Collection[int] = ()
+    ) -> GpuSample:
+        """What a device is doing now.
+
+        Args:
+            device: One of `devices()`.
+            only: The values to ask for; all if None. NVML takes about 20 ms for each PCIe rate, little for the others.
+            own_pids: Processes that are not foreign.
+        """
+        handle, reason = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)
+        values: dict[str, Any] = {}
+        reasons: dict[str, str] = {}
+        for name, ask in self._questions(handle, own_pids).items():
+            if only is None or name in only:
+                values[name], why = (None, reason) if reason else ask()
+                if why is not None:
+                    reasons[name] = why
+        return GpuSample(**values, reasons=reasons)
+
+    def close(self) -> None:
+        """Release NVML; the next question starts it again."""
+        if self._started_in == os.getpid() and self._reason is None:
+            self._call("nvmlShutdown")
+        self._started_in = None
+
+    def _questions(self, handle: Any, own_pids: Collection[int]) -> dict[str, Callable[[], tuple[Any, str | None]]]:
+        def throttle() -> tuple[Any, str | None]:
+            answer, reason = self._ask("nvmlDeviceGetCurrentClocksEventReasons", _throttle, handle)
+            if reason is None:
+                return answer, None
+            return self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", _throttle, handle)  # its name before R535
+
+        def foreign(processes: Any) -> int:
+            return sum(process.pid not in own_pids for process in processes)
+
+        # 0, 1 and 1 are NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES and NVML_CLOCK_SM (nvml.h); rates are in KB/s.
+        return {
+            "util": lambda: self._ask("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu / 100, handle),
+            "memory_bytes": lambda: self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.used), handle),
+            "pcie_tx_bytes_per_s": lambda: self._ask("nvmlDeviceGetPcieThroughput", lambda kb: kb * 1000.0, handle, 0),
+            "pcie_rx_bytes_per_s": lambda: self._ask("nvmlDeviceGetPcieThroughput", lambda kb: kb * 1000.0, handle, 1),
+            "sm_clock_hz": lambda: self._ask("nvmlDeviceGetClockInfo", lambda mhz: mhz * 1e6, handle, 1),
+            "throttle": throttle,
+            "foreign_processes": lambda: self._ask("nvmlDeviceGetComputeRunningProcesses", foreign, handle),
+        }
+
+    def _device(self, index: int, uuid: str, matched_by: Any) -> GpuDevice:
+        handle = self._ask("nvmlDeviceGetHandleByUUID", None, uuid)[0]
+        return GpuDevice(
+            cuda_index=index,
+            uuid=uuid,
+            name=self._ask("nvmlDeviceGetName", _text, handle)[0] or "unknown GPU",
+            memory_bytes=self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.total), handle)[0],
+            matched_by=matched_by,
+        )
+
+    def _physical(self) -> list[PhysicalGpu]:
+        found = []
+        for index in range(self._ask("nvmlDeviceGetCount", None)[0] or 0):
+            handle, _ = self._ask("nvmlDeviceGetHandleByIndex", None, index)
+            uuid, _ = self._ask("nvmlDeviceGetUUID", _text, handle)
+            # A lost GPU keeps its place: the ordinals of the others must not shift.
+            found.append(PhysicalGpu(uuid=uuid or f"GPU-unknown-{index}", migs=self._migs(handle)))
+        return found
+
+    def _migs(self, handle: Any) -> tuple[str, ...]:
+        uuids = []
+        for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", None, handle)[0] or 0):
+            mig, reason = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", None, handle, index)
+            uuid = None if reason else self._ask("nvmlDeviceGetUUID", _text, mig)[0]
+            if uuid:
+                uuids.append(uuid)
+        return tuple(uuids)
+
+    def _ask(self, function: str, read: Callable[[Any], Any] | None, *args: Any) -> tuple[Any, str | None]:
+        """The answer of one NVML call, or None and why there is none."""
+        self._start()
+        if self._reason is not None:
+            return None, self._reason
+        answer, reason = self._call(function, *args)
+        return (answer if read is None or reason else read(answer)), reason
+
+    def _call(self, function: str, *args: Any) -> tuple[Any, str | None]:
+        try:
+            return getattr(self._nvml, function)(*args), None
+        except self._nvml.NVMLError as error:
+            return None, f"{function}: {error}"
+        except AttributeError:
+            return None, f"{function}: this pynvml does not have it"
+
+    def _start(self) -> None:
+        """Load NVML once for each process: a forked child cannot use its parent's handles."""
+        if self._started_in == os.getpid():
+            return
+        self._started_in = os.getpid()
+        self._devices = None
+        self._reason = self._import() or self._call("nvmlInit")[1]
+        if self._reason is not None:
+            logger.info("No GPU figures: %s", self._reason)
+
+    def _import(self) -> str | None:
+        if self._nvml is None:
+            try:
+                import pynvml
+            except ImportError as error:
+                return f"nvidia-ml-py is not installed ({error})"
+            self._nvml = pynvml
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    """Old bindings answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _throttle(bits: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
