@@ -65,8 +65,10 @@ def _serve(connection: Connection) -> None:
             outcome = bench.burst(request.config, request.plan, announce)
         else:
             outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
-        failed = isinstance(outcome, Failure)
-        send(connection, Message(failure=outcome) if failed else Message(measurement=outcome))
+        if isinstance(outcome, Failure):
+            send(connection, Message(failure=outcome))
+        else:
+            send(connection, Message(measurement=outcome))
 
 
 def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, Readiness | Failure]:

@@ -112,10 +112,10 @@ def _optimize(side: TrainingSide) -> Callable[[torch.Tensor], None]:
 
     def optimize(loss: torch.Tensor) -> None:
         if optimizer is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
     return optimize

@@ -65,8 +65,8 @@ class _Traced:
     def __init__(self, dataset: Any) -> None:
         object.__setattr__(self, "_inner", dataset)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(object.__getattribute__(self, "_inner"))
 
     def __getattr__(self, name: str) -> Any:

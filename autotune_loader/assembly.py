@@ -1,0 +1,221 @@
+"""From what a search found to the `TuningResult`: figures, sentences, warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune_loader import policy
+from autotune_loader.advice import Evidence, advise, judge
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.probe.workload import Workload
+from autotune_loader.result import BatchSizeChoice, Finals, Measured, Predicted, Spent, Status, TuningResult, Verdict
+from autotune_loader.search import Found
+from autotune_loader.space import Space
+from autotune_loader.stats import Interval
+from autotune_loader.trial import Measurement, Trial
+
+# A speed-up is claimed in words only above this, and only when its interval lies above one.
+WORTH_CLAIMING = 1.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What was fixed before the search began."""
+
+    workload: Workload
+    space: Space
+    readiness: Readiness
+    fingerprint: Fingerprint
+    usable_cores: int
+    notes: tuple[str, ...]
+
+
+def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> TuningResult:
+    """The result of a search, finished or not.
+
+    Args:
+        found: trials, ceilings and finals so far.
+        setting: workload, space and machine.
+        seconds: wall seconds since the call.
+        final: whether the search has ended; an unfinished or interrupted one gives status "partial".
+    """
+    best = _best(found)
+    measurement = _measurement_of(best, found.trials)
+    status = _status(found, final)
+    rate = _rate(found, measurement)
+    verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
+    advice: tuple[Any, ...] = ()
+    if measurement is not None and rate is not None:
+        evidence = _evidence(best, measurement, rate, found, setting)
+        verdict = judge(evidence)
+        advice = advise(evidence, verdict)
+    measured = _measured(found, measurement, rate)
+    return TuningResult(
+        best=best,
+        status=status,
+        baseline=found.baseline,
+        trials=tuple(found.trials),
+        batch_size=BatchSizeChoice(
+            value=best.batch_size or setting.workload.data.batch_size, tuned=best.batch_size is not None
+        ),
+        measured=measured,
+        predicted=_predicted(best, found, setting),
+        verdict=verdict,
+        advice=advice,
+        summary=_summary(best, found, measured, verdict, status, setting),
+        warnings=_warnings(found, setting),
+        finals=_finals(found),
+        spent=Spent(seconds=round(seconds, 3), bursts=found.bursts),
+        space_hash=setting.space.hash,
+        fingerprint=setting.fingerprint,
+        study=found.study,
+        parts=_loader_parts(setting.workload),
+    )
+
+
+def _best(found: Found) -> LoaderConfig:
+    if found.finals is not None:
+        return found.finals.winner
+    fastest = found.fastest()
+    return fastest.config if fastest is not None else LoaderConfig()
+
+
+def _status(found: Found, final: bool) -> Status:
+    if final and not found.interrupted and found.fastest() is None:
+        return "fallback"
+    return "complete" if final and not found.interrupted else "partial"
+
+
+def _measurement_of(config: LoaderConfig, trials: Sequence[Trial]) -> Measurement | None:
+    """The search's measurement of a configuration, whatever its persistent_workers, which no burst can see."""
+    plain = replace(config, persistent_workers=False)
+    for trial in reversed(trials):
+        if trial.measurement is not None and replace(trial.config, persistent_workers=False) == plain:
+            return trial.measurement
+    return None
+
+
+def _rate(found: Found, measurement: Measurement | None) -> Interval | None:
+    if found.finals is not None:
+        return found.finals.rate
+    return None if measurement is None else measurement.samples_per_s
+
+
+def _evidence(
+    best: LoaderConfig, measurement: Measurement, rate: Interval, found: Found, setting: Setting
+) -> Evidence:
+    data = setting.workload.data
+    return Evidence(
+        best=best,
+        measurement=measurement,
+        rate=rate,
+        ceiling=found.ceiling,
+        usable_cores=setting.usable_cores,
+        on_accelerator=not setting.workload.training.device.startswith("cpu"),
+        epoch_batches=data.batches_per_epoch(best.batch_size),
+        trials=found.trials,
+        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+    )
+
+
+def _measured(found: Found, measurement: Measurement | None, rate: Interval | None) -> Measured:
+    baseline = _measurement_of(found.baseline, found.trials)
+    values: dict[str, Any] = {
+        "samples_per_s": rate,
+        "baseline_samples_per_s": None if baseline is None else baseline.samples_per_s,
+        "speedup": None if found.finals is None else found.finals.speedup,
+        "ceiling_samples_per_s": found.ceiling,
+    }
+    if measurement is not None:
+        values |= {
+            "wait_share": measurement.wait_share,
+            "first_batch_s": measurement.first_batch_s,
+            "cpu_share": measurement.cpu_share,
+            "gpu_util": measurement.gpu.util,
+            "gpu_util_reason": measurement.gpu.reason,
+            "gpu_memory_bytes": measurement.gpu.memory_bytes,
+        }
+        if measurement.memory is not None:
+            memory = measurement.memory
+            values |= {
+                "rss_bytes": memory.rss_bytes,
+                "pss_bytes": memory.pss_bytes,
+                "pss_slope_bytes_per_s": memory.pss_slope_bytes_per_s,
+                "shm_bytes": memory.shm_bytes,
+            }
+    return Measured(**values)
+
+
+def _predicted(best: LoaderConfig, found: Found, setting: Setting) -> Predicted:
+    twin = policy.fit_twin(found.trials, found.inputs)
+    if twin is None:
+        return Predicted()
+    epoch_batches = setting.workload.data.batches_per_epoch(best.batch_size)
+    prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
+    samples = setting.workload.data.samples_per_epoch()
+    epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
+    return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
+
+
+def _finals(found: Found) -> Finals:
+    if found.finals is None:
+        return Finals()
+    keys = range(len(found.finals.configs))
+    rounds = tuple(tuple(each.rates.get(str(key)) for key in keys) for each in found.finals.rounds)
+    return Finals(configs=found.finals.configs, rounds=rounds)
+
+
+def _summary(
+    best: LoaderConfig, found: Found, measured: Measured, verdict: Verdict, status: Status, setting: Setting
+) -> tuple[str, ...]:
+    if status == "fallback":
+        kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in found.trials if t.failure is not None})
+        return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
+    sentences = [f"Use {best}: {_rate_words(measured.samples_per_s)}."]
+    sentences.append(_speedup_sentence(best, found.baseline, measured.speedup))
+    sentences.append(verdict.sentence)
+    sentences.append(f"Step: {setting.readiness.step}. Search ended because {found.stopped_because or 'it was asked to'}.")
+    if status == "partial":
+        sentences.insert(0, "Interrupted: this is the best found so far.")
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _rate_words(rate: Interval | None) -> str:
+    if rate is None:
+        return "not measured"
+    return f"{rate.value:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
+
+
+def _speedup_sentence(best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None) -> str:
+    whose = f"the baseline ({baseline})"
+    if best == baseline:
+        return f"That is {whose} itself: nothing else is worth its cost."
+    if speedup is None:
+        return ""
+    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {speedup.count} paired rounds"
+    if speedup.low > 1 and speedup.value > WORTH_CLAIMING:
+        return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
+    return f"Against {whose} the difference is within noise ({interval})."
+
+
+def _warnings(found: Found, setting: Setting) -> tuple[str, ...]:
+    notes = list(setting.notes)
+    if found.finals is not None:
+        notes += found.finals.notes
+    failed = [trial for trial in found.trials if trial.failure is not None]
+    for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
+        same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
+        assert same[0].failure is not None
+        notes.append(f"{len(same)} trial(s) failed ({kind}): {same[0].failure.message}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _loader_parts(workload: Workload) -> dict[str, Any]:
+    """What a loader made from the result takes over from the tuned one."""
+    data = workload.data
+    parts = {"collate_fn": data.collate_fn, "worker_init_fn": data.worker_init_fn, "generator": data.generator}
+    return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}

@@ -1,0 +1,218 @@
+"""Which configuration to try next, and when nothing is worth trying: the twin's predictions, corrected by what was measured.
+
+    scouts ──► twin ──► posterior = twin + smooth residual of the measurements ──► largest expected improvement
+                 ▲                                                                          │
+                 └────────────────────── burst ◄────────────────────────────────────────────┘
+
+The twin knows queues and cores; the residual, a small Gaussian process over (workers, prefetch, threads), takes up what it
+gets wrong, so that a wrong twin cannot trap the search. Pure functions of the trials: no clock, no Optuna, no process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.space import Space
+from autotune_loader.trial import Trial
+from autotune_loader.twin import Observation, Twin
+
+# Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %).
+MODEL_SD = 0.06
+# How far apart, in doublings, configurations still share the twin's error.
+LENGTH_SCALE = 1.2
+# Relative noise of one burst that its own interval does not show: drift and neighbours between bursts.
+BURST_SD = 0.02
+# Search ends when the expected gain of the best untried configuration is below this share of the tolerance.
+WORTHWHILE_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """What is believed of one configuration, in samples/s."""
+
+    config: LoaderConfig
+    samples_per_s: float
+    """Posterior median."""
+    log_sd: float
+    """Posterior standard deviation of its logarithm."""
+    twin_samples_per_s: float
+    """What the twin alone says."""
+
+    def expected_gain(self, incumbent: float) -> float:
+        """Expected relative improvement over a rate (Jones, Schonlau and Welch 1998, on the log scale)."""
+        distance = math.log(self.samples_per_s / incumbent)
+        if self.log_sd <= 0:
+            return max(0.0, distance)
+        z = distance / self.log_sd
+        density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return distance * 0.5 * math.erfc(-z / math.sqrt(2)) + self.log_sd * density
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinInputs:
+    """What the twin needs besides the trials."""
+
+    usable_cores: int
+    consumer_cores: float
+    """Cores that the step keeps busy: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
+    step_s_by_threads: dict[int | None, float]
+    """Seconds of the step on a cached batch, by `consumer_threads`."""
+    epoch_batches: int | None = None
+
+
+def scouts(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
+    """The bursts that the twin is fitted to: no worker, one, and as many as there are cores."""
+    legal = space.configs()
+    plain = [config for config in legal if config.consumer_threads is None and config.in_order]
+    chosen: list[LoaderConfig] = []
+    for target in (0, 1, usable_cores):
+        candidates = [config for config in plain if config.prefetch_factor in (None, 2)] or plain
+        nearest = min(candidates, key=lambda config: abs(config.num_workers - target))
+        if nearest not in chosen:
+            chosen.append(nearest)
+    return tuple(chosen)
+
+
+def fit_twin(trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Twin | None:
+    """The twin of all successful trials; None before there is any."""
+    observations = [
+        Observation.from_measurement(trial.config, trial.measurement)
+        for trial in trials
+        if trial.measurement is not None and trial.config.batch_size is None
+    ]
+    if not observations:
+        return None
+    return Twin.fit(
+        observations,
+        cores=inputs.usable_cores,
+        consumer_cores=inputs.consumer_cores,
+        step_s_by_threads=inputs.step_s_by_threads,
+        seed=seed,
+    )
+
+
+def beliefs(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> list[Belief]:
+    """What is believed of every legal configuration and every one tried; empty before anything was measured."""
+    twin = fit_twin(trials, inputs, seed)
+    if twin is None:
+        return []
+    tried = {_modelled(trial.config): trial for trial in trials if trial.measurement is not None}
+    failed = {_modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
+    configs = list(dict.fromkeys([*map(_modelled, space.configs()), *tried]))
+    configs = [config for config in configs if config not in failed]
+    predicted = {config: p for config, p in zip(configs, twin.predict_all(configs), strict=True)}
+    measured = [config for config in configs if config in tried]
+    mean, sd = _posterior(configs, measured, tried, {c: predicted[c].samples_per_s.value for c in configs})
+    return [
+        Belief(
+            config=config,
+            samples_per_s=predicted[config].samples_per_s.value * math.exp(shift),
+            log_sd=float(spread),
+            twin_samples_per_s=predicted[config].samples_per_s.value,
+        )
+        for config, shift, spread in zip(configs, mean, sd, strict=True)
+    ]
+
+
+def next_config(
+    space: Space, trials: Sequence[Trial], inputs: TwinInputs, tolerance: float, seed: int = 0
+) -> Belief | None:
+    """The untried configuration with the largest expected gain; None when no gain is worth a burst."""
+    known = beliefs(space, trials, inputs, seed)
+    tried = {_modelled(trial.config) for trial in trials}
+    incumbent = max((belief.samples_per_s for belief in known if belief.config in tried), default=None)
+    untried = [belief for belief in known if belief.config not in tried]
+    if incumbent is None or not untried:
+        return None
+    best = max(untried, key=lambda belief: (round(belief.expected_gain(incumbent), 4), -belief.config.num_workers))
+    return best if best.expected_gain(incumbent) > WORTHWHILE_SHARE * tolerance else None
+
+
+def finalists(known: Sequence[Belief], space: Space, tolerance: float, most: int = 3) -> list[LoaderConfig]:
+    """The few configurations that deserve fresh rounds: the fastest, and cheaper ones believed as fast.
+
+    Args:
+        known: beliefs after the search.
+        space: tells what memory a configuration needs.
+        tolerance: relative difference that counts as equally fast.
+        most: how many at most.
+    """
+    if not known:
+        return []
+    fastest = max(known, key=lambda belief: belief.samples_per_s)
+    chosen = [fastest.config]
+    for slack in (tolerance / 2, tolerance):
+        near = [b for b in known if b.samples_per_s >= fastest.samples_per_s * (1 - slack)]
+        cheapest = min(near, key=lambda belief: (cost(belief.config, space), -belief.samples_per_s)).config
+        if cheapest not in chosen:
+            chosen.append(cheapest)
+    return chosen[:most]
+
+
+def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
+    """What a configuration costs, most important first: workers, then the memory they need, then odd settings."""
+    oddities = (config.consumer_threads is not None) + config.pin_memory + (not config.in_order)
+    return (config.num_workers, space.memory_need(config), config.device_prefetch, oddities)
+
+
+def _modelled(config: LoaderConfig) -> LoaderConfig:
+    """The configuration without what no burst can see."""
+    return replace(config, persistent_workers=False)
+
+
+def _posterior(
+    configs: Sequence[LoaderConfig],
+    measured: Sequence[LoaderConfig],
+    tried: dict[LoaderConfig, Trial],
+    twin: dict[LoaderConfig, float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and sd of ln(rate / twin's rate) at every configuration: Gaussian process regression on the residuals.
+
+    Rasmussen and Williams 2006, algorithm 2.1, with a squared exponential kernel.
+    """
+    prior = MODEL_SD**2 * _kernel(configs, configs)
+    if not measured:
+        return np.zeros(len(configs)), np.sqrt(np.diag(prior))
+    residual = np.array([math.log((tried[c].samples_per_s or twin[c]) / twin[c]) for c in measured])
+    noise = np.array([_burst_variance(tried[c]) for c in measured])
+    cross = MODEL_SD**2 * _kernel(configs, measured)
+    within = MODEL_SD**2 * _kernel(measured, measured) + np.diag(noise)
+    factor = np.linalg.cholesky(within)
+    mean = cross @ np.linalg.solve(factor.T, np.linalg.solve(factor, residual))
+    explained = np.linalg.solve(factor, cross.T)
+    return mean, np.sqrt(np.maximum(np.diag(prior) - np.sum(explained**2, axis=0), 1e-8))
+
+
+def _burst_variance(trial: Trial) -> float:
+    assert trial.measurement is not None
+    rate = trial.measurement.samples_per_s
+    half = (rate.high - rate.low) / 2 / rate.value if rate.value > 0 and math.isfinite(rate.high) else 0.2
+    return float((half / 1.96) ** 2 + BURST_SD**2)
+
+
+def _kernel(a: Sequence[LoaderConfig], b: Sequence[LoaderConfig]) -> np.ndarray:
+    left, right = _features(a), _features(b)
+    distance = ((left[:, None, :] - right[None, :, :]) / LENGTH_SCALE) ** 2
+    similarity: np.ndarray = np.exp(-0.5 * distance.sum(axis=2))
+    return similarity
+
+
+def _features(configs: Sequence[LoaderConfig]) -> np.ndarray:
+    """Coordinates in doublings: what doubles a knob moves a configuration by one."""
+    return np.array(
+        [
+            (
+                math.log2(config.num_workers + 0.5),
+                0.5 * math.log2(config.prefetch_factor or 1),
+                math.log2(config.consumer_threads) if config.consumer_threads else 4.0,
+                2.0 * config.pin_memory + config.device_prefetch,
+                2.0 * (not config.in_order) + math.log2(config.batch_size or 1),
+            )
+            for config in configs
+        ]
+    )

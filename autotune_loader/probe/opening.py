@@ -1,0 +1,72 @@
+"""Opening a probe for a workload: in a process of its own where that works, inline where it must be, and said so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from autotune_loader.machine.facts import Machine
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.runner import ProcessProbe
+from autotune_loader.probe.workload import Payload, PayloadTooLargeError, UnpicklableError, Workload
+from autotune_loader.settings import Isolation
+
+# A workload larger than this share of the available memory would be copied more often than is polite.
+PAYLOAD_MEMORY_SHARE = 0.15
+LARGEST_PAYLOAD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenProbe:
+    """A warm probe and what is known of the workload."""
+
+    probe: ProcessProbe | InlineProbe
+    readiness: Readiness
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about how it runs."""
+
+
+@contextlib.contextmanager
+def open_probe(
+    workload: Workload, machine: Machine, isolation: Isolation, memory_budget_bytes: int | None
+) -> Iterator[OpenProbe]:
+    """A warm probe, closed at the end with everything it started.
+
+    Raises:
+        WorkloadError: the dataset, model or step failed on the very first batch.
+        ValueError: `isolation="process"` was asked for, but the workload cannot travel.
+    """
+    probe, notes = _make_probe(workload, machine, isolation, memory_budget_bytes)
+    try:
+        readiness = probe.start()
+        if isinstance(probe, InlineProbe):
+            notes = [*notes, *probe.notes]
+        yield OpenProbe(probe=probe, readiness=readiness, notes=notes)
+    finally:
+        probe.close()
+
+
+def _make_probe(
+    workload: Workload, machine: Machine, isolation: Isolation, memory_budget_bytes: int | None
+) -> tuple[ProcessProbe | InlineProbe, list[str]]:
+    if isolation == "inline":
+        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), []
+    try:
+        payload = Payload.of(workload, _largest_payload(machine))
+    except (UnpicklableError, PayloadTooLargeError) as error:
+        if isolation == "process":
+            raise ValueError(
+                f"isolation='process', but {error}; isolation='inline' would work, without deadlines"
+            ) from error
+        note = f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
+        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), [note]
+    return ProcessProbe(payload, machine, memory_budget_bytes=memory_budget_bytes), []
+
+
+def _largest_payload(machine: Machine) -> int:
+    available = machine.memory.available_bytes
+    if available is None:
+        return LARGEST_PAYLOAD_BYTES
+    return min(LARGEST_PAYLOAD_BYTES, int(available * PAYLOAD_MEMORY_SHARE))

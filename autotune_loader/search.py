@@ -1,0 +1,322 @@
+"""The search: from the first burst to the chosen configuration. It knows the probe only as a callable, and no process.
+
+    own configuration and torch's default ─► scouts at 0, 1 and N workers ─► largest expected gain, again and again
+        ─► finals between the fastest, the cheapest as fast, and the baseline
+
+It ends at the first of: the training step's own ceiling is reached, nothing untried is worth a burst, `max_trials`, or the
+budget, of which a part is always kept for the finals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from autotune_loader import policy
+from autotune_loader.config import LoaderConfig
+from autotune_loader.finals import FinalsOutcome, run_finals
+from autotune_loader.settings import Settings
+from autotune_loader.space import Space
+from autotune_loader.stats import Interval
+from autotune_loader.study import Ledger, role_of
+from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
+
+if TYPE_CHECKING:
+    import optuna
+
+log = logging.getLogger(__name__)
+
+# One burst of the search: it need only rank and feed the twin; the finals measure.
+SEARCH_BURST = BurstPlan(max_s=1.5, min_s=0.4, relative_error=0.015)
+CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
+# Share of the budget that the search leaves for the finals.
+FINALS_SHARE = 0.4
+# Open questions between candidates within tolerance are worth this many seconds of finals, and no more of the budget.
+FINALS_PATIENCE_S = 8.0
+# The ceiling is reached when the rate's lower bound comes this close to it.
+CEILING_SHARE = 0.98
+# A burst that takes longer than this many times the slowest successful one is taken for a hang.
+DEADLINE_FACTOR = 10.0
+SHORTEST_DEADLINE_S = 30.0
+LONGEST_DEADLINE_S = 120.0
+# Two failures at so many workers or more, and the search goes no further that way.
+FAILURES_TO_STOP_GROWING = 2
+# Model-free proposals: TPE's say, once in so many trials of the search, so that a wrong twin cannot trap it.
+EXPLORE_EVERY = 4
+# The sampler may repeat itself; so many repeats in a row mean it has nothing new to say.
+MOST_REPEATS = 20
+
+
+class Listener(Protocol):
+    """Told what happens while it happens; the tuner writes files and draws progress with it."""
+
+    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None: ...
+
+    def finals_round(self, number: int, rates: dict[LoaderConfig, float], seconds_left: float) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search has found so far; the state that an interruption leaves behind."""
+
+    trials: list[Trial] = field(default_factory=list)
+    baseline: LoaderConfig
+    ceilings: dict[int | None, Measurement] = field(default_factory=dict)
+    """The step on a cached batch, by `consumer_threads`."""
+    finals: FinalsOutcome | None = None
+    inputs: policy.TwinInputs
+    study: optuna.Study | None = None
+    interrupted: bool = False
+    bursts: int = 0
+    stopped_because: str = ""
+
+    @property
+    def ceiling(self) -> Interval | None:
+        """Rate of the step on a cached batch with the best thread count: no loader can exceed it."""
+        rates = [measured.samples_per_s for measured in self.ceilings.values()]
+        return max(rates, key=lambda rate: rate.value, default=None)
+
+    def fastest(self) -> Trial | None:
+        """The successful trial with the highest measured rate."""
+        measured = [trial for trial in self.trials if trial.measurement is not None]
+        return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
+
+
+class SearchRun:
+    """One search over one space with one probe.
+
+    Args:
+        probe: runs configurations.
+        space: the legal ones.
+        settings: how to search.
+        own_config: the user's own configuration, where there is one.
+        usable_cores: cores the workers and the step share.
+        default_threads: intra-op threads of the untouched training process.
+        step_uses_cores: whether the step computes on the CPU.
+        clock: seconds; a fake one in tests.
+        started: when the user's budget began, on that clock.
+        listener: told what happens.
+        name: of the Optuna study.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        space: Space,
+        settings: Settings,
+        *,
+        own_config: LoaderConfig | None,
+        usable_cores: int,
+        default_threads: int,
+        step_uses_cores: bool,
+        clock: Callable[[], float],
+        started: float,
+        listener: Listener,
+        name: str = "autotune",
+        has_step: bool = True,
+    ) -> None:
+        self._probe = probe
+        self._space = space
+        self._settings = settings
+        self._own_config = own_config
+        self._usable_cores = usable_cores
+        self._clock = clock
+        self._started = started
+        self._listener = listener
+        self._has_step = has_step
+        self._repeats = 0
+        consumer_cores = float(min(default_threads, usable_cores)) if step_uses_cores else 1.0
+        self.found = Found(
+            baseline=own_config or LoaderConfig(),
+            inputs=policy.TwinInputs(
+                usable_cores=usable_cores, consumer_cores=consumer_cores, step_s_by_threads={}
+            ),
+        )
+        self._ledger = Ledger(
+            storage=settings.storage,
+            name=name,
+            space=space,
+            search=settings.search,
+            seed=settings.seed,
+            default_threads=default_threads,
+        )
+        self.found.study = self._ledger.study
+
+    def run(self) -> Found:
+        """Search until there is a reason to stop; on Ctrl-C what was found so far is returned, marked `interrupted`."""
+        try:
+            self._resume()
+            if self._has_step:
+                self._measure_ceilings()
+            self._search()
+            self._race()
+        except KeyboardInterrupt:
+            self.found.interrupted = True
+            self.found.stopped_because = "interrupted"
+        finally:
+            self._ledger.close()
+        return self.found
+
+    def seconds_left(self) -> float:
+        return self._settings.budget_s - (self._clock() - self._started)
+
+    def _resume(self) -> None:
+        self.found.trials = [
+            replace(trial, number=number) for number, trial in enumerate(self._ledger.restored())
+        ]
+        if self.found.trials:
+            log.info("resumed a study of %d trials", len(self.found.trials))
+
+    def _measure_ceilings(self) -> None:
+        for threads in self._space.consumer_threads:
+            measured = self._probe.step_ceiling(threads, CEILING_BURST)
+            self.found.bursts += 1
+            if isinstance(measured, Failure):
+                log.warning("the step on a cached batch failed: %s", measured.message)
+                continue
+            self.found.ceilings[threads] = measured
+            self.found.inputs.step_s_by_threads[threads] = measured.step_s
+
+    def _search(self) -> None:
+        for config in self._proposals():
+            self._try(config)
+            reason = self._reason_to_stop()
+            if reason:
+                self.found.stopped_because = reason
+                return
+        self.found.stopped_because = self.found.stopped_because or "nothing untried is worth a burst"
+
+    def _proposals(self) -> Iterator[LoaderConfig | None]:
+        """Configurations in the order they are to be tried; None asks the sampler."""
+        tried = {trial.config for trial in self.found.trials}
+        first = [self._own_config] if self._own_config is not None else []
+        scouts = policy.scouts(self._space, self._usable_cores) if self._settings.search == "auto" else ()
+        for config in dict.fromkeys([*first, LoaderConfig(), *scouts]):
+            if config not in tried:
+                yield config
+        if self._settings.search == "auto":
+            yield from self._by_expected_gain()
+        elif self._settings.search == "grid":
+            yield from (config for config in self._space.configs() if config not in tried)
+        else:
+            yield from itertools.repeat(None)
+
+    def _by_expected_gain(self) -> Iterator[LoaderConfig | None]:
+        for count in itertools.count(1):
+            belief = policy.next_config(
+                self._space, self.found.trials, self.found.inputs, self._settings.tolerance, self._settings.seed
+            )
+            if belief is None:
+                return
+            yield belief.config
+            if count % EXPLORE_EVERY == 0:
+                yield None
+
+    def _try(self, config: LoaderConfig | None) -> None:
+        asked, proposed = self._ledger.ask(config)
+        known = next((trial for trial in self.found.trials if trial.config == proposed), None)
+        if known is not None and config is None:
+            self._repeats += 1
+            self._ledger.tell(asked, known)
+            return
+        self._repeats = 0
+        begun = self._clock()
+        try:
+            outcome = self._space.veto(proposed) or self._too_many_workers(proposed) or self._burst(proposed)
+        except BaseException:
+            self._ledger.abandon(asked)
+            raise
+        trial = Trial(
+            number=len(self.found.trials),
+            config=proposed,
+            role=self._role(proposed),
+            measurement=outcome if isinstance(outcome, Measurement) else None,
+            failure=outcome if isinstance(outcome, Failure) else None,
+            predicted_samples_per_s=self._prediction(proposed),
+            seconds=self._clock() - begun,
+        )
+        self._ledger.tell(asked, trial)
+        self.found.trials.append(trial)
+        self._listener.trial(trial, self.found.fastest(), self.seconds_left())
+
+    def _role(self, config: LoaderConfig) -> TrialRole:
+        return role_of(config, self._own_config)
+
+    def _burst(self, config: LoaderConfig) -> Measurement | Failure:
+        plan = replace(SEARCH_BURST, seed=len(self.found.trials), deadline_s=self._deadline_s())
+        self.found.bursts += 1
+        outcome = self._probe.burst(config, plan)
+        if isinstance(outcome, Failure) and outcome.retryable:
+            self.found.bursts += 1
+            return self._probe.burst(config, plan)
+        return outcome
+
+    def _deadline_s(self) -> float:
+        longest = max((trial.seconds for trial in self.found.trials if trial.measurement), default=0.0)
+        return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
+
+    def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
+        """A veto learnt from failures: two at or below this many workers, and more of them are not tried."""
+        resource = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors")
+        fell = [
+            trial.config.num_workers
+            for trial in self.found.trials
+            if trial.failure is not None and trial.failure.kind in resource and trial.config.num_workers > 0
+        ]
+        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < max(fell):
+            return None
+        return Failure(
+            kind="infeasible",
+            phase="plan",
+            message=f"{config.num_workers} workers were not tried: {len(fell)} trials with {min(fell)} or more ran out of "
+            "memory or descriptors",
+        )
+
+    def _prediction(self, config: LoaderConfig) -> float | None:
+        twin = policy.fit_twin(self.found.trials, self.found.inputs, self._settings.seed)
+        return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
+
+    def _reason_to_stop(self) -> str:
+        if self._settings.max_trials is not None and len(self.found.trials) >= self._settings.max_trials:
+            return f"max_trials={self._settings.max_trials} were run"
+        if self.seconds_left() < self._settings.budget_s * FINALS_SHARE:
+            return "the rest of the budget is kept for the finals"
+        if self._repeats >= MOST_REPEATS:
+            return "the sampler repeats itself"
+        if self._settings.search == "auto" and self._at_ceiling():
+            return "the training step's own ceiling is reached"
+        return ""
+
+    def _at_ceiling(self) -> bool:
+        best, ceiling = self.found.fastest(), self.found.ceiling
+        if best is None or best.measurement is None or ceiling is None:
+            return False
+        return best.measurement.samples_per_s.low >= CEILING_SHARE * ceiling.value
+
+    def _race(self) -> None:
+        candidates = self._finalists()
+        if not candidates:
+            return
+        self.found.finals = run_finals(
+            self._probe,
+            candidates,
+            self.found.baseline,
+            cost=lambda config: policy.cost(config, self._space),
+            tolerance=self._settings.tolerance,
+            time_left=self.seconds_left,
+            patience_s=FINALS_PATIENCE_S,
+            seed=self._settings.seed,
+            deadline_s=self._deadline_s(),
+            on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
+        )
+        if self.found.finals is not None:
+            self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
+
+    def _finalists(self) -> list[LoaderConfig]:
+        believed = policy.beliefs(self._space, self.found.trials, self.found.inputs, self._settings.seed)
+        chosen = policy.finalists(believed, self._space, self._settings.tolerance)
+        persistent = self._space.persistent_workers
+        return [replace(config, persistent_workers=persistent and config.num_workers > 0) for config in chosen]

@@ -1,0 +1,283 @@
+"""The Optuna study behind a search: the only file that imports Optuna, and only when a study is opened.
+
+Ask and tell, never `optimize()`: the search owns time and order. A configuration that failed is told as pruned with a
+violated constraint, because samplers ignore a bare FAIL and propose the same again. Everything is also kept as user
+attributes, so that a study is readable without this package, and so that it can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.settings import Search
+from autotune_loader.space import MAX_WORKERS, Space
+from autotune_loader.trial import Failure, Measurement, Trial, TrialRole
+
+if TYPE_CHECKING:
+    import optuna
+
+log = logging.getLogger(__name__)
+
+OBJECTIVE = "samples_per_s"
+# Bounds of the integer knobs: wide and fixed, because Optuna refuses to resume a study whose bounds moved.
+MOST_PREFETCH = 64
+MOST_THREADS = 1024
+# A lock left by a killed writer is taken over after this long; Optuna's own default of 30 s would stall a restart.
+LOCK_GRACE_S = 3
+# TPE's first trials are random; the twin's scouts take their place.
+TPE_STARTUP_TRIALS = 4
+
+
+class Ledger:
+    """An Optuna study that speaks of configurations and trials.
+
+    Args:
+        storage: None for memory, a URL (`sqlite:///...`, `postgresql://...`), or the path of a journal file.
+        name: of the study; one study holds trials of one space on one kind of machine only.
+        space: what may be proposed.
+        search: which sampler proposes where the caller does not.
+        seed: of the sampler.
+        default_threads: what `consumer_threads=None` means here, so that it has a place on Optuna's scale.
+    """
+
+    def __init__(
+        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, default_threads: int
+    ) -> None:
+        import optuna
+
+        self._space = space
+        self._default_threads = default_threads
+        with quiet_optuna():
+            self.study = optuna.create_study(
+                storage=_open_storage(storage),
+                study_name=name,
+                direction="maximize",
+                sampler=_sampler(search, seed, space),
+                pruner=optuna.pruners.NopPruner(),
+                load_if_exists=True,
+            )
+        self._drop_zombies()
+
+    def ask(self, config: LoaderConfig | None = None) -> tuple[optuna.trial.Trial, LoaderConfig]:
+        """A running Optuna trial of `config`, or of whatever the sampler proposes."""
+        with quiet_optuna():
+            if config is not None:
+                self.study.enqueue_trial(self._knobs(config))
+            trial = self.study.ask()
+            proposed = self._suggest(trial)
+        return trial, (config if config is not None else proposed)
+
+    def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
+        """Complete an asked trial: its rate as the value, everything else as attributes and constraints."""
+        import optuna
+
+        for name, value in _attributes(trial).items():
+            asked.set_user_attr(name, value)
+        for name, violation in _constraints(trial, self._space).items():
+            _set_constraint(asked, name, violation)
+        with quiet_optuna():
+            if trial.measurement is not None:
+                self.study.tell(asked, trial.measurement.samples_per_s.value)
+            else:
+                self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+
+    def abandon(self, asked: optuna.trial.Trial) -> None:
+        """Mark a trial that was interrupted: it carries no information."""
+        import optuna
+
+        with contextlib.suppress(Exception), quiet_optuna():
+            self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
+
+    def restored(self) -> list[Trial]:
+        """The trials of an earlier run of the same study, in order, without their traces."""
+        import msgspec
+
+        trials = []
+        for frozen in self.study.get_trials(deepcopy=False):
+            text = frozen.user_attrs.get("record")
+            if text is not None and frozen.state.is_finished():
+                trials.append(msgspec.json.decode(text, type=Trial))
+        return trials
+
+    def close(self) -> None:
+        """Let go of a storage that holds connections."""
+        with contextlib.suppress(Exception):
+            self.study._storage.remove_session()
+
+    def _drop_zombies(self) -> None:
+        """Trials that a killed run left running would stay so for ever."""
+        import optuna
+
+        running = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        for frozen in running:
+            with contextlib.suppress(Exception):
+                self.study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
+
+    def _knobs(self, config: LoaderConfig) -> dict[str, Any]:
+        knobs: dict[str, Any] = {"num_workers": config.num_workers}
+        if config.num_workers:
+            knobs["prefetch_factor"] = config.prefetch_factor
+        for name, values in self._searched().items():
+            value = getattr(config, name)
+            if name == "consumer_threads" and value is None:
+                value = self._default_threads
+            if value in values or name == "consumer_threads":
+                knobs[name] = value
+        return knobs
+
+    def _searched(self) -> dict[str, list[Any]]:
+        """The categorical knobs that have more than one value here."""
+        axes: dict[str, tuple[Any, ...]] = {
+            "pin_memory": self._space.pin_memory,
+            "device_prefetch": self._space.device_prefetch,
+            "in_order": self._space.in_order,
+            "multiprocessing_context": self._space.multiprocessing_contexts,
+            "sharing_strategy": self._space.sharing_strategies,
+            "batch_size": self._space.batch_sizes,
+            "consumer_threads": self._space.consumer_threads,
+        }
+        return {name: list(values) for name, values in axes.items() if len(values) > 1}
+
+    def _suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
+        workers = trial.suggest_int("num_workers", 0, MAX_WORKERS)
+        values: dict[str, Any] = {"num_workers": min(workers, self._space.max_workers)}
+        if workers:
+            prefetch = trial.suggest_int("prefetch_factor", 1, MOST_PREFETCH, log=True)
+            values["prefetch_factor"] = min(self._space.prefetch_factors, key=lambda legal: abs(legal - prefetch))
+            values["persistent_workers"] = self._space.persistent_workers
+        for name, choices in self._searched().items():
+            if name == "consumer_threads":
+                threads = trial.suggest_int(name, 1, MOST_THREADS, log=True)
+                legal = {count or self._default_threads: count for count in choices}
+                values[name] = legal[min(legal, key=lambda count: abs(count - threads))]
+            elif name not in ("in_order", "multiprocessing_context") or workers:
+                values[name] = trial.suggest_categorical(name, choices)
+        if values["num_workers"] == 0:
+            values = {k: v for k, v in values.items() if k not in ("prefetch_factor", "persistent_workers")}
+        return LoaderConfig(**values, drop_last=self._space.drop_last)
+
+
+def _sampler(search: Search, seed: int, space: Space) -> optuna.samplers.BaseSampler:
+    import optuna
+
+    if search == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    if search == "grid":
+        return optuna.samplers.RandomSampler(seed=seed)  # the search itself walks the grid and enqueues it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=TPE_STARTUP_TRIALS, multivariate=False, constant_liar=False
+        )
+
+
+def _open_storage(storage: str | None) -> Any:
+    """None for memory, an URL as it is, a path as a journal file that is readable by its owner alone."""
+    if storage is None or "://" in storage:
+        return storage
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    path = Path(storage)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_GRACE_S)
+    lock.acquire()
+    try:
+        _mend_torn_tail(path)
+    finally:
+        lock.release()
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _mend_torn_tail(path: Path) -> None:
+    """Cut a journal back to its last whole line.
+
+    After a kill in the middle of a write Optuna loads such a file, but its next append joins the torn line and is lost.
+    """
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        log.warning("%s ended in the middle of a line; the last %d bytes were dropped", path, len(data) - whole)
+        with path.open("r+b") as stream:
+            stream.truncate(whole)
+
+
+def _attributes(trial: Trial) -> dict[str, Any]:
+    """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
+    from dataclasses import replace
+
+    import msgspec
+
+    values: dict[str, Any] = {"role": trial.role, "config": trial.config.to_dict(), "seconds": round(trial.seconds, 3)}
+    lean = trial
+    if trial.measurement is not None:
+        values |= _metrics(trial.measurement)
+        lean = replace(trial, measurement=replace(trial.measurement, traces=()))
+    if trial.failure is not None:
+        values |= _failure(trial.failure)
+    if trial.predicted_samples_per_s is not None:
+        values["predicted_samples_per_s"] = float(trial.predicted_samples_per_s)
+    values["record"] = msgspec.json.encode(lean).decode()
+    return values
+
+
+def _metrics(measurement: Measurement) -> dict[str, Any]:
+    rate, memory = measurement.samples_per_s, measurement.memory
+    return {
+        "samples_per_s": rate.value,
+        "samples_per_s_low": rate.low,
+        "samples_per_s_high": rate.high,
+        "wait_share": measurement.wait_share,
+        "first_batch_s": measurement.first_batch_s,
+        "cpu_share": measurement.cpu_share,
+        "rss_bytes": memory.rss_bytes if memory else None,
+        "pss_bytes": memory.pss_bytes if memory else None,
+        "gpu_util": measurement.gpu.util,
+    }
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    return {"failure_kind": failure.kind, "failure_phase": failure.phase, "failure_message": failure.message}
+
+
+def _constraints(trial: Trial, space: Space) -> dict[str, float]:
+    """Optuna's convention: a positive value violates. A failed trial violates by 1, so that no sampler returns there."""
+    values = {"failed": 0.0 if trial.failure is None else 1.0}
+    if space.limits.memory_bytes:
+        values["memory"] = space.memory_need(trial.config) / space.limits.memory_bytes - 1.0
+    return values
+
+
+def _set_constraint(trial: optuna.trial.Trial, name: str, violation: float) -> None:
+    trial.set_user_attr(f"constraint_{name}", violation)  # optuna-dashboard does not show the real ones yet
+    if hasattr(trial, "set_constraint"):  # Optuna 5
+        trial.set_constraint(name, violation)
+
+
+def role_of(config: LoaderConfig, own: LoaderConfig | None) -> TrialRole:
+    if own is not None and config == own:
+        return "baseline"
+    return "default" if config == LoaderConfig() else "search"
+
+
+@contextlib.contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Optuna without its chatter and experimental warnings; its verbosity is global, so it is put back."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,624 @@
+"""Stand-ins for tests, shipped so that users' tests can have them too: a simulated machine, a replayed record, fakes.
+
+Nothing here starts a process or sleeps. This module may import from any layer; no layer imports it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import statistics
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Protocol, TypeVar
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, Measurement, Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachine:
+    """A machine with a workload on it, as parameters; `SimulatedProbe` trains on it."""
+
+    cores: int = 4
+    batch_size: int = 32
+    cpu_s: float = 0.04
+    """CPU seconds that a worker spends on a batch, alone on the machine."""
+    wait_s: float = 0.0
+    """Seconds in which a worker waits for storage or the network per batch."""
+    service_cv: float = 0.1
+    """Coefficient of variation of a batch's service time (log-normal, a property of its samples)."""
+    tail_share: float = 0.0
+    """Share of batches that take `tail_factor` times as long."""
+    tail_factor: float = 5.0
+    receive_s: float = 0.0005
+    """Seconds in which the training loop takes a ready batch over."""
+    pin_s: float = 0.0005
+    """Seconds of the pinning thread per batch."""
+    step_s: float = 0.01
+    """Seconds of an undisturbed training step."""
+    step_cores: float = 0.0
+    """Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb."""
+    step_cv: float = 0.02
+    step_s_by_threads: Mapping[int, float] = field(default_factory=dict)
+    """Undisturbed step seconds where `consumer_threads` is set."""
+    alpha: float = 0.05
+    """Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)."""
+    beta: float = 0.0
+    """The same, per pair of running workers."""
+    start_s: float = 0.05
+    worker_start_s: float = 0.02
+    """Workers start one after the other, then the first indices are handed out."""
+    first_batch_extra_s: float = 0.02
+    """CPU seconds that every worker's first batch takes longer (imports, cold caches)."""
+    batch_bytes: int = 1 << 20
+    base_bytes: int = 500 << 20
+    worker_bytes: int = 100 << 20
+    """Private memory of one worker."""
+    memory_limit_bytes: int | None = None
+    """More than this ends a burst in a `memory_guard` failure."""
+    noise_sd: float = 0.0
+    """Relative standard deviation between bursts of one configuration."""
+    drift_per_hour: float = 0.0
+    """Relative growth of all times per hour of the probe's clock."""
+    spike_share: float = 0.0
+    """Share of bursts that something disturbs."""
+    spike_factor: float = 1.5
+    """How much slower a disturbed burst is."""
+    fails: Callable[[LoaderConfig], Failure | None] | None = None
+    """Configurations that fail, and how."""
+
+
+class Clock(Protocol):
+    """What a simulated burst needs of a clock: to be read and to be moved on."""
+
+    def __call__(self) -> float: ...
+
+    def advance(self, seconds: float, /) -> object: ...
+
+
+class SimulatedProbe:
+    """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
+
+    Runnable processes share the cores equally, so stretching by contention emerges from the events; nothing here uses the
+    twin's formulas. `truth` tells what no burst can: the rate without noise.
+    """
+
+    def __init__(self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0) -> None:
+        self.machine = machine
+        self.bursts: list[LoaderConfig] = []
+        """Every configuration that was asked for, in order."""
+        self._clock = clock
+        self._rng = random.Random(seed)
+        self._truths: dict[LoaderConfig, float] = {}
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment of simulated time, by which the clock moves on."""
+        self.bursts.append(config)
+        failure = self.machine.fails(config) if self.machine.fails else None
+        failure = failure or self._memory_failure(config)
+        if failure:
+            self._clock.advance(self.machine.start_s)
+            return failure
+        run = _Events(self._disturbed(), config, plan.seed, self._clock())
+        begun = self._clock()
+        warm = config.num_workers * (config.prefetch_factor or 0) + config.num_workers + 1
+        traces: list[BatchTrace] = []
+        for trace in run.batches():
+            traces.append(trace)
+            if trace.step_end - begun > plan.deadline_s:
+                self._clock.advance(plan.deadline_s)
+                return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
+            if len(traces) > warm + 1 and _window_is_over(traces[warm:], plan):
+                break
+        self._clock.advance(traces[-1].step_end - begun)
+        return self._measurement(config, traces, warm, begun)
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        """Step on one batch again and again."""
+        machine = self._disturbed()
+        begun = now = self._clock()
+        traces = []
+        while now - begun < plan.min_s or len(traces) < 3:
+            end = now + machine.step_seconds(consumer_threads)
+            traces.append(_trace(MAIN_PROCESS, (now, now), 0.0, now, now, end, self.machine.batch_size))
+            now = end
+        self._clock.advance(now - begun)
+        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, 1, begun)
+
+    def truth(self, config: LoaderConfig, *, batches: int = 2000) -> float:
+        """Samples per second that `config` sustains in the long run, without noise, drift and spikes."""
+        if config not in self._truths:
+            warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
+            run = _Events(_Disturbed(self.machine, 1.0), config, 0, 0.0)
+            traces = list(itertools.islice(run.batches(), warm + batches))
+            self._truths[config] = self.machine.batch_size * batches / (traces[-1].step_end - traces[warm - 1].step_end)
+        return self._truths[config]
+
+    def _disturbed(self) -> _Disturbed:
+        machine = self.machine
+        slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
+        slower *= 1.0 + machine.drift_per_hour * self._clock() / 3600.0
+        if self._rng.random() < machine.spike_share:
+            slower *= machine.spike_factor
+        return _Disturbed(machine, slower)
+
+    def _rss_bytes(self, config: LoaderConfig) -> int:
+        queued = config.num_workers * (config.prefetch_factor or 0) * self.machine.batch_bytes
+        return self.machine.base_bytes + config.num_workers * self.machine.worker_bytes + queued
+
+    def _memory_failure(self, config: LoaderConfig) -> Failure | None:
+        limit, needed = self.machine.memory_limit_bytes, self._rss_bytes(config)
+        if limit is None or needed <= limit:
+            return None
+        message = f"the burst needs {needed} bytes of {limit}; use fewer workers"
+        return Failure(kind="memory_guard", phase="batches", message=message)
+
+    def _measurement(self, config: LoaderConfig, traces: list[BatchTrace], warm: int, begun: float) -> Measurement:
+        window = traces[warm:]
+        opened = traces[warm - 1].step_end
+        window_s = window[-1].step_end - opened
+        samples = sum(t.samples for t in window)
+        rate, half_width = _rate_with_half_width(window, opened)
+        return Measurement(
+            samples_per_s=Interval(
+                value=rate, low=max(0.0, rate - half_width), high=rate + half_width, count=len(window)
+            ),
+            samples=samples,
+            window_s=window_s,
+            batch_size=samples / len(window),
+            first_batch_s=traces[0].received - begun,
+            wait_share=min(1.0, sum(t.wait_s for t in window) / window_s),
+            service_s=statistics.fmean(t.service_s for t in window),
+            service_cpu_s=statistics.fmean(t.cpu_s for t in window),
+            receive_s=statistics.fmean(t.receive_s for t in window),
+            step_s=statistics.fmean(t.step_s for t in window),
+            batch_bytes=self.machine.batch_bytes,
+            batch_tensors=2,
+            memory=Memory(rss_bytes=self._rss_bytes(config)),
+            traces=tuple(traces),
+        )
+
+
+class ReplayProbe:
+    """A `Probe` that answers from a record: each configuration's answers in the order in which they were recorded.
+
+    Args:
+        bursts: answers by configuration; asked for more often than recorded, the probe refuses.
+        step_ceilings: answers by consumer threads, replayed in the same way.
+
+    Raises:
+        LookupError: (when asked) the configuration was not recorded, or not so often; the message names what was.
+    """
+
+    def __init__(
+        self,
+        bursts: Mapping[LoaderConfig, Sequence[Measurement | Failure]],
+        step_ceilings: Mapping[int | None, Sequence[Measurement | Failure]] | None = None,
+    ) -> None:
+        self.asked: list[LoaderConfig] = []
+        """Every configuration that was asked for, in order."""
+        self._bursts = {config: deque(answers) for config, answers in bursts.items()}
+        self._ceilings = {threads: deque(answers) for threads, answers in (step_ceilings or {}).items()}
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """The next answer recorded for `config`, whatever the plan."""
+        self.asked.append(config)
+        return _next_recorded(self._bursts, config, "burst")
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        """The next step ceiling recorded for so many threads, whatever the plan."""
+        return _next_recorded(self._ceilings, consumer_threads, "step ceiling")
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _next_recorded(record: Mapping[_Key, deque[Measurement | Failure]], key: _Key, what: str) -> Measurement | Failure:
+    if key not in record:
+        known = "; ".join(map(str, record)) or "nothing"
+        raise LookupError(f"no {what} of {key} was recorded; recorded: {known}")
+    if not record[key]:
+        raise LookupError(f"every {what} recorded of {key} was replayed already; record more of them")
+    return record[key].popleft()
+
+
+def _rate_with_half_width(window: Sequence[BatchTrace], opened: float) -> tuple[float, float]:
+    """Rate of the window and the 95 % half-width from the rates of its eighths."""
+    rate = sum(t.samples for t in window) / (window[-1].step_end - opened)
+    size = len(window) // 8
+    if size == 0:
+        return rate, rate
+    ends = [opened, *(window[(i + 1) * size - 1].step_end for i in range(8))]
+    parts = [size * window[0].samples / (after - before) for before, after in itertools.pairwise(ends)]
+    return rate, 2.36 * statistics.stdev(parts) / math.sqrt(8)  # 2.36: Student's t with 7 degrees of freedom
+
+
+def _window_is_over(window: Sequence[BatchTrace], plan: BurstPlan) -> bool:
+    seconds = window[-1].step_end - window[0].step_end
+    if seconds >= plan.max_s:
+        return True
+    if seconds < plan.min_s or len(window) % 8:
+        return False
+    rate, half_width = _rate_with_half_width(window[1:], window[0].step_end)
+    return half_width < plan.relative_error * rate
+
+
+@dataclass(frozen=True, slots=True)
+class _Disturbed:
+    """A machine during one burst, in which everything takes `slower` times as long."""
+
+    machine: SimulatedMachine
+    slower: float
+
+    def step_seconds(self, consumer_threads: int | None) -> float:
+        seconds = self.machine.step_s
+        if consumer_threads is not None:
+            seconds = self.machine.step_s_by_threads.get(consumer_threads, seconds)
+        return seconds * self.slower
+
+    def variation(self, index: int, seed: int) -> float:
+        """How much longer than the mean batch `index` takes: the same in every burst with this seed."""
+        rng = random.Random(seed * 1_000_003 + index)
+        cv, machine = self.machine.service_cv, self.machine
+        factor = rng.lognormvariate(-0.5 * math.log1p(cv * cv), math.sqrt(math.log1p(cv * cv)))
+        factor *= machine.tail_factor if rng.random() < machine.tail_share else 1.0
+        return factor / (1.0 + machine.tail_share * (machine.tail_factor - 1.0))
+
+
+def _trace(
+    worker: int,
+    fetched: tuple[float, float],
+    cpu_s: float,
+    requested: float,
+    received: float,
+    step_end: float,
+    samples: int,
+) -> BatchTrace:
+    start, end = fetched
+    return BatchTrace(
+        worker=worker,
+        fetch_start=start,
+        fetch_end=start + 0.9 * (end - start),
+        collate_end=end,
+        cpu_s=cpu_s,
+        requested=requested,
+        received=received,
+        step_end=step_end,
+        samples=samples,
+    )
+
+
+class _Events:
+    """One training run, event by event: processor sharing between the workers that compute and the step.
+
+    Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the last
+    two run at the speed that the cores allow at the moment.
+    """
+
+    def __init__(self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float) -> None:
+        self.disturbed, self.machine, self.config, self.seed = disturbed, disturbed.machine, config, seed
+        threads = math.inf if config.consumer_threads is None else config.consumer_threads
+        self.step_cores = min(self.machine.step_cores, threads, self.machine.cores)
+        self.step_s = disturbed.step_seconds(config.consumer_threads)
+        self.now = begun + self.machine.start_s + config.num_workers * self.machine.worker_start_s
+        self.timed: list[tuple[float, int, str, int]] = []  # (when, tie-breaker, what, batch)
+        self.computing: list[tuple[float, int]] = []  # (work at which it is whole, batch)
+        self.worked = 0.0
+        self.step_left = math.inf  # work left of the running step
+        self.stepping: int | None = None
+        self.index_queues: list[deque[int]] = [deque() for _ in range(config.num_workers)]
+        self.idle = set(range(config.num_workers))
+        self.fresh = set(range(config.num_workers))
+        self.owner: dict[int, int] = {}
+        self.span: dict[int, tuple[float, float]] = {}
+        self.cpu: dict[int, float] = {}
+        self.ready: dict[int, None] = {}  # insertion order is the order of completion
+        self.pinning_until = self.now
+        self.sent = self.next_in_order = self.received_count = self.done_count = 0
+        self.receiving = False
+        self.requested_at: float | None = None
+        self.requests: dict[int, tuple[float, float]] = {}
+        self.to_step: deque[int] = deque()
+        self.ticks = itertools.count()
+
+    def batches(self) -> Iterator[BatchTrace]:
+        """Every batch when its step is done, without end."""
+        if self.config.num_workers == 0:
+            yield from self._serial()
+            return
+        for slot in range(self.config.num_workers * (self.config.prefetch_factor or 1)):
+            self._hand_out(slot % self.config.num_workers)
+        while True:
+            self._request()
+            done = self._advance()
+            if done is not None:
+                yield done
+
+    def _serial(self) -> Iterator[BatchTrace]:
+        for index in itertools.count():
+            cpu_s, wait_s = self._work(index, first=index == 0)
+            requested, fetched = self.now, self.now + cpu_s + wait_s
+            self.now = fetched + self._step_seconds(index)
+            span = (requested, fetched)
+            yield _trace(MAIN_PROCESS, span, cpu_s, requested, fetched, self.now, self.machine.batch_size)
+
+    def _work(self, index: int, *, first: bool) -> tuple[float, float]:
+        factor = self.disturbed.variation(index, self.seed) * self.disturbed.slower
+        extra = self.machine.first_batch_extra_s if first else 0.0
+        return self.machine.cpu_s * factor + extra, self.machine.wait_s * factor
+
+    def _step_seconds(self, index: int) -> float:
+        return self.step_s * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
+
+    def _hand_out(self, worker: int) -> None:
+        index, self.sent = self.sent, self.sent + 1
+        self.owner[index] = worker
+        self.index_queues[worker].append(index)
+        if worker in self.idle:
+            self._fetch(worker)
+
+    def _fetch(self, worker: int) -> None:
+        if not self.index_queues[worker]:
+            self.idle.add(worker)
+            return
+        self.idle.discard(worker)
+        index = self.index_queues[worker].popleft()
+        self.cpu[index], wait_s = self._work(index, first=worker in self.fresh)
+        self.fresh.discard(worker)
+        self.span[index] = (self.now, math.inf)
+        self._at(self.now + wait_s, "compute", index)
+
+    def _at(self, when: float, what: str, index: int) -> None:
+        heapq.heappush(self.timed, (when, next(self.ticks), what, index))
+
+    def _speeds(self) -> tuple[float, float]:
+        """Work per second of each computing worker and of the step."""
+        computing, cores = len(self.computing), self.machine.cores
+        demand = computing + (self.step_cores if self.stepping is not None else 0.0)
+        fair = min(1.0, cores / demand) if demand else 1.0
+        more = max(0, min(computing, cores) - 1)
+        return fair / (1.0 + self.machine.alpha * more + self.machine.beta * more * (more + 1)), fair
+
+    def _request(self) -> None:
+        """The training loop takes the batch it wants next, where that is ready and the step lets it."""
+        if self.receiving or self.received_count > self.done_count + self.config.device_prefetch:
+            return
+        if self.requested_at is None:
+            self.requested_at = self.now
+        wanted = self.next_in_order if self.config.in_order else next(iter(self.ready), None)
+        if wanted is None or wanted not in self.ready:
+            return
+        del self.ready[wanted]
+        self.next_in_order += 1
+        self.receiving = True
+        self._at(self.now + self.machine.receive_s * self.disturbed.slower, "received", wanted)
+
+    def _advance(self) -> BatchTrace | None:
+        """Go to the next event; the batch whose step that ended, if it did."""
+        worker_speed, step_speed = self._speeds()
+        step_speed = step_speed if self.step_cores else 1.0
+        until_whole = (self.computing[0][0] - self.worked) / worker_speed if self.computing else math.inf
+        until_timed = self.timed[0][0] - self.now if self.timed else math.inf
+        until_step = self.step_left / step_speed
+        passed = max(0.0, min(until_whole, until_timed, until_step))
+        self.now += passed
+        self.worked += passed * worker_speed
+        self.step_left -= passed * step_speed
+        if until_step <= passed:
+            return self._step_is_done()
+        if until_whole <= passed:
+            self._batch_is_whole(heapq.heappop(self.computing)[1])
+            return None
+        _, _, what, index = heapq.heappop(self.timed)
+        getattr(self, f"_on_{what}")(index)
+        return None
+
+    def _on_compute(self, index: int) -> None:
+        heapq.heappush(self.computing, (self.worked + self.cpu[index], index))
+
+    def _batch_is_whole(self, index: int) -> None:
+        start, _ = self.span[index]
+        self.span[index] = (start, self.now)
+        running = min(len(self.computing) + 1, self.machine.cores) - 1
+        self.cpu[index] *= 1.0 + self.machine.alpha * running + self.machine.beta * running * (running + 1)
+        self._fetch(self.owner[index])
+        if self.config.pin_memory:
+            self.pinning_until = max(self.now, self.pinning_until) + self.machine.pin_s * self.disturbed.slower
+            self._at(self.pinning_until, "ready", index)
+        else:
+            self._on_ready(index)
+
+    def _on_ready(self, index: int) -> None:
+        self.ready[index] = None
+
+    def _on_received(self, index: int) -> None:
+        assert self.requested_at is not None
+        self.requests[index] = (self.requested_at, self.now)
+        self.requested_at = None
+        self.receiving = False
+        self.received_count += 1
+        self._hand_out(self.sent % self.config.num_workers if self.config.in_order else self.owner[index])
+        self.to_step.append(index)
+        self._step_next()
+
+    def _step_next(self) -> None:
+        if self.stepping is None and self.to_step:
+            self.stepping = self.to_step.popleft()
+            self.step_left = self._step_seconds(self.stepping)
+
+    def _step_is_done(self) -> BatchTrace:
+        assert self.stepping is not None
+        index, self.stepping, self.step_left = self.stepping, None, math.inf
+        self.done_count += 1
+        requested, received = self.requests.pop(index)
+        worker, span, cpu_s = self.owner.pop(index), self.span.pop(index), self.cpu.pop(index)
+        self._step_next()
+        return _trace(worker, span, cpu_s, requested, received, self.now, self.machine.batch_size)
+
+
+class FakeClock:
+    """A monotonic clock that moves only when told to: pass it where `time.monotonic` would go."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> float:
+        """Move on by so many seconds; returns the new time.
+
+        Raises:
+            ValueError: time would run backwards.
+        """
+        if seconds < 0:
+            raise ValueError(f"seconds={seconds} would turn a monotonic clock back; seconds=0 would work")
+        self.now += seconds
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """`time.sleep` on this clock."""
+        self.advance(seconds)
+
+
+class NVMLError(Exception):
+    """NVML's base error, as `FakeGpus` raises it."""
+
+
+class NVMLErrorNotSupported(NVMLError):  # noqa: N818 - as in pynvml
+    """NVML's answer where a device cannot do what is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("Not Supported")
+
+
+class NVMLErrorLibraryNotFound(NVMLError):  # noqa: N818
+    """NVML's answer where there is no driver."""
+
+    def __init__(self) -> None:
+        super().__init__("NVML Shared Library Not Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeGpu:
+    """One GPU, or one MIG instance, of a `FakeGpus`."""
+
+    uuid: str
+    name: str = "Fake GPU"
+    memory_bytes: int = 16 << 30
+    used_bytes: int = 1 << 30
+    util: int | Callable[[], int] = 50
+    """Percent, or a function of the moment."""
+    pcie_kb_per_s: int = 1000
+    sm_clock_mhz: int = 1500
+    throttle_bits: int = 0
+    pids: tuple[int, ...] = ()
+    """Processes that compute on it."""
+    migs: tuple[FakeGpu, ...] = ()
+    unsupported: frozenset[str] = frozenset()
+    """NVML functions that this device refuses."""
+
+
+class FakeGpus:
+    """Stands in for the module `pynvml`: the same function names and errors, over GPUs that a test describes.
+
+    Args:
+        gpus: In NVML's order.
+        has_driver: False makes `nvmlInit` fail as it does on a machine without a driver.
+        unsupported: NVML functions that no device answers.
+    """
+
+    NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLErrorNotSupported
+    NVMLError_LibraryNotFound = NVMLErrorLibraryNotFound
+
+    def __init__(
+        self, gpus: Sequence[FakeGpu] = (), *, has_driver: bool = True, unsupported: Sequence[str] = ()
+    ) -> None:
+        self.gpus = tuple(gpus)
+        self.calls: list[str] = []
+        """Names of the functions called, in order."""
+        self._has_driver = has_driver
+        self._unsupported = frozenset(unsupported)
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        self.calls.append("nvmlInit")
+        if not self._has_driver:
+            raise NVMLErrorLibraryNotFound
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.calls.append("nvmlShutdown")
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        self._check("nvmlSystemGetDriverVersion")
+        return "570.00"
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetCount")
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
+        self._check("nvmlDeviceGetHandleByIndex")
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:  # noqa: N802
+        self._check("nvmlDeviceGetHandleByUUID")
+        for gpu in (*self.gpus, *(mig for whole in self.gpus for mig in whole.migs)):
+            if gpu.uuid == uuid:
+                return gpu
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:  # noqa: N802
+        self._check("nvmlDeviceGetUUID", gpu)
+        return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:  # noqa: N802
+        self._check("nvmlDeviceGetName", gpu)
+        return gpu.name
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: FakeGpu) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetMaxMigDeviceCount", gpu)
+        return len(gpu.migs)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:  # noqa: N802
+        self._check("nvmlDeviceGetMigDeviceHandleByIndex", gpu)
+        return gpu.migs[index]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
+        self._check("nvmlDeviceGetMemoryInfo", gpu)
+        return SimpleNamespace(total=gpu.memory_bytes, used=gpu.used_bytes, free=gpu.memory_bytes - gpu.used_bytes)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
+        self._check("nvmlDeviceGetUtilizationRates", gpu)
+        return SimpleNamespace(gpu=gpu.util() if callable(gpu.util) else gpu.util, memory=0)
+
+    def nvmlDeviceGetPcieThroughput(self, gpu: FakeGpu, counter: int) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetPcieThroughput", gpu)
+        return gpu.pcie_kb_per_s * (1 + counter)
+
+    def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, clock: int) -> int:  # noqa: ARG002, N802
+        self._check("nvmlDeviceGetClockInfo", gpu)
+        return gpu.sm_clock_mhz
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        return gpu.throttle_bits
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        return gpu.throttle_bits
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:  # noqa: N802
+        self._check("nvmlDeviceGetComputeRunningProcesses", gpu)
+        return [SimpleNamespace(pid=pid) for pid in gpu.pids]
+
+    def _check(self, function: str, gpu: FakeGpu | None = None) -> None:
+        self.calls.append(function)
+        if function in self._unsupported or (gpu is not None and function in gpu.unsupported):
+            raise NVMLErrorNotSupported

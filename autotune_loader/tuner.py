@@ -1,0 +1,282 @@
+"""`tune()`: the story of one tuning run, from the caller's objects to a `TuningResult`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.arguments import make_workload
+from autotune_loader.assembly import Setting, assemble
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.probe.opening import open_probe
+from autotune_loader.probe.workload import DataSide, Workload
+from autotune_loader.report.progress import Progress, make_progress
+from autotune_loader.result import TuningResult
+from autotune_loader.search import Found, SearchRun
+from autotune_loader.settings import Isolation, Search, Settings, parse_settings
+from autotune_loader.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.trial import Trial
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+# Persistent workers are proposed when starting workers anew would take more than this share of an epoch.
+STARTUP_WORTH_AVOIDING = 0.005
+# About what starting one forked worker takes; it only decides whether an epoch is long enough not to care.
+WORKER_STARTUP_S = 0.03
+
+
+def tune(
+    dataset_or_loader: Any,
+    model: Any = None,
+    *,
+    batch_size: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    train_step: Callable[[Any, Any], Any] | None = None,
+    optimizer: Any = None,
+    device: str | torch.device = "auto",
+    collate_fn: Callable[[Any], Any] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    generator: torch.Generator | None = None,
+    drop_last: bool | None = None,
+    budget: str | float = "60s",
+    max_trials: int | None = None,
+    max_workers: int | None = None,
+    max_host_memory: str | int | None = None,
+    max_shm: str | int | None = None,
+    allow: Sequence[str] = (),
+    tolerance: float = 0.02,
+    search: Search = "auto",
+    seed: int = 0,
+    isolation: Isolation = "auto",
+    storage: str | os.PathLike[str] | None = None,
+    study_name: str | None = None,
+    reuse: bool = True,
+    output: str | os.PathLike[str] | None = None,
+    progress: str | bool = "auto",
+) -> TuningResult:
+    """Find the cheapest DataLoader configuration that is as fast as anything this machine can do.
+
+    Short bursts of real training run in a process of their own; nothing of the caller's is changed. Ctrl-C returns the best
+    found so far, with `status="partial"`.
+
+    Args:
+        dataset_or_loader: a map-style or iterable dataset, or an existing DataLoader, whose configuration becomes the
+            baseline. A loader is only read, never iterated.
+        model: what the step trains; None tunes the loader alone.
+        batch_size: samples per batch; taken from the loader where one is given.
+        loss_fn: `loss_fn(model(x), y)`; inferred from the type of y where it is not given.
+        train_step: `train_step(model, batch) -> loss or None`, the general form; without it the step is inferred.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from them.
+        device: where the step runs; "auto" takes CUDA where there is one, else the CPU.
+        collate_fn, sampler, batch_sampler, worker_init_fn, generator, drop_last: as in `DataLoader`; used as they are.
+        budget: wall seconds from call to result, such as 60, "60s" or "3m".
+        max_trials: most configurations to try.
+        max_workers: most workers to try.
+        max_host_memory: most memory of the probe's process tree, such as "8GB".
+        max_shm: most shared memory of the batches in flight.
+        allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
+            "persistent_workers" (where the dataset knows its epoch), "multiprocessing_context", "sharing_strategy",
+            "drop_last".
+        tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
+        search: "auto" (the twin proposes), "tpe", "grid" or "random".
+        seed: of the order of proposals and of the samples; timings are not seedable.
+        isolation: "process", "inline" (in this process, for debugging) or "auto".
+        storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
+        study_name: name of the study in the storage.
+        reuse: use a valid earlier result for the same machine and workload.
+        output: write `loader.json` here, after every trial.
+        progress: True, False or "auto": one line per trial on a terminal or in a notebook.
+
+    Returns:
+        The result; its `status` is "fallback" when no configuration worked, and then `best` is torch's default.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named with a value that would work.
+        WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
+    """
+    started = time.monotonic()
+    settings = parse_settings(
+        {
+            "budget": budget,
+            "max_trials": max_trials,
+            "max_workers": max_workers,
+            "max_host_memory": max_host_memory,
+            "max_shm": max_shm,
+            "allow": allow,
+            "tolerance": tolerance,
+            "search": search,
+            "seed": seed,
+            "isolation": isolation,
+            "storage": storage,
+            "study_name": study_name,
+            "reuse": reuse,
+            "output": output,
+            "progress": progress,
+        }
+    )
+    workload, notes = make_workload(
+        dataset_or_loader,
+        model,
+        batch_size=batch_size,
+        loss_fn=loss_fn,
+        train_step=train_step,
+        optimizer=optimizer,
+        device=device,
+        collate_fn=collate_fn,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        worker_init_fn=worker_init_fn,
+        generator=generator,
+        drop_last=drop_last,
+    )
+    return _tune(workload, settings, notes, started)
+
+
+def _tune(workload: Workload, settings: Settings, notes: list[str], started: float) -> TuningResult:
+    machine = inspect_machine()
+    fingerprint = machine.fingerprint(dataset=_describe(workload.data.dataset))
+    progress = make_progress(settings.progress)
+    progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
+    memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
+    try:
+        with open_probe(workload, machine, settings.isolation, memory_bytes) as opened:
+            space = make_space(workload, opened.readiness, machine, settings)
+            progress.announce(f"step: {opened.readiness.step}; up to {space.max_workers} workers")
+            setting = Setting(
+                workload=workload,
+                space=space,
+                readiness=opened.readiness,
+                fingerprint=fingerprint,
+                usable_cores=machine.usable_cores,
+                notes=(*notes, *opened.notes),
+            )
+            reporter = _Reporter(setting, settings, progress, started)
+            search = SearchRun(
+                opened.probe,
+                space,
+                settings,
+                own_config=workload.own_config,
+                usable_cores=machine.usable_cores,
+                default_threads=opened.readiness.default_threads,
+                step_uses_cores=workload.training.device.startswith("cpu"),
+                clock=time.monotonic,
+                started=started,
+                listener=reporter,
+                name=settings.study_name or _study_name(space, fingerprint),
+                has_step=workload.training.model is not None or workload.training.train_step is not None,
+            )
+            reporter.found = search.found
+            search.run()
+        result = assemble(search.found, setting, time.monotonic() - started, final=True)
+        if settings.output is not None:
+            result.save(settings.output)
+        return result
+    finally:
+        progress.close()
+
+
+class _Reporter:
+    """The search's listener: rewrites `loader.json` after every trial and draws a line for it."""
+
+    found: Found
+
+    def __init__(self, setting: Setting, settings: Settings, progress: Progress, started: float) -> None:
+        self._setting = setting
+        self._settings = settings
+        self._progress = progress
+        self._started = started
+
+    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
+        self._progress.trial(trial, best, seconds_left)
+        if self._settings.output is not None and best is not None:
+            seconds = time.monotonic() - self._started
+            assemble(self.found, self._setting, seconds, final=False).save(self._settings.output)
+
+    def finals_round(self, number: int, rates: dict[LoaderConfig, float], seconds_left: float) -> None:
+        self._progress.finals_round(number, rates, seconds_left)
+
+
+def make_space(workload: Workload, readiness: Readiness, machine: Machine, settings: Settings) -> Space:
+    """The legal configurations of this workload on this machine, within what the user allows."""
+    data, on_cpu = workload.data, workload.training.device.startswith("cpu")
+    has_step = workload.training.model is not None or workload.training.train_step is not None
+    accelerated = not on_cpu and not readiness.on_accelerator
+    threads: tuple[int | None, ...] = (None,)
+    if on_cpu and has_step:
+        threads = consumer_thread_counts(machine.usable_cores, readiness.default_threads)
+    return Space(
+        max_workers=_max_workers(data, readiness, machine, settings),
+        pin_memory=(False, True) if accelerated else (False,),
+        device_prefetch=(0, 1, 2) if accelerated else (0,),
+        persistent_workers=_keeps_workers(data, readiness, machine, settings),
+        in_order=(True, False) if "in_order" in settings.allow else (True,),
+        multiprocessing_contexts=_start_methods(workload, settings),
+        sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
+        consumer_threads=threads,
+        limits=Limits(
+            shm_bytes=_least(settings.max_shm_bytes, machine.shm_budget_bytes),
+            memory_bytes=_least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
+            descriptors=machine.open_files,
+        ),
+        batch=BatchCost(bytes=readiness.batch_bytes, tensors=readiness.batch_tensors),
+    )
+
+
+def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> int:
+    if readiness.on_accelerator:
+        return 0
+    useful = max_useful_workers(machine.usable_cores, readiness.first_fetch_s, readiness.first_fetch_cpu_s)
+    if settings.max_workers is not None:
+        useful = min(settings.max_workers, max(useful, settings.max_workers if data.is_iterable else useful))
+    if data.shards is not None:
+        useful = min(useful, data.shards)
+    return useful
+
+
+def _keeps_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> bool:
+    """Whether persistent workers are worth it and safe: a dataset that is told its epoch would never hear of the next."""
+    if data.has_epochs and "persistent_workers" not in settings.allow:
+        return False
+    batches = data.batches_per_epoch()
+    if batches is None:
+        return False
+    quickest_epoch_s = batches * readiness.first_fetch_s / machine.usable_cores
+    return machine.usable_cores * WORKER_STARTUP_S > STARTUP_WORTH_AVOIDING * quickest_epoch_s
+
+
+def _start_methods(workload: Workload, settings: Settings) -> tuple[str | None, ...]:
+    own = workload.own_config.multiprocessing_context if workload.own_config else None
+    if "multiprocessing_context" not in settings.allow:
+        return (own,)
+    return (None, "forkserver")
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _describe(dataset: Any) -> str:
+    """What identifies the data for the fingerprint: its class and length."""
+    try:
+        size = f"[{len(dataset)}]"
+    except (TypeError, NotImplementedError):
+        size = ""
+    return f"{type(dataset).__module__}.{type(dataset).__qualname__}{size}"
+
+
+def _study_name(space: Space, fingerprint: Fingerprint) -> str:
+    """One study holds trials of one space on one kind of machine with one dataset only."""
+    text = repr(replace(fingerprint, driver=None))
+    return f"autotune-{space.hash}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
