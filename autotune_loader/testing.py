@@ -85,8 +85,8 @@ class Clock(Protocol):
 class SimulatedProbe:
     """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
 
-    Runnable processes share the cores equally, so stretching by contention emerges from the events; nothing here uses the
-    twin's formulas. `truth` tells what no burst can: the rate without noise.
+    Runnable processes share the cores equally, so stretching by contention emerges from the events; nothing here uses
+    the twin's formulas. `truth` tells what no burst can: the rate without noise.
     """
 
     def __init__(self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0) -> None:
@@ -123,7 +123,7 @@ class SimulatedProbe:
         """Step on one batch again and again."""
         machine = self._disturbed()
         begun = now = self._clock()
-        traces = []
+        traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:
             end = now + machine.step_seconds(consumer_threads)
             traces.append(_trace(MAIN_PROCESS, (now, now), 0.0, now, now, end, self.machine.batch_size))
@@ -206,12 +206,12 @@ class ReplayProbe:
         self._bursts = {config: deque(answers) for config, answers in bursts.items()}
         self._ceilings = {threads: deque(answers) for threads, answers in (step_ceilings or {}).items()}
 
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002 - the Probe protocol's
         """The next answer recorded for `config`, whatever the plan."""
         self.asked.append(config)
         return _next_recorded(self._bursts, config, "burst")
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002
         """The next step ceiling recorded for so many threads, whatever the plan."""
         return _next_recorded(self._ceilings, consumer_threads, "step ceiling")
 
@@ -297,8 +297,8 @@ def _trace(
 class _Events:
     """One training run, event by event: processor sharing between the workers that compute and the step.
 
-    Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the last
-    two run at the speed that the cores allow at the moment.
+    Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the
+    last two run at the speed that the cores allow at the moment.
     """
 
     def __init__(self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float) -> None:

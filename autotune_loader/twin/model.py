@@ -1,0 +1,353 @@
+"""The twin: from a few traced bursts to the rate of every configuration, with an interval and the stage that binds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval
+from autotune_loader.twin.calibration import (
+    BEST,
+    DRAWS,
+    UNSEEN_THREADS_SD,
+    Calibration,
+    Columns,
+    Load,
+    Stages,
+    calibrate,
+)
+from autotune_loader.twin.contention import BURST_SD
+from autotune_loader.twin.observation import Observation, level
+from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_rate
+
+Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
+
+STRETCHED = 1.1
+"""From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
+Z_95 = 1.96
+PER_CONFIG = BEST + DRAWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the twin expects of one configuration."""
+
+    config: LoaderConfig
+    samples_per_s: Interval
+    """Sustained rate with its 95 % interval; `count` is the number of bursts behind it."""
+    epoch_samples_per_s: float
+    """Rate over a whole epoch, start-up included; the sustained rate where no epoch length was given."""
+    binding: Stage
+    """What limits the rate: more workers would help ("workers"), or the cores, the storage, the step with its receipt
+    ("consumer"), the receipt alone ("transport") or the pinning thread are full."""
+    busy_workers: float
+    """Mean number of workers at work."""
+    service_s: float
+    """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
+    startup_s: float
+    """Seconds until the first worker begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """The rate that no number of workers can exceed, and what sets it."""
+
+    samples_per_s: float
+    binding: Stage
+    limits: Mapping[Stage, float]
+    """Samples per second that each resource allows on its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Twin:
+    """Predicts every DataLoader configuration on the machine and workload of its bursts. Built by `Twin.fit`."""
+
+    observations: tuple[Observation, ...]
+    cores: float
+    """Usable cores."""
+    consumer_cores: float
+    """Cores that the step keeps busy while it runs, where `consumer_threads` does not lower them."""
+    step_base_s: Mapping[int | None, float]
+    """Seconds of the undisturbed step by `consumer_threads`."""
+    calibration: Calibration
+    seed: int
+
+    @classmethod
+    def fit(
+        cls,
+        observations: Sequence[Observation],
+        *,
+        cores: float,
+        consumer_cores: float = 1.0,
+        step_s_by_threads: Mapping[int | None, float] | None = None,
+        seed: int = 0,
+    ) -> Twin:
+        """The twin of the machine that the bursts ran on.
+
+        Args:
+            observations: traced bursts; best at 0 workers, at 1, and at as many as there are cores.
+            cores: usable cores.
+            consumer_cores: cores that the step keeps busy while it runs: 1 for a step on an accelerator, torch's
+                intra-op threads for a step on the CPU.
+            step_s_by_threads: seconds per step on a cached batch, by `consumer_threads`, where they were measured.
+            seed: chooses the draws that make the intervals.
+
+        Raises:
+            ValueError: there are no observations, or no cores.
+        """
+        if not observations:
+            raise ValueError("the twin needs at least one observation, such as a burst with one worker")
+        if cores <= 0:
+            raise ValueError(f"cores={cores} is not positive; cores=1 would work")
+        observations = level(observations)
+        bases = dict(step_s_by_threads or {})
+        for seen in sorted(observations, key=lambda o: o.busy_workers):
+            bases.setdefault(seen.consumer_threads, float(seen.step_s.mean()))
+        bases.setdefault(None, max(bases.values()))
+        calibration = calibrate(
+            observations,
+            cores=float(cores),
+            threads_of=lambda threads: _threads(threads, consumer_cores),
+            step_base_s=bases,
+            seed=seed,
+        )
+        return cls(
+            observations=observations,
+            cores=float(cores),
+            consumer_cores=float(consumer_cores),
+            step_base_s=bases,
+            calibration=calibration,
+            seed=seed,
+        )
+
+    def predict(
+        self,
+        num_workers: int,
+        prefetch_factor: int | None = None,
+        *,
+        in_order: bool = True,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
+        device_prefetch: int = 0,
+        consumer_threads: int | None = None,
+        epoch_batches: int | None = None,
+        startup_s: float | None = None,
+        cores: float | None = None,
+    ) -> Prediction:
+        """What to expect of one configuration; `predict_all` is much faster for many."""
+        with_workers = num_workers > 0
+        config = LoaderConfig(
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if with_workers else None,
+            in_order=in_order or not with_workers,
+            persistent_workers=persistent_workers and with_workers,
+            pin_memory=pin_memory,
+            device_prefetch=device_prefetch,
+            consumer_threads=consumer_threads,
+        )
+        return self.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s, cores=cores)[0]
+
+    def predict_all(
+        self,
+        configs: Sequence[LoaderConfig],
+        *,
+        epoch_batches: int | None = None,
+        startup_s: float | None = None,
+        cores: float | None = None,
+    ) -> list[Prediction]:
+        """What to expect of each configuration, all simulated together over the same batches.
+
+        Args:
+            configs: any legal configurations; what the twin does not model (start method, sharing strategy) is ignored.
+            epoch_batches: batches per epoch, for the epoch's rate.
+            startup_s: seconds from creating the iterator until workers begin; estimated from the bursts when None.
+            cores: usable cores, to ask about another machine.
+        """
+        if not configs:
+            return []
+        columns = self._columns(configs, cores or self.cores)
+        pools = self._pools(batches_needed(columns.workers))
+        stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
+        first = steady_rate(self._run(columns, stages, pools), columns.workers)
+        stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
+        done = self._run(columns, stages, pools)
+        rates = steady_rate(done, columns.workers)
+        predictions = []
+        for i, config in enumerate(configs):
+            at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
+            roof = self.ceiling(
+                consumer_threads=config.consumer_threads, device_prefetch=config.device_prefetch, cores=cores
+            )
+            rate, spread = _centre_and_spread(rates[at])
+            rate = min(rate, roof.samples_per_s / self.batch_size)
+            started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
+            epoch = rate
+            if epoch_batches:
+                paid_s = 0.0 if config.persistent_workers else started_s
+                epoch = _epoch_rate(done[:, at][:, :BEST].mean(axis=1), rate, epoch_batches, paid_s)
+            predictions.append(
+                Prediction(
+                    config=config,
+                    samples_per_s=self._interval(rate, spread),
+                    epoch_samples_per_s=epoch * self.batch_size,
+                    binding=_binding(at.start, rate, columns, stages, load, self.calibration),
+                    busy_workers=min(rate * float(stages.service_s[at.start]), float(config.num_workers)),
+                    service_s=float(stages.service_s[at.start]),
+                    startup_s=started_s,
+                )
+            )
+        return predictions
+
+    def ceiling(
+        self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
+    ) -> Ceiling:
+        """The roofline: what the consumer alone and the cores alone allow. No prediction exceeds it."""
+        with_workers = [o for o in self.observations if o.num_workers > 0] or self.observations
+        receive_s = min(float(o.receive_s.mean()) for o in with_workers)
+        step_s = self._least_step_s(consumer_threads)
+        per_batch = max(receive_s, step_s) if device_prefetch else receive_s + step_s
+        calibration = self.calibration
+        serial = float((calibration.serial_service_s + calibration.serial_receive_s)[0]) + step_s
+        cpu_s = min(float(calibration.contention.cpu_s[0]), *(float(o.cpu_s.mean()) for o in self.observations), np.inf)
+        limits: dict[Stage, float] = {
+            "consumer": self.batch_size / max(min(per_batch, serial), 1e-9),
+            "cpu": self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9),
+        }
+        binding: Stage = "consumer" if limits["consumer"] <= limits["cpu"] else "cpu"
+        return Ceiling(samples_per_s=limits[binding], binding=binding, limits=limits)
+
+    @property
+    def batch_size(self) -> float:
+        """Mean samples per batch of the bursts."""
+        return float(np.mean([o.batch_size for o in self.observations]))
+
+    def startup_s(self, num_workers: int) -> float:
+        """Seconds until the first of so many workers begins, on a line through the bursts."""
+        seen = [(o.num_workers, o.startup_s) for o in self.observations if o.num_workers > 0]
+        if num_workers == 0 or not seen:
+            return 0.0
+        workers, seconds = (np.array(column, dtype=float) for column in zip(*seen, strict=True))
+        if len(set(workers)) == 1:
+            return float(seconds.mean())
+        slope, start = np.polyfit(workers, seconds, 1)
+        return float(max(start + max(slope, 0.0) * num_workers, 0.0))
+
+    def _least_step_s(self, threads: int | None) -> float:
+        base_s = self.step_base_s.get(threads, self.step_base_s[None])
+        return min([base_s, *(float(o.step_s.mean()) for o in self.observations if o.consumer_threads == threads)])
+
+    def _interval(self, rate: float, spread: float) -> Interval:
+        # No prediction is surer than the bursts that it rests on.
+        spread = float(np.hypot(spread, BURST_SD / np.sqrt(len(self.observations))))
+        value = rate * self.batch_size
+        low, high = value * np.exp(-Z_95 * spread), value * np.exp(Z_95 * spread)
+        return Interval(value=value, low=float(low), high=float(high), count=len(self.observations))
+
+    def _columns(self, configs: Sequence[LoaderConfig], cores: float) -> Columns:
+        def spread(values: list[Any], dtype: type) -> Any:
+            return np.repeat(np.array(values, dtype=dtype), PER_CONFIG)
+
+        known = self.step_base_s
+        return Columns(
+            workers=spread([c.num_workers for c in configs], np.int64),
+            prefetch=spread([c.prefetch_factor or 1 for c in configs], np.int64),
+            ahead=spread([c.device_prefetch for c in configs], np.int64),
+            in_order=spread([c.in_order for c in configs], np.bool_),
+            pinned=spread([c.pin_memory for c in configs], np.bool_),
+            step_threads=spread([_threads(c.consumer_threads, self.consumer_cores) for c in configs], np.float64),
+            step_s=spread([known.get(c.consumer_threads, known[None]) for c in configs], np.float64),
+            step_sd=spread([UNSEEN_THREADS_SD * (c.consumer_threads not in known) for c in configs], np.float64),
+            cores=np.full(len(configs) * PER_CONFIG, float(cores)),
+            draw=np.tile(np.arange(PER_CONFIG), len(configs)),
+        )
+
+    def _pools(self, batches: int) -> tuple[Floats, Floats]:
+        """Service and step times relative to their mean, shape (batches, draws)."""
+        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
+        rng = np.random.default_rng(self.seed)
+        service = np.concatenate([_relative(o.service_s) for o in with_workers])
+        step = np.concatenate([_relative(o.step_s) for o in self.observations])
+        return _sequences(service, batches, rng), _sequences(step, batches, rng)
+
+    def _run(self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats]) -> Floats:
+        service, step = pools
+        return simulate(
+            service[:, columns.draw] * stages.service_s,
+            stages.receive_s,
+            step[:, columns.draw] * stages.step_s,
+            workers=columns.workers,
+            prefetch=columns.prefetch,
+            pin_s=stages.pin_s,
+            device_prefetch=columns.ahead,
+            in_order=columns.in_order,
+        )
+
+
+def _threads(consumer_threads: int | None, consumer_cores: float) -> float:
+    return consumer_cores if consumer_threads is None else min(float(consumer_threads), consumer_cores)
+
+
+def _relative(samples: Floats) -> Floats:
+    mean = samples.mean()
+    return samples / mean if mean > 0 else np.ones_like(samples)
+
+
+def _sequences(pool: Floats, batches: int, rng: np.random.Generator) -> Floats:
+    """One order of batches per draw: the pool's quantiles shuffled, so that its mean and tail are there in every run.
+
+    The draws resample the pool; they share the best fit's orders, so that only what was resampled tells them apart.
+    """
+    quantiles = (np.arange(batches) + 0.5) / batches
+    orders = [rng.permutation(batches) for _ in range(BEST)]
+    sequences = np.empty((batches, PER_CONFIG))
+    for draw in range(PER_CONFIG):
+        seen = pool if draw < BEST else rng.choice(pool, size=len(pool))
+        values = np.quantile(seen, quantiles)
+        sequences[:, draw] = (values * (seen.mean() / max(values.mean(), 1e-12)))[orders[draw % BEST]]
+    return sequences
+
+
+def _centre_and_spread(rates: Floats) -> tuple[float, float]:
+    log_rates = np.log(rates)
+    centre = log_rates[:BEST].mean()
+    return float(np.exp(centre)), float(np.sqrt(np.mean((log_rates[BEST:] - centre) ** 2)))
+
+
+def _epoch_rate(done: Floats, rate: float, epoch_batches: int, startup_s: float) -> float:
+    """Batches per second of a whole epoch: the run as simulated, and what it lacks at the steady rate."""
+    simulated = min(epoch_batches, len(done))
+    epoch_s = startup_s + float(done[simulated - 1]) + (epoch_batches - simulated) / rate
+    return min(rate, epoch_batches / max(epoch_s, 1e-12))
+
+
+def _binding(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
+    """The stage that is busy for the largest share of its time."""
+    workers = int(columns.workers[i])
+    receive_s, step_s, service_s = (float(s[i]) for s in (stages.receive_s, stages.step_s, stages.service_s))
+    consumer: Stage = "transport" if receive_s > step_s else "consumer"
+    if workers == 0:
+        return "workers" if service_s > receive_s + step_s else consumer
+    consumer_s = max(receive_s, step_s) if columns.ahead[i] else receive_s + step_s
+    use: dict[Stage, float] = {
+        "workers": rate * service_s / workers,
+        consumer: rate * consumer_s,
+        "pinning": rate * float(stages.pin_s[i]),
+    }
+    busiest = max(use, key=lambda stage: use[stage])
+    if busiest != "workers":
+        return busiest
+    return _why_workers_are_slow(i, columns, stages, load, calibration)
+
+
+def _why_workers_are_slow(i: int, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
+    cpu_share = float(stages.cpu_share[i])
+    growth = 1.0 + float(calibration.contention.gamma[0]) * max(float(load.busy[i]) - 1.0, 0.0)
+    step_cores = float(calibration.contention.step_cores[0] * columns.step_threads[i] * load.consumer[i])
+    wanted = float(load.wanting[i]) + step_cores
+    if cpu_share >= 0.5 and wanted >= float(columns.cores[i]) / STRETCHED:
+        return "cpu"
+    return "storage" if cpu_share < 0.5 and growth > STRETCHED else "workers"

@@ -1,0 +1,226 @@
+"""What one traced burst tells the twin: raw samples of each stage, and how many workers were busy meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.trial import BatchTrace, Measurement
+from autotune_loader.twin.recursion import Floats
+
+MIN_WARM_SAMPLES = 4
+"""Below so many samples warm-up batches are kept: a biased estimate beats none."""
+MIN_COMMON = 8
+"""Two bursts need so many batches in common before the one may correct the other."""
+MIN_QUEUED = 4
+"""So many batches that were ready when asked for tell the receive time; else those that were waited for do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """What one traced burst tells the twin. The sample arrays may differ in length: each is cleaned on its own."""
+
+    num_workers: int
+    """Worker processes of the burst."""
+    prefetch_factor: int
+    """Batches each worker was handed ahead; 1 without workers."""
+    service_s: Floats
+    """Wall seconds of fetch and collate, one per warm batch."""
+    cpu_s: Floats
+    """CPU seconds of fetch and collate, in step with `service_s`."""
+    receive_s: Floats
+    """Seconds in which the training loop took a ready batch over."""
+    step_s: Floats
+    """Seconds of the step, with the loop's own overhead."""
+    batch_size: float
+    """Mean samples per batch."""
+    samples_per_s: float
+    """Rate that the burst itself measured."""
+    busy_workers: float
+    """Workers that were fetching while a batch was fetched, its own included: the mean over the batches."""
+    pin_memory: bool = False
+    """Whether the pinning thread handed the batches over; `receive_s` then holds the hand-over alone."""
+    pin_s: float | None = None
+    """Seconds of the pinning thread per batch; None when it did not run or was never waited for."""
+    consumer_threads: int | None = None
+    """Intra-op threads that were set for the step."""
+    device_prefetch: int = 0
+    """Batches copied ahead of the step."""
+    startup_s: float = 0.0
+    """From creating the iterator until the first worker could begin."""
+    batch_bytes: int = 0
+    """Bytes of the tensors in one batch."""
+    positions: tuple[int, ...] = ()
+    """Position in the sampler's order of each of `service_s`; empty where it is not known."""
+
+    def __post_init__(self) -> None:
+        for name in ("service_s", "cpu_s", "receive_s", "step_s"):
+            values = getattr(self, name)
+            if len(values) == 0 or not np.all(np.isfinite(values)) or np.min(values) < 0:
+                raise ValueError(f"{name} needs one finite sample >= 0 or more, such as [0.01], but is {values!r}")
+        if len(self.service_s) != len(self.cpu_s):
+            raise ValueError(
+                f"{len(self.service_s)} service_s and {len(self.cpu_s)} cpu_s samples; give as many of each"
+            )
+
+    @classmethod
+    def from_measurement(cls, config: LoaderConfig, measurement: Measurement) -> Observation:
+        """What `measurement`'s traces tell; its means, where there are no traces.
+
+        The first batch of every worker and the first step are left out by position (lazy imports, cold caches), never
+        by value, so that a genuine heavy tail stays.
+        """
+        traces = measurement.traces
+        stages = _stages(traces, serial=config.num_workers == 0) if traces else _mean_stages(config, measurement)
+        handed_over, pinned = stages.receive_s, None
+        if config.pin_memory and config.num_workers > 0 and traces:
+            handed_over, pinned = _split_pinning(traces)
+        return cls(
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor or 1,
+            service_s=stages.service_s,
+            cpu_s=stages.cpu_s,
+            receive_s=handed_over,
+            step_s=stages.step_s,
+            batch_size=measurement.batch_size,
+            samples_per_s=measurement.samples_per_s.value,
+            busy_workers=stages.busy_workers,
+            pin_memory=config.pin_memory,
+            pin_s=pinned,
+            consumer_threads=config.consumer_threads,
+            device_prefetch=config.device_prefetch,
+            startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),
+            batch_bytes=measurement.batch_bytes,
+            positions=stages.positions if config.in_order else (),
+        )
+
+    @property
+    def consumer_share(self) -> float:
+        """Share of the time in which the training loop received or stepped."""
+        batches_per_s = self.samples_per_s / self.batch_size
+        return min(1.0, batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stages:
+    service_s: Floats
+    cpu_s: Floats
+    receive_s: Floats
+    step_s: Floats
+    busy_workers: float
+    first_fetch_s: float
+    positions: tuple[int, ...] = ()
+
+
+def _mean_stages(config: LoaderConfig, measurement: Measurement) -> _Stages:
+    batches_per_s = measurement.samples_per_s.value / measurement.batch_size
+    busy = min(float(config.num_workers), batches_per_s * measurement.service_s)
+    return _Stages(
+        service_s=np.array([measurement.service_s]),
+        cpu_s=np.array([measurement.service_cpu_s]),
+        receive_s=np.array([measurement.receive_s]),
+        step_s=np.array([measurement.step_s]),
+        busy_workers=busy,
+        first_fetch_s=measurement.service_s + measurement.receive_s,
+    )
+
+
+def _stages(traces: Sequence[BatchTrace], *, serial: bool) -> _Stages:
+    positions = _warm(traces)
+    warm = [traces[i] for i in positions]
+    # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
+    begins = [t.requested if serial else t.fetch_start for t in warm]
+    return _Stages(
+        service_s=np.array([t.collate_end - begin for t, begin in zip(warm, begins, strict=True)]),
+        cpu_s=np.array([t.cpu_s for t in warm]),
+        receive_s=_receive(traces, warm),
+        step_s=_steps(traces),
+        busy_workers=0.0 if serial else _busy_workers(traces, warm),
+        first_fetch_s=traces[0].service_s + traces[0].receive_s,
+        positions=tuple(positions),
+    )
+
+
+def _warm(traces: Sequence[BatchTrace]) -> list[int]:
+    """Positions of the batches that were not the first of their worker."""
+    seen: set[int] = set()
+    warm = []
+    for position, trace in enumerate(traces):
+        if trace.worker in seen:
+            warm.append(position)
+        seen.add(trace.worker)
+    return warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
+
+
+def _receive(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> Floats:
+    queued = [t.receive_s for t in traces[1:] if t.collate_end <= t.requested]
+    return np.maximum(queued if len(queued) >= MIN_QUEUED else [t.receive_s for t in warm], 0.0)
+
+
+def _steps(traces: Sequence[BatchTrace]) -> Floats:
+    between = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    # The median: a burst may pause once to look at the clock or at memory.
+    loop_s = max(0.0, float(np.median(between))) if between else 0.0
+    steps = np.array([t.step_s for t in traces])
+    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
+
+
+def _split_pinning(traces: Sequence[BatchTrace]) -> tuple[Floats, float | None]:
+    """Hand-over seconds of batches that were pinned before they were asked for, and the thread's seconds per batch."""
+    waited = [t.receive_s for t in traces if t.collate_end > t.requested]
+    latency_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED else None
+    rested = [t.receive_s for t in traces if t.requested - t.collate_end > (latency_s or 0.0)]
+    if len(rested) < MIN_QUEUED:
+        return np.array([0.0]), latency_s
+    hand_over_s = float(np.median(rested))
+    return np.maximum(rested, 0.0), None if latency_s is None else max(0.0, latency_s - hand_over_s)
+
+
+def _busy_workers(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> float:
+    """Mean over batches of how many workers were fetching during them.
+
+    A worker's work after its last delivered batch leaves no trace, so only batches count that ended while all workers
+    could still be seen.
+    """
+    starts = np.array([t.fetch_start for t in traces])
+    ends = np.array([t.collate_end for t in traces])
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    active = np.cumsum(np.repeat([1.0, -1.0], len(traces))[order])
+    busy_seconds = np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(times))])
+    last_seen = {t.worker: t.collate_end for t in traces}
+    visible = [t for t in warm if t.collate_end <= min(last_seen.values())] or list(warm)
+    begin = np.array([t.fetch_start for t in visible])
+    end = np.array([t.collate_end for t in visible])
+    during = np.interp(end, times, busy_seconds) - np.interp(begin, times, busy_seconds)
+    return max(1.0, float(np.mean(during / np.maximum(end - begin, 1e-9))))
+
+
+def level(observations: Sequence[Observation]) -> tuple[Observation, ...]:
+    """The same bursts, as if each had seen all the batches that the longest one saw.
+
+    Bursts read the same samples in the same order, but a slow one fewer of them; by chance those may be light or heavy.
+    How heavy, the longest burst knows: it saw them too. So its mean over all batches against its mean over the common
+    ones corrects the slow one (a control variate), as far as the two agree on which batches are heavy.
+    """
+    longest = max(observations, key=lambda o: len(o.positions))
+    return tuple(o if o is longest else _levelled(o, longest) for o in observations)
+
+
+def _levelled(seen: Observation, longest: Observation) -> Observation:
+    where = {position: i for i, position in enumerate(longest.positions)}
+    pairs = [(i, where[p]) for i, p in enumerate(seen.positions) if p in where]
+    if len(pairs) < MIN_COMMON:
+        return seen
+    mine, theirs = (np.array(indices) for indices in zip(*pairs, strict=True))
+    own, reference = seen.service_s[mine], longest.service_s[theirs]
+    if own.std() == 0 or reference.std() == 0 or reference.mean() == 0:
+        return seen
+    agreement = max(0.0, float(np.corrcoef(own, reference)[0, 1]))
+    factor = (longest.service_s.mean() / reference.mean()) ** agreement
+    return replace(seen, service_s=seen.service_s * factor, cpu_s=seen.cpu_s * factor)

@@ -1,0 +1,365 @@
+"""The twin against closed forms, an independent event simulation, and simulated machines."""
+
+import heapq
+import itertools
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval
+from autotune_loader.testing import SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BatchTrace, BurstPlan, Measurement
+from autotune_loader.twin import Observation, Twin, simulate, steady_rate
+
+seconds = st.floats(min_value=0.001, max_value=0.1)
+few_workers = st.integers(min_value=0, max_value=6)
+few_batches = st.integers(min_value=1, max_value=5)
+quick = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+class StubClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+def constant(service, receive, step, *, workers, batches=400, **options):
+    done = simulate(
+        np.full((batches, 1), service), np.full((batches, 1), receive), np.full((batches, 1), step),
+        workers=workers, **options,
+    )  # fmt: skip
+    return float(steady_rate(done, workers)[0])
+
+
+def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahead=0):
+    """Step-end times by a queue of events, written without the recursion; whole-number times make it exact."""
+    queues = [deque() for _ in range(workers)]
+    idle, owner, ready, done = set(range(workers)), {}, [], []
+    events, order, sent = [], itertools.count(), 0
+    received = expected = 0
+    receiving = stepping = False
+    to_step = deque()
+
+    def hand_out(worker, now):
+        nonlocal sent
+        if sent < len(service):
+            owner[sent] = worker
+            queues[worker].append(sent)
+            sent += 1
+            begin(worker, now)
+
+    def begin(worker, now):
+        if worker in idle and queues[worker]:
+            idle.discard(worker)
+            index = queues[worker].popleft()
+            heapq.heappush(events, (now + service[index], 0, next(order), "fetched", index))
+
+    def consume(now):
+        nonlocal receiving, stepping, expected
+        if not stepping and to_step:
+            stepping = True
+            heapq.heappush(events, (now + step[to_step.popleft()], 1, next(order), "stepped", -1))
+        wanted = expected if in_order else (ready[0] if ready else None)
+        if not receiving and received <= len(done) + ahead and wanted in ready:
+            ready.remove(wanted)
+            receiving, expected = True, expected + 1
+            heapq.heappush(events, (now + receive[expected - 1], 2, next(order), "received", wanted))
+
+    for slot in range(workers * prefetch):
+        hand_out(slot % workers, 0)
+    while events:
+        now, _, _, what, index = heapq.heappop(events)
+        if what == "fetched":
+            ready.append(index)
+            idle.add(owner[index])
+            begin(owner[index], now)
+        elif what == "received":
+            receiving, received = False, received + 1
+            to_step.append(received - 1)
+            hand_out(sent % workers if in_order else owner[index], now)
+        else:
+            stepping = False
+            done.append(now)
+        if not events or events[0][0] > now or what != "fetched":
+            consume(now)
+    return done
+
+
+def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, busy=None, rate=None, cv=0.0, count=80):
+    rng = np.random.default_rng(workers)
+    varied = np.exp(cv * rng.standard_normal(count))
+    bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
+    return Observation(
+        num_workers=workers, prefetch_factor=2, service_s=service * varied, cpu_s=cpu * varied,
+        receive_s=np.full(count, receive), step_s=np.full(count, step), batch_size=8.0,
+        samples_per_s=rate or 8 * min(bound, 1 / (receive + step)),
+        busy_workers=(float(workers) if busy is None else busy), startup_s=0.1 * workers,
+    )  # fmt: skip
+
+
+def twin_of_a_machine(machine, *, seed=1, plan_seed=1):
+    """The twin from bursts at 0, 1 and as many workers as cores, and the probe that knows the truth."""
+    probe = SimulatedProbe(machine, StubClock(), seed=seed)
+    configs = [LoaderConfig(num_workers=n) for n in (0, 1, machine.cores)]
+    bursts = [(c, probe.burst(c, BurstPlan(seed=plan_seed))) for c in configs]
+    observed = [Observation.from_measurement(config, measured) for config, measured in bursts]
+    return Twin.fit(observed, cores=machine.cores, consumer_cores=machine.step_cores), probe
+
+
+def grid(workers):
+    return [
+        LoaderConfig(num_workers=n, prefetch_factor=p if n else None)
+        for n in workers
+        for p in ((2, 4, 8) if n else (2,))
+    ]
+
+
+class TestRecursion:
+    @quick
+    @given(service=seconds, receive=seconds, step=seconds, workers=st.integers(1, 8), prefetch=st.integers(2, 5))
+    def test_constant_times_give_the_closed_form(self, service, receive, step, workers, prefetch):
+        rate = constant(service, receive, step, workers=workers, prefetch=prefetch)
+        assert rate == pytest.approx(min(workers / service, 1 / (receive + step)), rel=0.02)
+
+    @quick
+    @given(service=seconds, receive=seconds, step=seconds)
+    def test_without_workers_everything_adds_up(self, service, receive, step):
+        assert constant(service, receive, step, workers=0, prefetch=1) == pytest.approx(1 / (service + receive + step))
+
+    @quick
+    @given(
+        st.data(), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2),
+    )  # fmt: skip
+    def test_it_agrees_with_an_event_simulation(self, data, workers, prefetch, in_order, ahead):
+        # GIVEN whole-number times without ties between workers, for 40 batches
+        count = 40
+        seed = data.draw(st.integers(0, 10_000))
+        rng = np.random.default_rng(seed)
+        service = rng.permutation(np.arange(1, count + 1)) * 10_007 + rng.integers(0, 5_000, count)
+        receive, step = rng.integers(1, 20_000, count), rng.integers(1, 200_000, count)
+        # WHEN both simulate them
+        expected = event_simulation(
+            [int(s) for s in service], [int(r) for r in receive], [int(s) for s in step],
+            workers=workers, prefetch=prefetch, in_order=in_order, ahead=ahead,
+        )  # fmt: skip
+        done = simulate(
+            service[:, None], receive[:, None], step[:, None],
+            workers=workers, prefetch=prefetch, in_order=in_order, device_prefetch=ahead,
+        )  # fmt: skip
+        # THEN every step ends at the same time; out of order, only until the last index was handed out
+        known = count if in_order else count - workers * prefetch
+        assert done[:known, 0].tolist() == expected[:known]
+
+    @quick
+    @given(seed=st.integers(0, 1000), workers=st.integers(1, 6), prefetch=st.integers(1, 4), slower=st.floats(1.0, 3.0))
+    def test_a_slower_service_never_ends_earlier(self, seed, workers, prefetch, slower):
+        service = np.random.default_rng(seed).exponential(0.02, (60, 1))
+        fixed = {"receive_s": np.full((60, 1), 0.001), "step_s": np.full((60, 1), 0.01)}
+        fast = simulate(service, workers=workers, prefetch=prefetch, **fixed)
+        slow = simulate(service * slower, workers=workers, prefetch=prefetch, **fixed)
+        assert np.all(slow >= fast)
+
+    @quick
+    @given(seed=st.integers(0, 1000), workers=st.integers(1, 6), prefetch=st.integers(1, 4))
+    def test_a_deeper_prefetch_never_ends_later(self, seed, workers, prefetch):
+        service = np.random.default_rng(seed).exponential(0.02, (60, 1))
+        fixed = {"receive_s": np.full((60, 1), 0.001), "step_s": np.full((60, 1), 0.01)}
+        shallow = simulate(service, workers=workers, prefetch=prefetch, **fixed)
+        deep = simulate(service, workers=workers, prefetch=prefetch + 1, **fixed)
+        assert np.all(deep <= shallow + 1e-12)
+
+    def test_the_pinning_thread_is_a_stage_of_its_own(self):
+        assert constant(0.01, 0.001, 0.002, workers=8, prefetch=2, pin_s=0.02) == pytest.approx(1 / 0.02, rel=0.01)
+
+    def test_columns_do_not_disturb_each_other(self):
+        # GIVEN serial, ordered and unordered columns in one call
+        service = np.random.default_rng(0).exponential(0.02, (80, 4))
+        rest = {"receive_s": np.full((80, 4), 0.001), "step_s": np.full((80, 4), 0.01)}
+        workers, prefetch, in_order = [0, 3, 2, 5], [1, 2, 4, 3], [True, True, False, False]
+        together = simulate(service, workers=workers, prefetch=prefetch, in_order=in_order, **rest)
+        # THEN each is as if simulated alone
+        for i in range(4):
+            alone = simulate(
+                service[:, i], 0.001 * np.ones(80), 0.01 * np.ones(80),
+                workers=workers[i], prefetch=prefetch[i], in_order=in_order[i],
+            )  # fmt: skip
+            np.testing.assert_array_equal(together[:, i], alone[:, 0])
+
+
+class TestObservation:
+    def measured(self, traces):
+        return Measurement(
+            samples_per_s=Interval(value=80.0, low=79.0, high=81.0, count=10), samples=80, window_s=1.0, batch_size=8.0,
+            first_batch_s=1.5, wait_share=0.0, service_s=0.04, service_cpu_s=0.03, receive_s=0.002, step_s=0.01,
+            traces=tuple(traces),
+        )  # fmt: skip
+
+    def trace(self, i, *, service, worker=0, tail=0.0):
+        start = i * 0.1
+        end = start + service + tail
+        return BatchTrace(
+            worker=worker, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=end + 0.001,
+            received=end + 0.002, step_end=end + 0.01, samples=8,
+        )  # fmt: skip
+
+    def test_the_first_batch_of_each_worker_is_left_out(self):
+        # GIVEN two workers, each of which is slow at first
+        traces = [self.trace(i, worker=i % 2, service=0.5 if i < 2 else 0.04) for i in range(12)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=2), self.measured(traces))
+        assert seen.service_s == pytest.approx(np.full(10, 0.04))
+
+    def test_a_heavy_tail_stays(self):
+        traces = [self.trace(i, service=0.03, tail=0.06 if i == 7 else 0.0) for i in range(12)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1), self.measured(traces))
+        assert seen.service_s.max() == pytest.approx(0.09)
+
+    def test_means_stand_in_for_missing_traces(self):
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1), self.measured([]))
+        assert (seen.service_s.mean(), seen.cpu_s.mean(), seen.step_s.mean()) == (0.04, 0.03, 0.01)
+
+    def test_busy_workers_are_those_that_fetch_at_the_same_time(self):
+        # GIVEN three workers that start each round together, and then rest
+        traces = [self.trace(i // 3, worker=i % 3, service=0.04) for i in range(30)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=3), self.measured(traces))
+        assert seen.busy_workers == pytest.approx(3.0)
+
+    def test_samples_have_to_make_sense(self):
+        with pytest.raises(ValueError, match="service_s needs one finite sample"):
+            observation(1, service=float("nan"))
+
+
+class TestTwin:
+    def test_it_passes_through_its_bursts(self):
+        twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
+        rates = [twin.predict(n, 2).samples_per_s.value for n in (0, 1, 4)]
+        assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
+
+    @quick
+    @given(
+        service=seconds,
+        share=st.floats(0, 1),
+        step=seconds,
+        workers=few_workers,
+        prefetch=few_batches,
+        slower=st.floats(1.05, 3),
+    )
+    def test_a_slower_service_is_never_faster(self, service, share, step, workers, prefetch, slower):
+        def rate(wall):
+            seen = [observation(n, service=wall, cpu=wall * share, step=step) for n in (0, 1, 4)]
+            return Twin.fit(seen, cores=8).predict(workers, prefetch).samples_per_s.value
+
+        assert rate(service * slower) <= rate(service) * 1.001
+
+    @quick
+    @given(cv=st.floats(0, 1), share=st.floats(0, 1), step=seconds, workers=few_workers, prefetch=few_batches)
+    def test_nothing_exceeds_the_ceiling(self, cv, share, step, workers, prefetch):
+        seen = [observation(n, cpu=0.04 * share, step=step, cv=cv) for n in (0, 1, 4)]
+        twin = Twin.fit(seen, cores=4)
+        assert twin.predict(workers, prefetch).samples_per_s.value <= twin.ceiling().samples_per_s * (1 + 1e-9)
+
+    @quick
+    @given(workers=few_workers, prefetch=few_batches, epoch=st.integers(1, 2000), startup=st.floats(0, 5))
+    def test_an_epoch_is_never_faster_than_the_sustained_rate(self, workers, prefetch, epoch, startup):
+        twin = Twin.fit([observation(0), observation(1, cv=0.3), observation(4, cv=0.3)], cores=4)
+        predicted = twin.predict(workers, prefetch, epoch_batches=epoch, startup_s=startup)
+        assert predicted.epoch_samples_per_s <= predicted.samples_per_s.value * (1 + 1e-9)
+
+    def test_persistent_workers_start_once(self):
+        twin = Twin.fit([observation(1), observation(4)], cores=4)
+        again, once = (twin.predict(2, 2, epoch_batches=20, persistent_workers=p) for p in (False, True))
+        assert again.startup_s == pytest.approx(0.2)
+        assert 20 * 8 / again.epoch_samples_per_s - 20 * 8 / once.epoch_samples_per_s == pytest.approx(0.2)
+
+    def test_beyond_the_bursts_it_is_less_sure(self):
+        # GIVEN bursts with up to two workers in front of a step that never limits
+        twin = Twin.fit([observation(n, step=0.0001, receive=0.0001) for n in (1, 2)], cores=16)
+        near, far = (twin.predict(n, 2).samples_per_s for n in (2, 16))
+        assert far.high / far.low > 1.3 * near.high / near.low
+
+    def test_one_burst_is_less_sure_than_two(self):
+        one = Twin.fit([observation(1, step=0.0001)], cores=8).predict(8, 2).samples_per_s
+        two = Twin.fit([observation(1, step=0.0001), observation(8, step=0.0001)], cores=8).predict(8, 2).samples_per_s
+        assert one.high / one.low > two.high / two.low
+
+    @pytest.mark.parametrize(
+        ("machine", "workers", "options", "binding"),
+        [
+            (SimulatedMachine(cpu_s=0.04, step_s=0.001, cores=4), 8, {}, "cpu"),
+            (SimulatedMachine(cpu_s=0.001, wait_s=0.08, step_s=0.001), 2, {}, "workers"),
+            (SimulatedMachine(cpu_s=0.01, step_s=0.03), 4, {}, "consumer"),
+            (SimulatedMachine(cpu_s=0.01, step_s=0.001, receive_s=0.02), 4, {}, "transport"),
+            (SimulatedMachine(cpu_s=0.004, step_s=0.001, batch_bytes=1 << 27), 4, {"pin_memory": True}, "pinning"),
+        ],
+    )  # fmt: skip
+    def test_it_names_what_limits(self, machine, workers, options, binding):
+        twin, _ = twin_of_a_machine(machine)
+        assert twin.predict(workers, 4, **options).binding == binding
+
+    def test_storage_that_saturates_is_named(self):
+        # GIVEN waiting that triples with four workers
+        seen = [observation(1, service=0.04, cpu=0.001), observation(4, service=0.12, cpu=0.001)]
+        assert Twin.fit(seen, cores=8).predict(4, 2).binding == "storage"
+
+    def test_out_of_order_helps_where_one_batch_holds_up_the_rest(self):
+        machine = SimulatedMachine(wait_s=0.04, cpu_s=0.0, step_s=0.012, tail_share=0.05, tail_factor=20)
+        twin, _ = twin_of_a_machine(machine)
+        ordered, free = (twin.predict(4, 2, in_order=o).samples_per_s.value for o in (True, False))
+        assert free > 1.1 * ordered
+
+    def test_fewer_step_threads_change_the_step(self):
+        twin = Twin.fit([observation(1, step=0.05)], cores=4, consumer_cores=4, step_s_by_threads={None: 0.05, 1: 0.02})
+        assert twin.predict(4, 2, consumer_threads=1).samples_per_s.value > 2 * twin.predict(4, 2).samples_per_s.value
+
+    def test_it_needs_an_observation_and_a_core(self):
+        with pytest.raises(ValueError, match="at least one observation"):
+            Twin.fit([], cores=4)
+        with pytest.raises(ValueError, match="cores=0 is not positive"):
+            Twin.fit([observation(1)], cores=0)
+
+
+MACHINES = {
+    "cpu": SimulatedMachine(),
+    "contended": SimulatedMachine(alpha=0.12, step_s=0.004),
+    "wait": SimulatedMachine(cpu_s=0.005, wait_s=0.06),
+    "mixed": SimulatedMachine(cpu_s=0.02, wait_s=0.03, service_cv=0.3),
+    "step on the cpu": SimulatedMachine(cpu_s=0.05, step_s=0.02, step_cores=4),
+    "step-bound": SimulatedMachine(step_s=0.05, step_cores=2),
+    "in memory": SimulatedMachine(cpu_s=0.001, step_s=0.0002, receive_s=0.0003, first_batch_extra_s=0.001),
+}
+
+
+class TestFidelity:
+    @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+    def test_three_bursts_predict_every_configuration_up_to_the_cores(self, machine):
+        twin, probe = twin_of_a_machine(machine)
+        configs = grid(range(machine.cores + 1))
+        errors = [p.samples_per_s.value / probe.truth(p.config, batches=800) - 1 for p in twin.predict_all(configs)]
+        assert np.median(np.abs(errors)) < 0.05
+
+    def test_the_goals_hold_over_machines_without_heavy_tails(self):
+        errors = []
+        for machine, plan_seed in itertools.product(MACHINES.values(), (1, 2)):
+            twin, probe = twin_of_a_machine(machine, plan_seed=plan_seed)
+            predicted = twin.predict_all(grid(range(machine.cores + 1)))
+            errors += [p.samples_per_s.value / probe.truth(p.config, batches=800) - 1 for p in predicted]
+        assert np.median(np.abs(errors)) < 0.03
+        assert np.quantile(np.abs(errors), 0.95) < 0.08
+
+    @pytest.mark.slow
+    def test_a_space_is_predicted_in_a_blink(self):
+        twin, _ = twin_of_a_machine(SimulatedMachine(cores=16))
+        configs = [LoaderConfig(num_workers=n, prefetch_factor=p) for n in range(1, 17) for p in (1, 2, 4, 8)]
+        twin.predict_all(configs)
+        begun = time.perf_counter()
+        twin.predict_all(configs)
+        assert time.perf_counter() - begun < 0.2
