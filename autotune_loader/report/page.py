@@ -1,0 +1,106 @@
+"""The result as one HTML page that needs nothing else: pictures and data are inside, and nothing is loaded or run."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from autotune_loader.report import plots
+from autotune_loader.report.plots.canvas import svg_bytes
+from autotune_loader.report.tables import STATUS_SENTENCES, render_findings, render_trials
+from autotune_loader.result import TuningResult
+from autotune_loader.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PICTURES: tuple[tuple[Callable[[TuningResult], Figure], str], ...] = (
+    (
+        plots.plot_workers,
+        "Where the line stops rising, more workers do not help. No loader gets above the dashed line.",
+    ),
+    (plots.plot_speedup, "Both configurations were timed in each round, so what slowed the machine slowed both."),
+    (plots.plot_timeline, "A wait of the training loop is explained by the worker whose batch was not ready yet."),
+    (plots.plot_heatmap, "Each cell is the fastest burst of that pair; hatched ones were not worth a burst."),
+    (plots.plot_memory, "The cheapest point close to the top is the one to want."),
+    (plots.plot_history, "The line shows what would have been found had the search stopped there."),
+    (plots.plot_failures, "Configurations that cannot be used here, and why."),
+)
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 0.8rem; line-height: 1.35; }
+pre.prose { white-space: pre-wrap; background: none; padding: 0; font: inherit; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: 0.9rem; }
+footer { color: #777; font-size: 0.85rem; margin-top: 3rem; }
+"""
+
+
+def render_html(result: TuningResult) -> str:
+    """A self-contained page: what was found, the table, the pictures, the configuration as JSON.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    pictures = [_picture(draw, caption, result) for draw, caption in _PICTURES if _has_something_to_show(draw, result)]
+    body = [
+        "<h1>DataLoader tuning report</h1>",
+        _summary(result),
+        f'<pre class="prose">{html.escape(render_findings(result, width=10_000))}</pre>',
+        f"<h2>What was tried</h2><pre>{html.escape(render_trials(result, width=120))}</pre>",
+        f"<h2>Pictures</h2>{''.join(pictures)}",
+        f"<h2>Configuration</h2><pre>{html.escape(configuration_json(result))}</pre>",
+        f"<footer>Written by autotune_loader {html.escape(__version__)}.</footer>",
+    ]
+    return _document("\n".join(body))
+
+
+def configuration_json(result: TuningResult) -> str:
+    """What a training job needs of the result, as JSON: DataLoader arguments, extras, batch size."""
+    needed = {
+        "dataloader_kwargs": result.best.to_kwargs(),
+        "extras": result.best.to_extras(),
+        "batch_size": result.batch_size.value,
+        "status": result.status,
+    }
+    return json.dumps(needed, indent=2)
+
+
+def _document(body: str) -> str:
+    # The policy makes sure of it: no script runs and nothing is fetched, whatever a message in the result says.
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>DataLoader tuning report</title><style>{_STYLE}</style>"
+    )
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _summary(result: TuningResult) -> str:
+    sentences = [sentence for sentence in (STATUS_SENTENCES[result.status], *result.summary) if sentence]
+    return "".join(f"<p><strong>{html.escape(sentence)}</strong></p>" for sentence in sentences)
+
+
+def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: TuningResult) -> bool:
+    if draw is plots.plot_timeline:
+        return any(trial.measurement and trial.measurement.traces for trial in result.trials)
+    if draw is plots.plot_failures:
+        return any(trial.failure for trial in result.trials)
+    if draw is plots.plot_speedup:
+        return bool(result.finals.rounds) and result.best != result.baseline
+    return True
+
+
+def _picture(draw: Callable[[TuningResult], Figure], caption: str, result: TuningResult) -> str:
+    data = base64.b64encode(svg_bytes(draw(result))).decode("ascii")
+    alt = html.escape(f"{draw.__name__.removeprefix('plot_')}: {caption}", quote=True)
+    return (
+        f'<figure><img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>\n"
+    )

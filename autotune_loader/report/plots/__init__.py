@@ -1,0 +1,23 @@
+"""Pictures of a run. Each is a value computed once (`*_info`) and a function that only draws it.
+
+Figures are plain matplotlib figures, made without pyplot: nothing is kept in global state and no window opens. They
+show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
+"""
+
+from autotune_loader.report.plots.failures import plot_failures
+from autotune_loader.report.plots.heatmap import plot_heatmap
+from autotune_loader.report.plots.history import plot_history
+from autotune_loader.report.plots.memory import plot_memory
+from autotune_loader.report.plots.speedup import plot_speedup
+from autotune_loader.report.plots.timeline import plot_timeline
+from autotune_loader.report.plots.workers import plot_workers
+
+__all__ = [
+    "plot_failures",
+    "plot_heatmap",
+    "plot_history",
+    "plot_memory",
+    "plot_speedup",
+    "plot_timeline",
+    "plot_workers",
+]

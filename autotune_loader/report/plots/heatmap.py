@@ -1,0 +1,110 @@
+"""Workers against prefetch_factor: which corner of the space was measured, and how fast it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from autotune_loader.report.plots.canvas import GREY, VERMILLION, canvas, say_nothing_to_show
+from autotune_loader.report.units import number_text
+from autotune_loader.result import TuningResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One pair of workers and prefetch_factor."""
+
+    workers: int
+    prefetch_factor: int | None
+    """None without workers."""
+    state: Literal["measured", "failed", "untried", "impossible"]
+    samples_per_s: float | None = None
+    """The fastest burst of the pair, whatever else was set."""
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatmapInfo:
+    """What the picture shows."""
+
+    workers: tuple[int, ...]
+    """Columns."""
+    prefetch_factors: tuple[int | None, ...]
+    """Rows, from below; None first where 0 workers were tried."""
+    cells: tuple[Cell, ...]
+    """One per column and row."""
+
+
+def heatmap_info(result: TuningResult) -> HeatmapInfo:
+    """Gather what `plot_heatmap` draws."""
+    configs = [trial.config for trial in result.trials]
+    workers = tuple(sorted({config.num_workers for config in configs}))
+    ahead = sorted({config.prefetch_factor for config in configs if config.prefetch_factor is not None})
+    rows = ((None,) if 0 in workers else ()) + tuple(ahead)
+    cells = tuple(_cell(result, column, row) for row in rows for column in workers)
+    return HeatmapInfo(workers=workers, prefetch_factors=rows, cells=cells)
+
+
+def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
+    here = [t for t in result.trials if (t.config.num_workers, t.config.prefetch_factor) == (workers, ahead)]
+    rates = [trial.samples_per_s for trial in here if trial.samples_per_s is not None]
+    is_best = (result.best.num_workers, result.best.prefetch_factor) == (workers, ahead)
+    if rates:
+        return Cell(workers=workers, prefetch_factor=ahead, state="measured", samples_per_s=max(rates), is_best=is_best)
+    is_legal = (workers == 0) == (ahead is None)
+    state: Literal["failed", "untried", "impossible"] = "failed" if here else "untried" if is_legal else "impossible"
+    return Cell(workers=workers, prefetch_factor=ahead, state=state, is_best=is_best)
+
+
+def plot_heatmap(result: TuningResult) -> Figure:
+    """The fastest burst of each pair of workers and prefetch_factor; hatched where nothing was measured."""
+    info = heatmap_info(result)
+    size = 1.6 + 0.8 * max(4, len(info.workers)), 1.5 + 0.55 * max(2, len(info.prefetch_factors))
+    with canvas("Samples per second by workers and prefetch_factor", *size) as (figure, axes):
+        if any(cell.state == "measured" for cell in info.cells):
+            _draw(axes, info)
+        else:
+            say_nothing_to_show(axes, "No configuration worked, so there is no rate to show.")
+    return figure
+
+
+def _draw(axes: Axes, info: HeatmapInfo) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize
+
+    top = max(cell.samples_per_s or 0.0 for cell in info.cells)
+    norm, colours = Normalize(0, top), colormaps["cividis"]
+    axes.grid(visible=False)
+    for cell in info.cells:
+        position = info.workers.index(cell.workers), info.prefetch_factors.index(cell.prefetch_factor)
+        share = norm(cell.samples_per_s) if cell.samples_per_s is not None else None
+        _draw_cell(axes, cell, position, None if share is None else colours(share), is_dark=(share or 0.0) < 0.5)
+    axes.set(xlim=(-0.5, len(info.workers) - 0.5), ylim=(-0.5, len(info.prefetch_factors) - 0.5))
+    axes.set_xticks(range(len(info.workers)), [str(each) for each in info.workers])
+    axes.set_yticks(range(len(info.prefetch_factors)), ["none" if a is None else str(a) for a in info.prefetch_factors])
+    axes.set(xlabel="worker processes (frame: chosen, hatched: not measured)", ylabel="prefetch_factor")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_cell(
+    axes: Axes, cell: Cell, position: tuple[int, int], colour: tuple[float, ...] | None, *, is_dark: bool
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    if cell.state == "impossible":
+        return
+    corner = position[0] - 0.47, position[1] - 0.45
+    look = {"facecolor": colour, "edgecolor": "none"} if colour else {"facecolor": "none", "edgecolor": GREY}
+    axes.add_patch(Rectangle(corner, 0.94, 0.9, linewidth=0.5, hatch=None if colour else "////", **look))
+    if cell.is_best:
+        axes.add_patch(Rectangle(corner, 0.94, 0.9, facecolor="none", edgecolor=VERMILLION, linewidth=3))
+    if cell.samples_per_s is not None:
+        axes.text(*position, number_text(cell.samples_per_s), ha="center", va="center", color="w" if is_dark else "k")
+    elif cell.state == "failed":
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        axes.text(*position, "failed", ha="center", va="center", color=VERMILLION, bbox=box)

@@ -1,0 +1,106 @@
+"""Throughput against memory: what more speed costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from autotune_loader.report.plots.canvas import (
+    BLACK,
+    BLUE,
+    GREY,
+    VERMILLION,
+    canvas,
+    draw_ceiling,
+    error_bars,
+    legend_below,
+    say_nothing_to_show,
+    thousands,
+)
+from autotune_loader.result import TuningResult
+from autotune_loader.stats import Interval
+from autotune_loader.trial import Memory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One burst."""
+
+    memory_bytes: int
+    rate: Interval
+    label: str
+    """Workers x prefetch_factor."""
+    is_best: bool
+    is_baseline: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInfo:
+    """What the picture shows."""
+
+    points: tuple[Point, ...]
+    meter: Literal["pss", "rss"]
+    """PSS, or RSS where PSS is missing of any burst: the two are not comparable."""
+    ceiling: Interval | None
+
+
+def memory_info(result: TuningResult) -> MemoryInfo:
+    """Gather what `plot_memory` draws; bursts whose memory was not measured are left out."""
+    bursts = [
+        (trial.config, trial.measurement.samples_per_s, trial.measurement.memory)
+        for trial in result.trials
+        if trial.measurement is not None and trial.measurement.memory is not None
+    ]
+    meter: Literal["pss", "rss"] = "pss" if all(memory.pss_bytes is not None for _, _, memory in bursts) else "rss"
+    points = tuple(
+        Point(
+            memory_bytes=_bytes(memory, meter),
+            rate=rate,
+            label=f"{config.num_workers}" + ("" if config.prefetch_factor is None else f"×{config.prefetch_factor}"),
+            is_best=config == result.best,
+            is_baseline=config == result.baseline,
+        )
+        for config, rate, memory in bursts
+    )
+    return MemoryInfo(points=points, meter=meter, ceiling=result.ceiling)
+
+
+def _bytes(memory: Memory, meter: str) -> int:
+    return memory.pss_bytes if meter == "pss" and memory.pss_bytes is not None else memory.rss_bytes
+
+
+def plot_memory(result: TuningResult) -> Figure:
+    """Samples/s against the memory of the whole process tree, each burst labelled workers x prefetch_factor."""
+    info = memory_info(result)
+    with canvas("What speed costs in memory") as (figure, axes):
+        if info.points:
+            _draw(axes, info)
+            legend_below(figure, columns=4)
+        else:
+            say_nothing_to_show(axes, "Memory was not measured in any burst.")
+    return figure
+
+
+def _draw(axes: Axes, info: MemoryInfo) -> None:
+    draw_ceiling(axes, info.ceiling)
+    for points, marker, colour, size, label in (
+        ([p for p in info.points if not (p.is_best or p.is_baseline)], "o", BLUE, 6, "burst: workers×prefetch_factor"),
+        ([p for p in info.points if p.is_baseline and not p.is_best], "s", BLACK, 8, "before tuning"),
+        ([p for p in info.points if p.is_best], "*", VERMILLION, 15, "chosen"),
+    ):
+        if points:
+            x, rates = [point.memory_bytes / 2**20 for point in points], [point.rate for point in points]
+            values, errors = [rate.value for rate in rates], error_bars(rates)
+            axes.errorbar(x, values, errors, fmt=marker, color=colour, markersize=size, ecolor=GREY, label=label)
+    for point in info.points:
+        place = (point.memory_bytes / 2**20, point.rate.value)
+        axes.annotate(point.label, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+    name = "PSS" if info.meter == "pss" else "RSS, shared pages counted for each process,"
+    axes.margins(x=0.08)
+    axes.set(xlabel=f"peak {name} of all processes in MiB", ylabel="samples per second", ylim=(0, None))
+    thousands(axes.xaxis)
+    thousands(axes.yaxis)

@@ -1,0 +1,171 @@
+"""One burst, batch by batch: what each worker did while the training loop stepped or waited.
+
+training   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
+worker 0   fetch ████████ collate ▓ fetch ███████ ...
+worker 1   fetch ██████ collate ▓ ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.errors import TunerError
+from autotune_loader.report.plots.canvas import BLUE, GREEN, SKY, VERMILLION, canvas, legend_below
+from autotune_loader.report.units import share_text
+from autotune_loader.result import TuningResult
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Activity = Literal["fetch", "collate", "wait", "step"]
+
+MAX_BATCHES = 36
+"""Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
+SHORTEST_WAIT_SHARE = 0.002
+"""Shorter waits than this share of the picture are hand-overs, not stalls, and would only be a hairline."""
+
+_COLOURS: dict[Activity, tuple[str, str]] = {
+    "step": (BLUE, "training step"),
+    "wait": (VERMILLION, "training loop waits"),
+    "fetch": (GREEN, "samples are fetched"),
+    "collate": (SKY, "batch is collated"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What one process did from when to when."""
+
+    row: int
+    """`MAIN_PROCESS` for the training loop, or the worker's number."""
+    activity: Activity
+    start_s: float
+    """Seconds since the picture's left edge."""
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineInfo:
+    """What the picture shows."""
+
+    number: int
+    """The trial."""
+    config: LoaderConfig
+    bars: tuple[Bar, ...]
+    workers: tuple[int, ...]
+    """Rows below the training loop's."""
+    length_s: float
+    wait_share: float
+    """Of the time shown."""
+
+
+def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInfo:
+    """Gather what `plot_timeline` draws.
+
+    Raises:
+        ValueError: there is no such trial, or it failed.
+        TunerError: no trace is there any more; they are not saved in `loader.json`.
+    """
+    chosen = _trial(result, trial)
+    assert chosen.measurement is not None
+    traces = chosen.measurement.traces
+    start, end = _window(traces)
+    bars = tuple(
+        Bar(row=row, activity=activity, start_s=max(begun, start) - start, end_s=min(ended, end) - start)
+        for row, activity, begun, ended in _activities(traces)
+        if ended > start and begun < end and ended > begun
+    )
+    waits = [bar.end_s - bar.start_s for bar in bars if bar.activity == "wait"]
+    return TimelineInfo(
+        number=chosen.number,
+        config=chosen.config,
+        bars=tuple(bar for bar in bars if _is_visible(bar, end - start)),
+        workers=tuple(sorted({trace.worker for trace in traces} - {MAIN_PROCESS})),
+        length_s=end - start,
+        wait_share=sum(waits) / (end - start),
+    )
+
+
+def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
+    """From when to when everything that each process did is known.
+
+    A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
+    them began, which is not before the end of any worker's last batch that was delivered.
+    """
+    last = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
+    end = min([traces[-1].step_end, *last.values()])
+    shown = [trace.requested for trace in traces if trace.requested < end][-MAX_BATCHES:]
+    if not shown:
+        return traces[0].requested, traces[-1].step_end
+    return shown[0], end
+
+
+def _is_visible(bar: Bar, length_s: float) -> bool:
+    return bar.activity != "wait" or bar.end_s - bar.start_s > SHORTEST_WAIT_SHARE * length_s
+
+
+def _activities(traces: Sequence[BatchTrace]) -> list[tuple[int, Activity, float, float]]:
+    found: list[tuple[int, Activity, float, float]] = []
+    for trace in traces:
+        found.append((MAIN_PROCESS, "wait", trace.requested, trace.received))
+        found.append((MAIN_PROCESS, "step", trace.received, trace.step_end))
+        found.append((trace.worker, "fetch", trace.fetch_start, trace.fetch_end))
+        found.append((trace.worker, "collate", trace.fetch_end, trace.collate_end))
+    return found
+
+
+def _trial(result: TuningResult, number: int | None) -> Trial:
+    """The trial asked for; of the best configuration if None, or else the fastest that has traces."""
+    traced = {trial.number: trial for trial in result.trials if trial.measurement and trial.measurement.traces}
+    if not traced:
+        raise TunerError(
+            "no trace of a burst is there: they are kept in memory, not in loader.json. "
+            "Call plot_timeline() on the result that tune() returned"
+        )
+    if number is None:
+        best = [trial for trial in traced.values() if trial.config == result.best]
+        return max(best or traced.values(), key=lambda trial: trial.samples_per_s or 0.0)
+    if number not in traced:
+        known = ", ".join(map(str, sorted(traced)))
+        raise ValueError(f"trial={number!r} has no trace; these have one: {known}")
+    return traced[number]
+
+
+def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
+    """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
+
+    Args:
+        result: as `tune()` returned it; traces are not saved.
+        trial: number of the trial; the best configuration's if None.
+    """
+    info = timeline_info(result, trial)
+    title = (
+        f"One burst, its last batches: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
+    )
+    with canvas(title, 9.0, 1.8 + 0.36 * (1 + len(info.workers))) as (figure, axes):
+        _draw(axes, info)
+        legend_below(figure, columns=4)
+    return figure
+
+
+def _draw(axes: Axes, info: TimelineInfo) -> None:
+    rows = {MAIN_PROCESS: 0, **{worker: 1 + position for position, worker in enumerate(info.workers)}}
+    # Without workers the loop itself fetches: those bars lie on its wait, which they explain.
+    for activity in ("wait", "step", "fetch", "collate"):
+        colour, label = _COLOURS[activity]
+        bars = [bar for bar in info.bars if bar.activity == activity]
+        for bar in bars:
+            height = 0.4 if bar.row == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
+            patch = axes.barh(rows[bar.row], bar.end_s - bar.start_s, height, left=bar.start_s, color=colour)
+            patch[0].set(edgecolor="white", linewidth=0.4)
+        if bars:
+            axes.barh(0, 0, color=colour, label=label)
+    axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in info.workers)])
+    axes.set(xlabel="seconds", xlim=(0, info.length_s))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from report.example import BASELINE, BEST, synthetic_result
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.errors import MissingExtraError, TunerError
+from autotune_loader.report import plots
+from autotune_loader.report.plots.canvas import svg_bytes
+from autotune_loader.report.plots.failures import failures_info
+from autotune_loader.report.plots.heatmap import heatmap_info
+from autotune_loader.report.plots.history import history_info
+from autotune_loader.report.plots.memory import memory_info
+from autotune_loader.report.plots.speedup import speedup_info
+from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
+from autotune_loader.report.plots.workers import workers_info
+from autotune_loader.result import TuningResult
+from autotune_loader.trial import MAIN_PROCESS
+
+EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
+PICTURES = [getattr(plots, name) for name in plots.__all__]
+
+
+@pytest.fixture(scope="module")
+def result() -> TuningResult:
+    return synthetic_result()
+
+
+def without_measurements(result: TuningResult) -> TuningResult:
+    failed = tuple(trial for trial in result.trials if trial.failure)
+    return replace(EMPTY, trials=failed)
+
+
+@pytest.mark.parametrize("draw", PICTURES)
+def test_every_picture_can_be_drawn_as_png_and_svg(draw: Callable, result: TuningResult) -> None:
+    figure = draw(result)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert svg_bytes(figure).startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("draw", [picture for picture in PICTURES if picture is not plots.plot_timeline])
+@pytest.mark.parametrize("make", [lambda _: EMPTY, without_measurements], ids=["no trial", "only failures"])
+def test_what_is_missing_is_said_instead_of_drawn(draw: Callable, make: Callable, result: TuningResult) -> None:
+    # GIVEN a run in which nothing worked
+    figure = draw(make(result))
+    # THEN the picture has marks (failures), or it says why it is empty
+    axes = figure.axes[0]
+    assert axes.lines or axes.patches or axes.texts
+    assert figure._repr_png_()
+
+
+def test_the_same_figure_gives_the_same_svg(result: TuningResult) -> None:
+    assert svg_bytes(plots.plot_workers(result)) == svg_bytes(plots.plot_workers(result))
+
+
+def test_figures_can_be_pickled(result: TuningResult) -> None:
+    figure = pickle.loads(pickle.dumps(plots.plot_workers(result)))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_drawing_leaves_the_users_style_and_pyplot_alone(result: TuningResult) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plots.plot_workers(result)
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, result: TuningResult) -> None:
+    # GIVEN an installation without the extra
+    real_import = builtins.__import__
+
+    def no_matplotlib(name: str, *args: object, **kwargs: object) -> object:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    # THEN importing the module works, and drawing says what to install
+    importlib.import_module("autotune_loader.report.plots")
+    with pytest.raises(MissingExtraError, match=r"autotune-loader\[plots\]"):
+        plots.plot_workers(result)
+
+
+def test_workers_shows_the_fastest_burst_at_each_number_of_workers(result: TuningResult) -> None:
+    info = workers_info(result)
+    rates = {}
+    for trial in result.trials:
+        if trial.samples_per_s:
+            rates.setdefault(trial.config.num_workers, []).append(trial.samples_per_s)
+    assert [(workers, rate.value) for workers, rate in info.fastest] == [(w, max(r)) for w, r in sorted(rates.items())]
+    assert len(info.others) + len(info.fastest) == sum(map(len, rates.values()))
+
+
+def test_workers_marks_the_chosen_one_with_its_rate_from_the_finals(result: TuningResult) -> None:
+    workers, rate = workers_info(result).best
+    assert (workers, rate.count) == (BEST.num_workers, len(result.finals.rounds))
+
+
+def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) -> None:
+    states = {(cell.workers, cell.prefetch_factor): cell.state for cell in heatmap_info(result).cells}
+    assert states[4, 4] == "measured"
+    assert states[8, 16] == "failed"
+    assert states[1, 8] == "untried"
+    assert states[0, 2] == "impossible"
+    assert states[2, None] == "impossible"
+    assert states[0, None] == "measured"
+
+
+def test_memory_falls_back_to_rss_for_all_when_one_burst_lacks_pss(result: TuningResult) -> None:
+    # GIVEN one burst without PSS
+    first = result.trials[0]
+    memory = replace(first.measurement.memory, pss_bytes=None)
+    changed = replace(first, measurement=replace(first.measurement, memory=memory))
+    # WHEN the points are gathered
+    info = memory_info(replace(result, trials=(changed, *result.trials[1:])))
+    # THEN all are RSS, so that they can be compared
+    assert info.meter == "rss"
+    rss = [trial.measurement.memory.rss_bytes for trial in result.trials if trial.measurement]
+    assert [point.memory_bytes for point in info.points] == rss
+
+
+def test_history_never_falls(result: TuningResult) -> None:
+    info = history_info(result)
+    rates = [rate for _, rate in info.best_so_far]
+    assert rates == sorted(rates)
+    assert rates[-1] == max(trial.samples_per_s or 0 for trial in result.trials)
+    assert info.failed == (13, 14)
+
+
+def test_failures_are_grouped_by_kind_most_frequent_first(result: TuningResult) -> None:
+    again = replace(result.trials[-1], number=15)
+    info = failures_info(replace(result, trials=(*result.trials, again)))
+    assert [(group.kind, group.count) for group in info.groups] == [("oom_killed", 2), ("shared_memory", 1)]
+
+
+def test_speedup_is_the_ratio_within_each_round(result: TuningResult) -> None:
+    info = speedup_info(result)
+    first = result.finals.rounds[0]
+    assert info.ratios[0] == (1, first[0] / first[-1])
+
+
+def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: TuningResult) -> None:
+    # GIVEN a burst of several workers
+    info = timeline_info(result)
+    assert info.config == BEST
+    assert info.workers == (0, 1, 2, 3)
+    # THEN what one process does never overlaps, and nothing leaves the picture
+    for row in (MAIN_PROCESS, *info.workers):
+        bars = sorted((bar.start_s, bar.end_s) for bar in info.bars if bar.row == row)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(bars))
+        assert bars[0][0] >= 0
+        assert bars[-1][1] <= info.length_s + 1e-9
+    assert sum(bar.activity == "step" for bar in info.bars) <= MAX_BATCHES + 1
+
+
+def test_timeline_of_a_given_trial_and_without_workers(result: TuningResult) -> None:
+    info = timeline_info(result, trial=0)
+    assert (info.number, info.config, info.workers) == (0, BASELINE, ())
+    assert {bar.activity for bar in info.bars} == {"wait", "step", "fetch", "collate"}
+
+
+def test_timeline_of_a_trial_without_traces_names_those_that_have_some(result: TuningResult) -> None:
+    with pytest.raises(ValueError, match="trial=13 has no trace; these have one: 0, 1"):
+        timeline_info(result, trial=13)
+
+
+def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult) -> None:
+    loaded = TuningResult.from_file(result.to_file())
+    with pytest.raises(TunerError, match=r"not in loader\.json"):
+        plots.plot_timeline(loaded)
