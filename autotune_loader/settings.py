@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,6 +64,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("max_trials", "max_workers"):
             require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
+        if self.seed is None:
+            raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)
         require_choice("search", self.search, SEARCHES)
         require_choice("isolation", self.isolation, ISOLATIONS)
@@ -81,12 +85,14 @@ def parse_settings(options: dict[str, Any]) -> Settings:
     values["max_host_memory_bytes"] = parse_bytes("max_host_memory", values.pop("max_host_memory"))
     values["max_shm_bytes"] = parse_bytes("max_shm", values.pop("max_shm"))
     values["allow"] = _parse_allow(values.pop("allow"))
-    values["output"] = None if values["output"] is None else str(values["output"])
+    values["output"] = _parse_path("output", values["output"], what="a path", example="'loader.json'")
+    values["storage"] = _parse_path("storage", values["storage"], what="a path or URL", example="'study.journal'")
     if isinstance(values["progress"], bool):
         values["progress"] = "on" if values["progress"] else "off"
-    if isinstance(values["storage"], bool):
-        raise TypeError(f"storage={values['storage']!r} is not a path or URL; storage='study.journal' would work")
-    values["storage"] = None if values["storage"] is None else str(values["storage"])
+    if values["study_name"] is not None and not isinstance(values["study_name"], str):
+        raise TypeError(f"study_name={values['study_name']!r} is not a text; study_name='my-study' would work")
+    if not isinstance(values["reuse"], bool):
+        raise TypeError(f"reuse={values['reuse']!r} is not a bool; reuse=False would work")
     return Settings(**values)
 
 
@@ -115,14 +121,15 @@ def parse_bytes(name: str, value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name}={value!r} is neither bytes nor a text such as '8GB'; {name}='8GB' would work")
     size = _parse_quantity(name, value, _UNITS_BYTES, example="'8GB'")
-    if not 0 < size < float("inf"):
-        raise ValueError(f"{name}={value!r} is not positive; {name}='8GB' would work")
+    if not 1 <= size < float("inf"):
+        raise ValueError(f"{name}={value!r} is not at least one byte; {name}='8GB' would work")
     return int(size)
 
 
 def _parse_quantity(name: str, value: float | str, units: dict[str, Any], example: str) -> float:
     if not isinstance(value, str):
-        return float(value)
+        # An integer may be too long for a float, which then could only be infinite.
+        return float("inf") if abs(value) > sys.float_info.max else float(value)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     folded = {unit.lower(): factor for unit, factor in units.items()}
     if match is None or match[2].lower() not in folded:
@@ -132,11 +139,18 @@ def _parse_quantity(name: str, value: float | str, units: dict[str, Any], exampl
 
 
 def _parse_allow(value: object) -> frozenset[str]:
-    if isinstance(value, str):
-        return frozenset((value,))
-    if not isinstance(value, Iterable):
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(f"allow={value!r} is not a collection of names; allow=('batch_size',) would work")
-    return frozenset(value)
+    return frozenset(map(str, names))
+
+
+def _parse_path(name: str, value: object, *, what: str, example: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} is not {what}; {name}={example} would work")
+    return os.fsdecode(value)
 
 
 def require_count(name: str, value: object, *, minimum: int) -> None:
