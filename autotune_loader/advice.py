@@ -15,6 +15,8 @@ STEP_BINDS_WAIT_SHARE = 0.05
 STEP_BINDS_CEILING_SHARE = 0.95
 # A worker that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
+# Above this share of the usable cores in use, there is no core left to gain with.
+CORES_FULL_SHARE = 0.85
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
 # Without workers and with fetches shorter than this, the data is practically in memory.
@@ -51,9 +53,11 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _binding(evidence: Evidence) -> Binding:
     measured, ceiling = evidence.measurement, evidence.ceiling
-    near_ceiling = ceiling is not None and evidence.rate.value >= STEP_BINDS_CEILING_SHARE * ceiling.value
-    if near_ceiling or (measured.step_s > 0.001 and measured.wait_share < STEP_BINDS_WAIT_SHARE):
+    if ceiling is not None and evidence.rate.value >= STEP_BINDS_CEILING_SHARE * ceiling.value:
         return "step"
+    if ceiling is not None and measured.wait_share < STEP_BINDS_WAIT_SHARE:
+        # The loop never waits, yet the step runs slower than alone: workers and step share the cores.
+        return "step" if evidence.on_accelerator else "cpu"
     if _startup_share(evidence) > STARTUP_SHARE:
         return "startup"
     if evidence.best.num_workers == 0 and measured.service_s < IN_MEMORY_FETCH_S:
@@ -64,7 +68,7 @@ def _binding(evidence: Evidence) -> Binding:
     if _memory_stopped_growth(evidence):
         return "memory"
     computing = measured.service_s > 0 and measured.service_cpu_s / measured.service_s > COMPUTING_SHARE
-    return "cpu" if computing else "wait"
+    return "cpu" if computing or (measured.cpu_share or 0.0) > CORES_FULL_SHARE else "wait"
 
 
 def _startup_share(evidence: Evidence) -> float:
@@ -89,8 +93,8 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
     more = "" if headroom is None else f"; a perfect loader would gain another {headroom:.0%}"
     sentences: dict[Binding, str] = {
         "step": f"The training step binds: {waits}, and {_of_ceiling(evidence)}; the loader is not the place to gain.",
-        "cpu": f"The CPU binds: a batch takes {measured.service_cpu_s * 1e3:.0f} ms of CPU in a worker and there are "
-        f"{cores}; {waits}{more}.",
+        "cpu": f"The CPU binds: a batch takes {measured.service_cpu_s * 1e3:.0f} ms of CPU in a worker and "
+        f"{measured.step_s * 1e3:.0f} ms of step, and there are {cores}{_in_use(measured)}; {waits}.",
         "wait": f"Waiting for storage, network or sleep binds: of {measured.service_s * 1e3:.0f} ms per batch a worker "
         f"computes {measured.service_cpu_s * 1e3:.0f} ms; {waits}{more}.",
         "transport": f"Handing batches over binds: receiving one takes {measured.receive_s * 1e3:.1f} ms for "
@@ -102,6 +106,10 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
         "unknown": "Nothing was measured, so nothing can be said.",
     }
     return sentences[binding]
+
+
+def _in_use(measured: Measurement) -> str:
+    return "" if measured.cpu_share is None else f", {min(1.0, measured.cpu_share):.0%} in use"
 
 
 def _of_ceiling(evidence: Evidence) -> str:

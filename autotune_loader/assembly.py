@@ -105,9 +105,7 @@ def _rate(found: Found, measurement: Measurement | None) -> Interval | None:
     return None if measurement is None else measurement.samples_per_s
 
 
-def _evidence(
-    best: LoaderConfig, measurement: Measurement, rate: Interval, found: Found, setting: Setting
-) -> Evidence:
+def _evidence(best: LoaderConfig, measurement: Measurement, rate: Interval, found: Found, setting: Setting) -> Evidence:
     data = setting.workload.data
     return Evidence(
         best=best,
@@ -178,7 +176,9 @@ def _summary(
     sentences = [f"Use {best}: {_rate_words(measured.samples_per_s)}."]
     sentences.append(_speedup_sentence(best, found.baseline, measured.speedup))
     sentences.append(verdict.sentence)
-    sentences.append(f"Step: {setting.readiness.step}. Search ended because {found.stopped_because or 'it was asked to'}.")
+    sentences.append(
+        f"Step: {setting.readiness.step}. Search ended because {found.stopped_because or 'it was asked to'}."
+    )
     if status == "partial":
         sentences.insert(0, "Interrupted: this is the best found so far.")
     return tuple(sentence for sentence in sentences if sentence)

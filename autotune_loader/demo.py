@@ -187,7 +187,7 @@ def train_one_epoch(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], model: 
     for pictures, labels in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(pictures.to(device)), labels.to(device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         samples += len(labels)
     if device.type == "cuda":
@@ -224,12 +224,12 @@ def _epoch_rate(loader: DataLoader[Any], device: torch.device | str) -> float:
 @contextlib.contextmanager
 def _process_settings_restored() -> Iterator[None]:
     threads = torch.get_num_threads()
-    sharing = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    sharing = torch.multiprocessing.get_sharing_strategy()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.multiprocessing.set_sharing_strategy(sharing)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.set_sharing_strategy(sharing)
 
 
 def _foreign_cpu_s() -> float | None:

@@ -114,9 +114,7 @@ def run_finals(
     return _outcome(standing, base, tolerance, cost)
 
 
-def _run_round(
-    standing: _Standing, probe: Probe, entrants: list[int], order: random.Random, deadline_s: float
-) -> None:
+def _run_round(standing: _Standing, probe: Probe, entrants: list[int], order: random.Random, deadline_s: float) -> None:
     number = len(standing.rounds)
     plan = BurstPlan(
         max_s=FINAL_BURST.max_s,

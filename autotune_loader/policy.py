@@ -28,7 +28,7 @@ LENGTH_SCALE = 1.2
 # Relative noise of one burst that its own interval does not show: drift and neighbours between bursts.
 BURST_SD = 0.02
 # Search ends when the expected gain of the best untried configuration is below this share of the tolerance.
-WORTHWHILE_SHARE = 0.2
+WORTHWHILE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,10 @@ def beliefs(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int
     failed = {_modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
     configs = list(dict.fromkeys([*map(_modelled, space.configs()), *tried]))
     configs = [config for config in configs if config not in failed]
-    predicted = {config: p for config, p in zip(configs, twin.predict_all(configs), strict=True)}
+    predicted = dict(zip(configs, twin.predict_all(configs), strict=True))
     measured = [config for config in configs if config in tried]
-    mean, sd = _posterior(configs, measured, tried, {c: predicted[c].samples_per_s.value for c in configs})
+    twin_rates = {config: predicted[config].samples_per_s.value for config in configs}
+    mean, sd = _posterior(configs, measured, tried, twin_rates, inputs.consumer_cores)
     return [
         Belief(
             config=config,
@@ -170,18 +171,19 @@ def _posterior(
     measured: Sequence[LoaderConfig],
     tried: dict[LoaderConfig, Trial],
     twin: dict[LoaderConfig, float],
+    default_threads: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and sd of ln(rate / twin's rate) at every configuration: Gaussian process regression on the residuals.
 
     Rasmussen and Williams 2006, algorithm 2.1, with a squared exponential kernel.
     """
-    prior = MODEL_SD**2 * _kernel(configs, configs)
+    prior = MODEL_SD**2 * _kernel(configs, configs, default_threads)
     if not measured:
         return np.zeros(len(configs)), np.sqrt(np.diag(prior))
     residual = np.array([math.log((tried[c].samples_per_s or twin[c]) / twin[c]) for c in measured])
     noise = np.array([_burst_variance(tried[c]) for c in measured])
-    cross = MODEL_SD**2 * _kernel(configs, measured)
-    within = MODEL_SD**2 * _kernel(measured, measured) + np.diag(noise)
+    cross = MODEL_SD**2 * _kernel(configs, measured, default_threads)
+    within = MODEL_SD**2 * _kernel(measured, measured, default_threads) + np.diag(noise)
     factor = np.linalg.cholesky(within)
     mean = cross @ np.linalg.solve(factor.T, np.linalg.solve(factor, residual))
     explained = np.linalg.solve(factor, cross.T)
@@ -195,21 +197,21 @@ def _burst_variance(trial: Trial) -> float:
     return float((half / 1.96) ** 2 + BURST_SD**2)
 
 
-def _kernel(a: Sequence[LoaderConfig], b: Sequence[LoaderConfig]) -> np.ndarray:
-    left, right = _features(a), _features(b)
+def _kernel(a: Sequence[LoaderConfig], b: Sequence[LoaderConfig], default_threads: float) -> np.ndarray:
+    left, right = _features(a, default_threads), _features(b, default_threads)
     distance = ((left[:, None, :] - right[None, :, :]) / LENGTH_SCALE) ** 2
     similarity: np.ndarray = np.exp(-0.5 * distance.sum(axis=2))
     return similarity
 
 
-def _features(configs: Sequence[LoaderConfig]) -> np.ndarray:
+def _features(configs: Sequence[LoaderConfig], default_threads: float) -> np.ndarray:
     """Coordinates in doublings: what doubles a knob moves a configuration by one."""
     return np.array(
         [
             (
                 math.log2(config.num_workers + 0.5),
                 0.5 * math.log2(config.prefetch_factor or 1),
-                math.log2(config.consumer_threads) if config.consumer_threads else 4.0,
+                math.log2(config.consumer_threads or default_threads),
                 2.0 * config.pin_memory + config.device_prefetch,
                 2.0 * (not config.in_order) + math.log2(config.batch_size or 1),
             )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # One burst of the search: it need only rank and feed the twin; the finals measure.
-SEARCH_BURST = BurstPlan(max_s=1.5, min_s=0.4, relative_error=0.015)
+SEARCH_BURST = BurstPlan(max_s=1.0, min_s=0.3, relative_error=0.015)
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.4
@@ -131,9 +131,7 @@ class SearchRun:
         consumer_cores = float(min(default_threads, usable_cores)) if step_uses_cores else 1.0
         self.found = Found(
             baseline=own_config or LoaderConfig(),
-            inputs=policy.TwinInputs(
-                usable_cores=usable_cores, consumer_cores=consumer_cores, step_s_by_threads={}
-            ),
+            inputs=policy.TwinInputs(usable_cores=usable_cores, consumer_cores=consumer_cores, step_s_by_threads={}),
         )
         self._ledger = Ledger(
             storage=settings.storage,
@@ -164,9 +162,7 @@ class SearchRun:
         return self._settings.budget_s - (self._clock() - self._started)
 
     def _resume(self) -> None:
-        self.found.trials = [
-            replace(trial, number=number) for number, trial in enumerate(self._ledger.restored())
-        ]
+        self.found.trials = [replace(trial, number=number) for number, trial in enumerate(self._ledger.restored())]
         if self.found.trials:
             log.info("resumed a study of %d trials", len(self.found.trials))
 

@@ -110,8 +110,13 @@ class Space:
         """Why a configuration must not be tried on this machine; None when it may."""
         in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
         needs = (
-            ("shared_memory", in_flight * self.batch.bytes, self.limits.shm_bytes, "/dev/shm"),
-            ("descriptors", in_flight * self.batch.tensors + RESERVED_DESCRIPTORS, self.limits.descriptors, "descriptors"),
+            ("shared_memory", in_flight * self.batch.bytes, self.limits.shm_bytes, "/dev/shm"),  # noqa: S108
+            (
+                "descriptors",
+                in_flight * self.batch.tensors + RESERVED_DESCRIPTORS,
+                self.limits.descriptors,
+                "descriptors",
+            ),
             ("memory_guard", self.memory_need(config), self.limits.memory_bytes, "host memory"),
         )
         for kind, need, limit, name in needs:
@@ -168,4 +173,3 @@ def consumer_thread_counts(usable_cores: int, default_threads: int) -> tuple[int
 
 def _amount(kind: str, value: float) -> str:
     return f"{value:.0f}" if kind == "descriptors" else f"{value / 2**20:.0f} MiB"
-

@@ -59,7 +59,7 @@ class Ledger:
                 storage=_open_storage(storage),
                 study_name=name,
                 direction="maximize",
-                sampler=_sampler(search, seed, space),
+                sampler=_sampler(search, seed),
                 pruner=optuna.pruners.NopPruner(),
                 load_if_exists=True,
             )
@@ -164,13 +164,11 @@ class Ledger:
         return LoaderConfig(**values, drop_last=self._space.drop_last)
 
 
-def _sampler(search: Search, seed: int, space: Space) -> optuna.samplers.BaseSampler:
+def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    if search == "random":
+    if search in ("random", "grid"):  # the search itself walks the grid and enqueues it
         return optuna.samplers.RandomSampler(seed=seed)
-    if search == "grid":
-        return optuna.samplers.RandomSampler(seed=seed)  # the search itself walks the grid and enqueues it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return optuna.samplers.TPESampler(

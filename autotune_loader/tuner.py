@@ -80,7 +80,12 @@ def tune(
         train_step: `train_step(model, batch) -> loss or None`, the general form; without it the step is inferred.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from them.
         device: where the step runs; "auto" takes CUDA where there is one, else the CPU.
-        collate_fn, sampler, batch_sampler, worker_init_fn, generator, drop_last: as in `DataLoader`; used as they are.
+        collate_fn: as in `DataLoader`; used as it is, like the next five.
+        sampler: as in `DataLoader`.
+        batch_sampler: as in `DataLoader`.
+        worker_init_fn: as in `DataLoader`.
+        generator: as in `DataLoader`; its state is left as it was.
+        drop_last: as in `DataLoader`.
         budget: wall seconds from call to result, such as 60, "60s" or "3m".
         max_trials: most configurations to try.
         max_workers: most workers to try.

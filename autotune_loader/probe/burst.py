@@ -1,8 +1,8 @@
 """One timed run of one configuration, in whatever process calls it: the same code in the probe process and inline.
 
-    iter(loader) ── start ── first batch ──┬── window ──────────────────────────┬── shutdown (not timed)
-                                           └ opens when every worker delivered  └ closes when the rate is known
-                                                                                  well enough, or time is up
+iter(loader) ── start ── first batch ──┬── window ──────────────────────────┬── shutdown (not timed)
+                                       └ opens when every worker delivered  └ closes when the rate is known
+                                                                              well enough, or time is up
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ def _first_sentence(text: str, limit: int = 400) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback as the user would have seen it without us: frames of this package are left out."""
-    frames = [
-        frame for frame in traceback.extract_tb(_tb(error)) if not frame.filename.startswith(_PACKAGE)
-    ]
+    frames = [frame for frame in traceback.extract_tb(_tb(error)) if not frame.filename.startswith(_PACKAGE)]
     lines = ["Traceback (most recent call last):\n"] if frames else []
     lines += traceback.format_list(frames) + traceback.format_exception_only(type(error), error)
     return "".join(lines)

@@ -16,11 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import WorkloadError
@@ -36,10 +35,12 @@ from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
 
 log = logging.getLogger(__name__)
 
-# Importing torch, unpickling, the first batch and the warm-up must be done by then.
+# Generous: torch may come from a network file system, and the first sample from a cold bucket.
 START_DEADLINE_S = 180.0
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
+# Workers inherit the connection, so a dead probe process does not close it while they live: its death is looked for too.
+DEATH_CHECK_S = 0.2
 STDERR_TAIL_BYTES = 4096
 
 
@@ -50,12 +51,21 @@ class ProcessProbe:
         payload: the pickled workload.
         machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
+        start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
     """
 
-    def __init__(self, payload: Payload, machine: Machine, *, memory_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        payload: Payload,
+        machine: Machine,
+        *,
+        memory_budget_bytes: int | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
         self._payload = payload
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
+        self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
 
     def start(self) -> Readiness:
@@ -84,14 +94,18 @@ class ProcessProbe:
             self._child = None
 
     def _started_child(self) -> _Child | Failure:
-        if self._child is None:
-            child = _Child(self._payload)
-            failure = child.wait_until_ready(START_DEADLINE_S)
-            if failure is not None:
-                child.end()
-                return failure
-            self._child = child
-        return self._child
+        if self._child is not None:
+            return self._child
+        child = self._child = _Child(self._payload)
+        try:
+            failure = child.wait_until_ready(self._start_deadline_s)
+        except BaseException:
+            self.close()  # Ctrl-C: no orphan may outlive it
+            raise
+        if failure is None:
+            return child
+        self.close()
+        return failure
 
     def _run(self, request: wire.Request) -> Measurement | Failure:
         child = self._started_child()
@@ -187,7 +201,8 @@ class _Child:
 
     def ask(self, request: wire.Request) -> Measurement | Failure:
         self._phase = "start"
-        self._output.truncate(0)
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
         try:
             wire.send(self._connection, request)
         except OSError:
@@ -203,14 +218,8 @@ class _Child:
         """The next message that is not about a phase; a failure when none comes in time or the process dies."""
         deadline = time.monotonic() + deadline_s
         while True:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                self.is_lost = True
-                return Failure(
-                    kind="deadline",
-                    phase=self._phase,
-                    message=f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}",
-                    traceback=self._last_words() or None,
-                )
+            if not self._hears_something(deadline):
+                return self._death() if self._process.poll() is not None else self._hang(deadline_s)
             try:
                 message = wire.receive_message(self._connection)
             except (EOFError, OSError):
@@ -218,6 +227,24 @@ class _Child:
             if message.phase is None:
                 return message
             self._phase = message.phase
+
+    def _hears_something(self, deadline: float) -> bool:
+        """Whether a message (or the end of the connection) came before the deadline and before the process ended."""
+        while not self._connection.poll(min(DEATH_CHECK_S, max(0.0, deadline - time.monotonic()))):
+            if self._process.poll() is not None:
+                return self._connection.poll(0)  # it may have answered and died in between
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _hang(self, deadline_s: float) -> Failure:
+        self.is_lost = True
+        return Failure(
+            kind="deadline",
+            phase=self._phase,
+            message=f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}",
+            traceback=self._last_words() or None,
+        )
 
     def _death(self) -> Failure:
         self.is_lost = True
@@ -255,9 +282,7 @@ class _Child:
 def _hello() -> wire.Hello:
     import torch
 
-    return wire.Hello(
-        sys_path=tuple(sys.path), working_directory=str(Path.cwd()), threads=torch.get_num_threads()
-    )
+    return wire.Hello(sys_path=tuple(sys.path), working_directory=str(Path.cwd()), threads=torch.get_num_threads())
 
 
 def _child_environment() -> dict[str, str]:

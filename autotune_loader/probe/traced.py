@@ -173,5 +173,3 @@ def _loads(data: bytes) -> Any:
 
     made_by, *arguments = pickle.loads(data)
     return made_by(*arguments)
-
-
