@@ -37,7 +37,12 @@ def make_workload(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
     """
-    callables = {"loss_fn": loss_fn, "train_step": train_step, "collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+    callables = {
+        "loss_fn": loss_fn,
+        "train_step": train_step,
+        "collate_fn": collate_fn,
+        "worker_init_fn": worker_init_fn,
+    }
     for name, value in callables.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is not callable; {name}=None would work")
@@ -90,16 +95,26 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
             "__getitem__ and __len__; a list of samples would work"
         )
     if not is_iterable_dataset(dataset) and len(dataset) == 0:
-        raise ValueError("dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work")
+        raise ValueError(
+            "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
+        )
     if parts["batch_sampler"] is not None:
-        for name, value in (("batch_size", batch_size), ("sampler", parts["sampler"]), ("drop_last", parts["drop_last"])):
+        for name, value in (
+            ("batch_size", batch_size),
+            ("sampler", parts["sampler"]),
+            ("drop_last", parts["drop_last"]),
+        ):
             if value is not None:
-                raise ValueError(f"{name}={value!r} cannot be given together with batch_sampler; {name}=None would work")
+                raise ValueError(
+                    f"{name}={value!r} cannot be given together with batch_sampler; {name}=None would work"
+                )
     notes = []
     if batch_size is None and parts["batch_sampler"] is None:
         batch_size = ASSUMED_BATCH_SIZE
         notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
-    return DataSide.from_dataset(dataset, batch_size=batch_size, **{**parts, "drop_last": bool(parts["drop_last"])}), notes
+    return DataSide.from_dataset(
+        dataset, batch_size=batch_size, **{**parts, "drop_last": bool(parts["drop_last"])}
+    ), notes
 
 
 def _one_shot(dataset: Any) -> TypeError:
@@ -112,7 +127,9 @@ def _one_shot(dataset: Any) -> TypeError:
 def _check_epoch(data: DataSide) -> list[str]:
     samples, size = data.samples_per_epoch(), data.batch_size
     if samples == 0:
-        raise ValueError("dataset_or_loader delivers no sample in an epoch; a sampler with at least one index would work")
+        raise ValueError(
+            "dataset_or_loader delivers no sample in an epoch; a sampler with at least one index would work"
+        )
     if samples is None or size is None or samples >= size or data.is_iterable:
         return []
     if data.drop_last:
@@ -132,5 +149,3 @@ def _device_name(device: str | torch.device) -> str:
         return str(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
-
-

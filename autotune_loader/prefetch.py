@@ -136,7 +136,7 @@ class _CudaLane:
 
 
 def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
-    """The batch with all that can move on `device`; containers are new and of the same type, what cannot move is kept."""
+    """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -207,7 +207,8 @@ def _record_stream(value: Any, stream: Any) -> bool:
     inner = _inside(value)
     if inner is None:
         return not callable(getattr(value, "to", None))
-    return all([_record_stream(each, stream) for each in inner])
+    recorded = [_record_stream(each, stream) for each in inner]  # every one, so no short cut
+    return all(recorded)
 
 
 def _inside(value: Any) -> list[Any] | None:

@@ -323,7 +323,9 @@ def _bounded_bytes(source: Path) -> bytes:
     try:
         size = source.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise ConfigFileError(f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})")
+            raise ConfigFileError(
+                f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
+            )
         return source.read_bytes()
     except OSError as error:
         raise ConfigFileError(
@@ -336,7 +338,9 @@ def _check_version(raw: object, source: Path) -> None:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     major = str(version).split(".", 1)[0]
     if not isinstance(version, str) or not major.isdecimal():
-        raise ConfigFileError(f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}")
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}"
+        )
     if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
         raise ConfigFileError(
             f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
@@ -372,7 +376,9 @@ def load_config(path: str | os.PathLike[str], *, on_mismatch: OnMismatch = "warn
         ValueError: `on_mismatch` is none of the three.
     """
     if on_mismatch not in ("warn", "clamp", "raise"):
-        raise ValueError(f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work")
+        raise ValueError(
+            f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work"
+        )
     file = read_loader_file(path)
     config = config_in(file)
     if file.fingerprint is None:
