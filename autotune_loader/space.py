@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import Failure
@@ -132,16 +132,6 @@ class Space:
         """Least bytes the workers will take: their interpreters and the batches in flight; what data they copy is extra."""
         in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
         return config.num_workers * WORKER_BASE_BYTES + in_flight * self.batch.bytes
-
-    def nearest(self, config: LoaderConfig) -> LoaderConfig:
-        """The configuration with what this space does not search reset to what it fixes."""
-        workers = min(config.num_workers, self.max_workers)
-        return replace(
-            config,
-            num_workers=workers,
-            prefetch_factor=config.prefetch_factor if workers else None,
-            persistent_workers=self.persistent_workers and workers > 0,
-        )
 
     @property
     def hash(self) -> str:
