@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 
@@ -177,13 +177,10 @@ def _with_fields(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
         return items
-    changed: Any = copy.copy(batch)  # keeps a default_factory and the like
-    try:
-        changed.update(items)
-    except AttributeError:  # an immutable mapping
-        return items
+    changed = copy.copy(batch)  # keeps a default_factory and the like
+    changed.update(items)
     return changed
 
 

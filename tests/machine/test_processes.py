@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune_loader.machine import processes
+
+DEADLINE_S = 20.0
+
+# Starts `sleep` below itself, says so, and stays.
+PARENT = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+# Burns CPU in a child that has ended and was waited for, says so, and stays.
+BURNER = """
+import subprocess, sys
+burn = "import time; end = time.process_time() + 0.3\\nwhile time.process_time() < end: pass"
+subprocess.run([sys.executable, "-c", burn])
+print("done", flush=True)
+sys.stdin.read()
+"""
+STUBBORN = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+)
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
+    """Runs a script in a session of its own until it has printed a line; ends what is left of it afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(script: str) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_process_name_with_spaces_and_parentheses_is_no_trouble() -> None:
+    # GIVEN a line of /proc/<pid>/stat, times 7+1+20+4 ticks, 358 pages
+    text = "4124 (a) b) (c) R 4119 4118 2239 0 -1 4194304 100 0 0 0 7 1 20 4 20 0 1 0 101042 3133440 358 1844 1 1"
+    # WHEN
+    use = processes.parse_process_stat(text, ticks_per_s=100, page_bytes=4096)
+    # THEN
+    assert (use.parent, use.session, use.is_alive) == (4119, 2239, True)
+    assert (use.cpu_s, use.rss_bytes) == (pytest.approx(0.32), 358 * 4096)
+
+
+def test_pss_is_read_in_bytes() -> None:
+    assert (
+        processes.parse_pss_bytes("00-ff ---p 0 00:00 0 [rollup]\nRss: 8 kB\nPss:    406 kB\nPss_Anon: 1 kB") == 415744
+    )
+
+
+def test_a_tree_counts_its_children(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
+    # GIVEN a process with one child
+    parent, _ = start(PARENT)
+    # WHEN the tree is looked at
+    use = processes.ProcessTree(parent.pid).use()
+    # THEN both are in it
+    assert use is not None
+    assert use.processes == 2
+    assert use.rss_bytes > 0
+
+
+def test_a_child_that_outlives_its_parent_stays_in_the_tree(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+) -> None:
+    # GIVEN a tree that has been seen whole
+    parent, _ = start(PARENT)
+    tree = processes.ProcessTree(parent.pid)
+    tree.use()
+    # WHEN the root is killed
+    parent.kill()
+    parent.wait()
+    # THEN the child, which init has adopted, still counts
+    use = tree.use()
+    assert use is not None
+    assert use.processes == 1
+
+
+def test_cpu_time_of_children_that_have_ended_counts(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+) -> None:
+    parent, _ = start(BURNER)
+    cpu_s = processes.tree_cpu_s(parent.pid)
+    assert cpu_s is not None
+    assert cpu_s >= 0.25
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell PSS")
+def test_pss_is_below_rss_where_pages_are_shared(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
+    parent, _ = start(PARENT)
+    pss, rss = processes.tree_pss_bytes(parent.pid), processes.tree_rss_bytes(parent.pid)
+    assert pss is not None
+    assert rss is not None
+    assert 0 < pss < rss
+
+
+def test_a_process_that_is_gone_was_not_measured() -> None:
+    # GIVEN a process that has ended and was waited for
+    process = subprocess.Popen(["true"])
+    process.wait()
+    # THEN nothing is zero
+    pid = process.pid
+    assert (processes.tree_rss_bytes(pid), processes.tree_pss_bytes(pid), processes.tree_cpu_s(pid)) == (None,) * 3
+
+
+def test_psutil_answers_where_there_is_no_proc(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a system without /proc
+    monkeypatch.setattr(processes, "HAS_PROC", False)
+    parent, _ = start(PARENT)
+    # WHEN a tree is looked at THEN both processes count, and PSS is not known
+    tree = processes.ProcessTree(parent.pid)
+    use = tree.use()
+    assert use is not None
+    assert (use.processes, tree.pss_bytes()) == (2, None)
+
+
+def test_terminating_ends_the_whole_tree_and_leaves_the_exit_status(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+) -> None:
+    # GIVEN a process with a child
+    parent, child = start(PARENT)
+    # WHEN it is terminated
+    survivors = processes.terminate_tree(parent.pid)
+    # THEN nobody is left, and Popen still reads how it ended
+    assert survivors == ()
+    assert parent.wait(timeout=DEADLINE_S) == -signal.SIGTERM
+    assert wait_until(lambda: processes.tree_rss_bytes(int(child)) is None)
+
+
+def test_terminating_kills_what_ignores_it(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
+    process, _ = start(STUBBORN)
+    survivors = processes.terminate_tree(process.pid, grace_s=0.1)
+    assert (survivors, process.wait(timeout=DEADLINE_S)) == ((), -signal.SIGKILL)
+
+
+def test_terminating_finds_the_orphans_of_a_dead_root(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+) -> None:
+    # GIVEN a root that was killed and left a child to init
+    parent, child = start(PARENT)
+    parent.kill()
+    parent.wait()
+    # WHEN the tree is terminated THEN the child has gone too
+    assert processes.terminate_tree(parent.pid) == ()
+    assert wait_until(lambda: processes.tree_rss_bytes(int(child)) is None)
+
+
+def test_terminating_what_is_gone_does_nothing() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert processes.terminate_tree(process.pid) == ()
