@@ -63,7 +63,6 @@ class _Look:
     """One quick look; None where the tree is gone or the system does not tell."""
 
     tree: TreeUse | None
-    host: HostCpu | None
     shm: SharedMemory | None
     gpu: GpuSample | None = None
 
@@ -107,12 +106,15 @@ class TreeMeter:
         self._next_pss_s = FIRST_PSS_S
         self._sampler = Sampler(self._look, period_s=PERIOD_S, clock=clock)
         self._looks: list[tuple[float, _Look]] = []
+        self._host_before: HostCpu | None = None
+        self._host_after: HostCpu | None = None
         self._started = clock()
 
     def start(self) -> None:
         """Begin; the looks at the very start and end are made on the calling thread, so that they bound the burst."""
         self._started = self._clock()
         self._looks = [(self._started, self._quick_look())]
+        self._host_before = host_cpu(self._cpus)
         self._sampler.start()
 
     def stop(self) -> None:
@@ -121,6 +123,7 @@ class TreeMeter:
         self._looks += self._sampler.series
         last = self._quick_look()
         self._looks.append((self._clock(), last))
+        self._host_after = host_cpu(self._cpus)
         self._take_pss(last.tree)
 
     def __enter__(self) -> TreeMeter:
@@ -134,12 +137,11 @@ class TreeMeter:
     def reading(self) -> TreeReading:
         """What the tree took; complete after the `with` block."""
         looks = self._looks
-        first, last = looks[0], looks[-1]
         samples = [(moment, look.gpu) for moment, look in looks if look.gpu is not None]
         cpu, foreign, steal = cpu_shares(
             [(moment, look.tree) for moment, look in looks],
-            (first[1].host, last[1].host),
-            elapsed_s=last[0] - first[0],
+            (self._host_before, self._host_after),
+            elapsed_s=looks[-1][0] - looks[0][0],
             usable_cores=self._usable_cores,
         )
         return TreeReading(
@@ -164,7 +166,7 @@ class TreeMeter:
         gpu = None
         if self._gpus is not None and self._gpu is not None:
             gpu = self._gpus.sample(self._gpu, only=("util", "memory_bytes"))
-        return _Look(tree=self._tree.use(), host=host_cpu(self._cpus), shm=shared_memory(), gpu=gpu)
+        return _Look(tree=self._tree.use(), shm=shared_memory(), gpu=gpu)
 
     def _take_pss(self, use: TreeUse | None) -> None:
         pss_bytes = self._tree.pss_bytes() if use is not None else None
