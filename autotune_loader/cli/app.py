@@ -1,0 +1,109 @@
+"""`autotune-loader`: the group of commands, and the one place where exceptions become exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from autotune_loader.cli.demonstration import demo_command
+from autotune_loader.cli.doctor import doctor_command
+from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
+from autotune_loader.cli.files import apply_command, report_command, schema_command, show_command
+from autotune_loader.cli.tuning import tune_command
+from autotune_loader.errors import TunerError
+from autotune_loader.version import __version__
+
+NAME = "autotune-loader"
+
+
+@click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name=NAME)
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error, for a bug report.")
+def cli(traceback: bool) -> None:
+    """Find the cheapest DataLoader configuration that is as fast as this machine can be, and prove it.
+
+    \b
+    Examples:
+      autotune-loader demo                               a real training job in small, start to finish
+      autotune-loader tune train.py:make -o loader.json  tune your own
+      autotune-loader show loader.json                   what was found, and whether it fits this machine
+      autotune-loader apply loader.json --to snippet     code for your training script
+
+    \b
+    Exit codes: 0 fine, 2 bad input, 3 nothing worked, 130 interrupted (the best so far is written).
+
+    \b
+    Completion of commands and options in your shell:
+      bash  eval "$(_AUTOTUNE_LOADER_COMPLETE=bash_source autotune-loader)"   in ~/.bashrc
+      zsh   eval "$(_AUTOTUNE_LOADER_COMPLETE=zsh_source autotune-loader)"    in ~/.zshrc
+      fish  _AUTOTUNE_LOADER_COMPLETE=fish_source autotune-loader | source   in its config.fish
+    """  # noqa: D301 - click's mark is the character itself
+
+
+for _command in (
+    tune_command,
+    show_command,
+    report_command,
+    apply_command,
+    doctor_command,
+    demo_command,
+    schema_command,
+):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    Args:
+        arguments: without the program's name; `sys.argv[1:]` if None.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _survive_any_encoding()
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return _exit_code(cli.main(arguments, prog_name=NAME, standalone_mode=False))
+        except click.ClickException as error:
+            error.show()
+            return BAD_INPUT
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("Interrupted.", err=True)
+            return INTERRUPTED
+        except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+            _discard_stdout()
+            return FINE
+        except (TunerError, ValueError, TypeError) as error:
+            if "--traceback" in arguments:
+                raise
+            click.echo(f"Error: {error}", err=True)
+            return BAD_INPUT
+
+
+def _exit_code(returned: Any) -> int:
+    return returned if isinstance(returned, int) else FINE
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
+    """A warning as one line: where in our code it was raised tells a user of the command line nothing."""
+    click.echo(f"Warning: {message}", err=True)
+
+
+def _survive_any_encoding() -> None:
+    """Let an ASCII terminal show "?" for a table's line instead of ending in an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _discard_stdout() -> None:
+    """Python flushes stdout once more at exit; without this it would complain there."""
+    import os
+
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

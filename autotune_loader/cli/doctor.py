@@ -1,0 +1,177 @@
+"""`autotune-loader doctor`: every limit of this machine with its source, and what to do about those that are too low."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from autotune_loader.report.units import bytes_text, counted
+
+if TYPE_CHECKING:
+    from autotune_loader.machine.facts import Machine
+    from autotune_loader.machine.limits import Cores
+
+State = Literal["ok", "low", "note"]
+
+SMALL_SHM_BYTES = 64 << 20
+"""Docker's default size of `/dev/shm`: a few large batches fill it, and a worker dies of a bus error."""
+SMALL_MEMORY_BYTES = 2 << 30
+"""Each worker holds an interpreter with torch, some hundred MiB of it its own."""
+FEW_OPEN_FILES = 4096
+"""Each tensor in flight takes a descriptor; the usual soft limit of 1024 is reached by 16 workers with large dicts."""
+
+_MARKS = {"ok": "ok  ", "low": "LOW ", "note": "    "}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    text: str
+    """What holds, with its source."""
+    fix: str | None = None
+    """What to do, where it is too low."""
+
+
+@click.command("doctor")
+def doctor_command() -> None:
+    """Show this machine's limits and how to raise low ones.
+
+    Every limit that matters to a DataLoader is named with its source.
+
+    \b
+    Example:
+      autotune-loader doctor
+    """  # noqa: D301 - click's mark is the character itself
+    from autotune_loader.machine.facts import inspect_machine
+
+    checks = examine(inspect_machine())
+    click.echo(render_checks(checks))
+
+
+def examine(machine: Machine) -> tuple[Check, ...]:
+    """All checks of a machine."""
+    return (
+        _versions(),
+        _cores(machine.cores),
+        _memory(machine),
+        _shm(machine),
+        _open_files(machine),
+        _start_method(),
+        _threads(machine),
+        _gpus(machine),
+    )
+
+
+def render_checks(checks: tuple[Check, ...]) -> str:
+    """One paragraph per check, and a sentence at the end."""
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]} {check.name}: {check.text}")
+        lines += [f"     fix: {check.fix}"] if check.fix else []
+    low = [check.name for check in checks if check.state == "low"]
+    lines.append("")
+    lines.append(f"Too low: {', '.join(low)}." if low else "Nothing here stands in a DataLoader's way.")
+    return "\n".join(lines)
+
+
+def _versions() -> Check:
+    from autotune_loader.machine.facts import torch_version
+    from autotune_loader.version import __version__
+
+    text = (
+        f"autotune_loader {__version__}, torch {torch_version() or 'not installed'}, Python {platform.python_version()}"
+    )
+    return Check(name="versions", state="note", text=f"{text}, {platform.system()} {platform.machine()}")
+
+
+def _cores(cores: Cores) -> Check:
+    inputs = ", ".join(f"{limit.value:g} from {limit.source}" for limit in cores.inputs)
+    shared = f", shared by {counted(cores.ranks, 'rank')}" if cores.ranks > 1 else ""
+    text = f"{cores.usable} usable{shared} ({inputs})"
+    most = max(limit.value for limit in cores.inputs)
+    if cores.usable > 1 or most <= 1:
+        return Check(name="cores", state="ok", text=text)
+    return Check(name="cores", state="low", text=text, fix=_core_fix(cores))
+
+
+def _core_fix(cores: Cores) -> str:
+    source = cores.binding.source
+    if cores.available >= 2:
+        return "start fewer ranks on this node"
+    if "SLURM" in source:
+        return "ask for more with sbatch --cpus-per-task=8"
+    if "affinity" in source:
+        return "this process is pinned to few CPUs; look at taskset, numactl, or SLURM's --cpu-bind"
+    return f"{source} is the bound; start the container with docker run --cpus=8, or raise resources.limits.cpu in Kubernetes"
+
+
+def _memory(machine: Machine) -> Check:
+    left = machine.memory_budget_bytes
+    if left is None:
+        return Check(name="memory", state="note", text="the system does not tell")
+    inputs = ", ".join(f"{bytes_text(limit.value)} from {limit.source}" for limit in machine.memory.inputs)
+    text = f"{bytes_text(left)} left for each process ({inputs}; {bytes_text(machine.memory.total_bytes)} in all)"
+    if left >= SMALL_MEMORY_BYTES:
+        return Check(name="memory", state="ok", text=text)
+    fix = "fewer workers; a smaller prefetch_factor; or a higher limit, as with docker run --memory=16g"
+    return Check(name="memory", state="low", text=text, fix=fix)
+
+
+def _shm(machine: Machine) -> Check:
+    if machine.shm is None:
+        return Check(name="shared memory", state="note", text="there is no /dev/shm here")
+    text = f"{bytes_text(machine.shm.free_bytes)} of {bytes_text(machine.shm.total_bytes)} free in /dev/shm"
+    if machine.shm.free_bytes > SMALL_SHM_BYTES:
+        return Check(name="shared memory", state="ok", text=text)
+    fix = (
+        "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted at /dev/shm; "
+        "as root: mount -o remount,size=2G /dev/shm"
+    )
+    return Check(name="shared memory", state="low", text=text, fix=fix)
+
+
+def _open_files(machine: Machine) -> Check:
+    if machine.open_files is None:
+        return Check(name="open files", state="ok", text="no limit")
+    text = f"{machine.open_files:,} (soft RLIMIT_NOFILE)"
+    if machine.open_files >= FEW_OPEN_FILES:
+        return Check(name="open files", state="ok", text=text)
+    fix = "ulimit -n 65536 before starting Python, or tune with --allow sharing_strategy"
+    return Check(name="open files", state="low", text=text, fix=fix)
+
+
+def _start_method() -> Check:
+    from autotune_loader.machine.facts import start_method
+
+    method = start_method()
+    meaning = {
+        "fork": "workers start fast; CUDA and threads of the training process must not be used in them",
+        "forkserver": "workers start from a clean process; dataset and collate_fn have to be picklable",
+        "spawn": "workers start slowly, with all imports; dataset and collate_fn have to be picklable",
+    }
+    return Check(name="start method", state="note", text=f"{method}: {meaning.get(method, 'unknown')}")
+
+
+def _threads(machine: Machine) -> Check:
+    settings = ", ".join(f"{name}={value}" for name, value in machine.thread_env.items())
+    if settings:
+        return Check(
+            name="threads", state="note", text=f"{settings}; the training process and its workers inherit them"
+        )
+    text = "nothing is set; torch uses one thread in a worker, other libraries (OpenCV, numpy's BLAS) one for each core"
+    return Check(name="threads", state="note", text=text)
+
+
+def _gpus(machine: Machine) -> Check:
+    driver = f"driver {machine.driver}" if machine.driver else "no driver"
+    if machine.gpus:
+        names = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
+        return Check(name="GPUs", state="ok", text=f"{names}; {driver}, NVML answers")
+    reason = machine.gpu_reason or "CUDA sees none"
+    return Check(name="GPUs", state="note", text=f"none: {reason}; GPU use is reported as null")

@@ -1,0 +1,150 @@
+"""A result in the form that a training job takes: pure functions from a result to text."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune_loader.result import TuningResult
+
+PREFIX = "AUTOTUNE_LOADER_"
+
+
+def kwargs_recipe(result: TuningResult) -> str:
+    """Arguments for `torch.utils.data.DataLoader`, as JSON."""
+    return json.dumps(_loader_arguments(result), indent=2)
+
+
+def env_recipe(result: TuningResult) -> str:
+    """Lines for a shell: one variable per DataLoader argument, and OMP_NUM_THREADS where the step's threads were tuned."""
+    values = {PREFIX + name.upper(): _env_text(value) for name, value in _loader_arguments(result).items()}
+    if result.best.consumer_threads is not None:
+        values["OMP_NUM_THREADS"] = str(result.best.consumer_threads)
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
+
+
+def snippet_recipe(result: TuningResult) -> str:
+    """Python that makes the loader and needs nothing but torch."""
+    lines = [
+        f"# {result.best}; written by autotune-loader",
+        *(["import torch"] if _process_settings(result) else []),
+        "from torch.utils.data import DataLoader",
+        "",
+        *_process_settings(result),
+        f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
+        "",
+        "",
+        "def make_loader(dataset, **arguments):",
+        '    """A tuned DataLoader; `arguments` such as batch_size and shuffle come on top and win."""',
+        "    return DataLoader(dataset, **{**LOADER_ARGUMENTS, **arguments})",
+        *_device_prefetch_note(result),
+    ]
+    return "\n".join(lines)
+
+
+def hf_recipe(result: TuningResult) -> str:
+    """Fields of `transformers.TrainingArguments`, and what has no field there."""
+    best = result.best
+    fields: dict[str, Any] = {
+        "dataloader_num_workers": best.num_workers,
+        "dataloader_pin_memory": best.pin_memory,
+        "dataloader_persistent_workers": best.persistent_workers,
+        "dataloader_prefetch_factor": best.prefetch_factor,
+    }
+    if best.drop_last is not None:
+        fields["dataloader_drop_last"] = best.drop_last
+    if best.batch_size is not None:
+        fields["per_device_train_batch_size"] = best.batch_size
+    missing = [name for name in ("in_order", "multiprocessing_context") if name in best.to_kwargs()]
+    notes = [f"# TrainingArguments has no field for {name}={best.to_kwargs()[name]!r}." for name in missing]
+    return "\n".join(
+        [
+            *_import_torch(result),
+            *_process_settings(result),
+            *notes,
+            "# TrainingArguments(..., **LOADER_FIELDS)",
+            f"LOADER_FIELDS = {_python_dict(fields)}",
+        ]
+    )
+
+
+def lightning_recipe(result: TuningResult) -> str:
+    """A DataLoader's arguments for a LightningModule or LightningDataModule."""
+    return "\n".join(
+        [
+            *_import_torch(result),
+            *_process_settings(result),
+            "# In train_dataloader(): return DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
+            "# Trainer(...) needs no change: it keeps these arguments, and num_workers is for each process (device).",
+            f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
+        ]
+    )
+
+
+def accelerate_recipe(result: TuningResult) -> str:
+    """A DataLoader's arguments to be prepared by accelerate, and its configuration."""
+    config = {"non_blocking": result.best.pin_memory}
+    return "\n".join(
+        [
+            *_import_torch(result),
+            "from accelerate import DataLoaderConfiguration",
+            "",
+            *_process_settings(result),
+            "# loader = DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
+            "# accelerator = Accelerator(dataloader_config=DATALOADER_CONFIG); loader = accelerator.prepare(loader)",
+            "# prepare() keeps these arguments, and num_workers is for each process.",
+            f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
+            f"DATALOADER_CONFIG = DataLoaderConfiguration(**{config!r})  # copies overlap the step where memory is pinned",
+        ]
+    )
+
+
+RECIPES: Mapping[str, Callable[[TuningResult], str]] = {
+    "kwargs": kwargs_recipe,
+    "env": env_recipe,
+    "snippet": snippet_recipe,
+    "hf": hf_recipe,
+    "lightning": lightning_recipe,
+    "accelerate": accelerate_recipe,
+}
+
+
+def _loader_arguments(result: TuningResult) -> dict[str, Any]:
+    size = {"batch_size": result.best.batch_size} if result.best.batch_size is not None else {}
+    return {**size, **result.best.to_kwargs()}
+
+
+def _import_torch(result: TuningResult) -> list[str]:
+    return ["import torch", ""] if _process_settings(result) else []
+
+
+def _process_settings(result: TuningResult) -> list[str]:
+    """Statements for what is no argument of DataLoader but a setting of the training process."""
+    best, lines = result.best, []
+    if best.consumer_threads is not None:
+        lines.append(f"torch.set_num_threads({best.consumer_threads})  # once, before the training loop")
+    if best.sharing_strategy is not None:
+        lines.append(f"torch.multiprocessing.set_sharing_strategy({best.sharing_strategy!r})")
+    return [*lines, ""] if lines else []
+
+
+def _device_prefetch_note(result: TuningResult) -> list[str]:
+    depth = result.best.device_prefetch
+    if not depth:
+        return []
+    return [
+        "",
+        "",
+        f"# from autotune_loader import DevicePrefetcher; loader = DevicePrefetcher(loader, 'cuda', depth={depth})",
+    ]
+
+
+def _python_dict(values: Mapping[str, Any]) -> str:
+    return "{\n" + "".join(f"    {json.dumps(name)}: {value!r},\n" for name, value in values.items()) + "}"
+
+
+def _env_text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,114 @@
+"""`autotune-loader tune`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune_loader.cli.exits import exit_code_of
+from autotune_loader.settings import ALLOWABLE, ISOLATIONS, SEARCHES
+
+if TYPE_CHECKING:
+    from autotune_loader.result import TuningResult
+
+
+@click.command("tune")
+@click.argument("factory")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write loader.json here, after every trial.")
+@click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
+@click.option("--max-trials", type=int, help="Most configurations to try.")
+@click.option("--max-workers", type=int, help="Most workers to try.")
+@click.option("--max-host-memory", metavar="SIZE", help="Most memory of all processes together, such as 8GB.")
+@click.option("--max-shm", metavar="SIZE", help="Most shared memory of the batches in flight, such as 512MiB.")
+@click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice(ALLOWABLE),
+    help="Search this too, though it changes training. Repeatable.",
+)
+@click.option(
+    "--tolerance", type=float, help="Rates this close count as equal; the cheapest is chosen.  [default: 0.02]"
+)
+@click.option("--search", type=click.Choice(SEARCHES), help="How configurations are proposed.  [default: auto]")
+@click.option("--seed", type=int, help="Of proposals and samples; timings cannot be seeded.  [default: 0]")
+@click.option("--isolation", type=click.Choice(ISOLATIONS), help="Where bursts run.  [default: auto]")
+@click.option("--storage", help="Keep the Optuna study: a journal file's path, or a database URL.")
+@click.option("--study-name", help="Name of the study in the storage.")
+@click.option("--no-reuse", is_flag=True, help="Tune anew even if a valid earlier result is there.")
+@click.option("--batch-size", type=int, help="Samples per batch, where the factory does not say.")
+@click.option("--device", help="Where the step runs, such as cpu or cuda:1.  [default: auto]")
+@click.option("--json", "as_json", is_flag=True, help="Print only the result on stdout, as loader.json has it.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def tune_command(factory: str, as_json: bool, quiet: bool, no_reuse: bool, **options: Any) -> int:
+    """Tune the workload that FACTORY makes.
+
+    FACTORY is package.module:function or path/to/file.py:function. The function takes no arguments and returns a
+    dataset, a DataLoader, a tuple (dataset, model), or a dict of arguments for tune(). Options given here win over it.
+
+    \b
+    Examples:
+      autotune-loader tune train.py:make_loader -o loader.json
+      autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
+      autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
+    """  # noqa: D301 - click's mark is the character itself
+    # The word and not the function: tests and users may replace autotune_loader.tuner.tune.
+    from autotune_loader import tuner
+    from autotune_loader.cli.factories import load_workload
+
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    given |= {"reuse": False} if no_reuse else {}
+    with _stdout_kept_for_us(as_json):
+        arguments = load_workload(factory) | given
+        result = tuner.tune(**arguments, **_progress(arguments, quiet=quiet))
+    _print_result(result, given.get("output"), as_json=as_json)
+    return exit_code_of(result)
+
+
+def _progress(arguments: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
+    """Someone who types a command wants to see it work, also through a pipe."""
+    return {} if "progress" in arguments and not quiet else {"progress": "off" if quiet else "on"}
+
+
+def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(result_json(result))
+        return
+    click.echo(result.report())
+    if output:
+        click.echo(f"\nWritten to {output}. Use it: autotune-loader apply {output} --to snippet")
+    else:
+        click.echo(f"\nDataLoader arguments: {result.best.to_kwargs()}\nNothing was written; -o loader.json would.")
+
+
+def result_json(result: TuningResult) -> str:
+    """The result as `loader.json` has it."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(result.to_file()), indent=2).decode()
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_us(reserve: bool) -> Iterator[None]:
+    """Send to stderr what anything else prints, worker processes and C libraries included."""
+    if not reserve:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_1_to_stderr():
+        yield
+
+
+@contextlib.contextmanager
+def _descriptor_1_to_stderr() -> Iterator[None]:
+    sys.__stdout__.flush() if sys.__stdout__ else None
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
