@@ -7,12 +7,13 @@ Schema) from them. The file is data only: nothing in it is executed or unpickled
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import tempfile
+import secrets
 import warnings as python_warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError, MachineMismatchError
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = "1.0"
 # No honest loader.json comes near this; a file that does is refused before it is parsed.
 MAX_FILE_BYTES = 32 << 20
+
+_Kind = TypeVar("_Kind")
+_INTERVAL_KEYS = {field.name for field in fields(Interval)}
 
 Status = Literal["complete", "partial", "fallback"]
 OnMismatch = Literal["warn", "clamp", "raise"]
@@ -118,6 +122,10 @@ class Finals:
     rounds: tuple[tuple[float | None, ...], ...] = ()
     """Samples/s of each configuration in each round; null where its burst failed."""
 
+    def __post_init__(self) -> None:
+        if any(len(rates) != len(self.configs) for rates in self.rounds):
+            raise ValueError(f"every round of the finals needs {len(self.configs)} rates, one for each configuration")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFile:
@@ -196,7 +204,10 @@ class TuningResult:
         """
         from torch.utils.data import DataLoader
 
-        arguments = {**self.parts, **self.best.to_kwargs(), **kwargs}
+        tuned = self.best.to_kwargs()
+        if kwargs.get("num_workers") == 0:
+            tuned = {name: value for name, value in tuned.items() if name in ("pin_memory", "drop_last")}
+        arguments = {**self.parts, **tuned, **kwargs}
         if "batch_size" not in kwargs and "batch_sampler" not in kwargs:
             arguments["batch_size"] = self.batch_size.value
         if arguments.get("batch_sampler") is not None or arguments.get("batch_size", 1) is None:
@@ -285,16 +296,57 @@ def write_loader_file(file: LoaderFile, path: str | os.PathLike[str]) -> None:
 
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(file), indent=2)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    text = msgspec.json.format(msgspec.json.encode(to_plain(file)), indent=2)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        # Not tempfile: its files are private, and the training job may run as somebody else. The umask decides.
+        with temporary.open("xb") as stream:
             stream.write(text + b"\n")
-        Path(temporary).replace(target)
+        temporary.replace(target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise
+
+
+def to_plain(value: Any) -> Any:
+    """Plain JSON values of a dataclass. What JSON cannot say is replaced: an interval's infinite bound becomes null."""
+    import msgspec
+
+    return _sayable(msgspec.to_builtins(value))
+
+
+def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
+    """The inverse of `to_plain`: null bounds of intervals become infinite again.
+
+    Raises:
+        msgspec.ValidationError: the values do not make a `kind`.
+    """
+    import msgspec
+
+    return msgspec.convert(_with_infinities(raw), kind)
+
+
+def _sayable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):  # the name of an unreadable file may hold bytes that are no text
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_sayable(key): _sayable(each) for key, each in value.items()}
+    return [_sayable(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _with_infinities(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_infinities(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    restored = {key: _with_infinities(each) for key, each in value.items()}
+    if restored.keys() >= _INTERVAL_KEYS:
+        for bound, unbounded in (("low", -math.inf), ("high", math.inf)):
+            restored[bound] = unbounded if restored[bound] is None else restored[bound]
+    return restored
 
 
 def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
@@ -310,7 +362,7 @@ def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
     try:
         raw = msgspec.json.decode(data)
         _check_version(raw, source)
-        file = msgspec.convert(raw, LoaderFile)
+        file = from_plain(raw, LoaderFile)
         config_in(file)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         raise ConfigFileError(
@@ -327,9 +379,9 @@ def _bounded_bytes(source: Path) -> bytes:
                 f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
             )
         return source.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise ConfigFileError(
-            f"path={str(source)!r} cannot be read ({error.strerror}); "
+            f"path={str(source)!r} cannot be read ({getattr(error, 'strerror', error)}); "
             "write it with tune(..., output='loader.json') or result.save('loader.json')"
         ) from error
 
@@ -359,6 +411,12 @@ def loader_schema() -> dict[str, Any]:
     import msgspec
 
     schema = msgspec.json.schema(LoaderFile)
+    for bound in ("low", "high"):
+        schema["$defs"]["Interval"]["properties"][bound] = {
+            "anyOf": [{"type": "number"}, {"type": "null"}],
+            "description": "null: the data do not bound it",
+        }
+    schema["$defs"]["LoaderFile"]["properties"]["created_by"].pop("default")  # changes with every release
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}
 
 
