@@ -89,15 +89,18 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
 def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
     if isinstance(dataset, Iterator):
         raise _one_shot(dataset)
-    if not is_iterable_dataset(dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
         raise TypeError(
             f"dataset_or_loader={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
             "__getitem__ and __len__; a list of samples would work"
         )
-    if not is_iterable_dataset(dataset) and len(dataset) == 0:
+    if not is_iterable_dataset(dataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ValueError(
             "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
         )
+    for name in ("sampler", "batch_sampler"):
+        if parts[name] is not None and is_iterable_dataset(dataset):
+            raise ValueError(f"{name}={parts[name]!r} has no meaning for an IterableDataset; {name}=None would work")
     if parts["batch_sampler"] is not None:
         for name, value in (
             ("batch_size", batch_size),
@@ -115,6 +118,12 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
     return DataSide.from_dataset(
         dataset, batch_size=batch_size, **{**parts, "drop_last": bool(parts["drop_last"])}
     ), notes
+
+
+def _is_map_style(dataset: Any, parts: dict[str, Any]) -> bool:
+    """As torch has it: a length is only asked for where no sampler says which indices there are."""
+    has_sampler = parts["sampler"] is not None or parts["batch_sampler"] is not None
+    return hasattr(dataset, "__getitem__") and (has_sampler or hasattr(dataset, "__len__"))
 
 
 def _one_shot(dataset: Any) -> TypeError:

@@ -247,7 +247,7 @@ def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, setting
         useful = min(settings.max_workers, max(useful, settings.max_workers if data.is_iterable else useful))
     if data.shards is not None:
         useful = min(useful, data.shards)
-    return useful
+    return useful if readiness.shardable else min(useful, 1)
 
 
 def _keeps_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> bool:

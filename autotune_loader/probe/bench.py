@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.probe.burst import Announce, BatchShape, make_traced_loader, run_burst, run_step_ceiling
+from autotune_loader.probe.canary import workers_repeat_each_other
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.traced import forget_open_batch
@@ -36,6 +37,8 @@ class Readiness:
     first_fetch_s: float
     """Wall seconds of the very first batch, fetched in the main process."""
     first_fetch_cpu_s: float
+    shardable: bool = True
+    """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
 
@@ -83,6 +86,8 @@ class Bench:
         finally:
             forget_open_batch()
         shape = BatchShape.of(self._batch)
+        data = self._data()
+        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, first_fetch_s)
         return Readiness(
             step=self._step.description,
             samples=self._samples,
@@ -91,6 +96,7 @@ class Bench:
             on_accelerator=shape.on_accelerator,
             first_fetch_s=first_fetch_s,
             first_fetch_cpu_s=fetch[4],
+            shardable=not repeats,
             default_threads=torch.get_num_threads(),
         )
 

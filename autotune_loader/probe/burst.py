@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import random
 import threading
 import time
 import traceback
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
@@ -58,11 +60,9 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int) -> DataL
     Args:
         data: the user's parts; they are used, not copied.
         config: what to tune.
-        seed: seeds torch's global generator and the user's own, so that equal seeds give equal indices.
+        seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
     """
-    torch.manual_seed(seed)
-    if data.generator is not None:
-        data.generator.manual_seed(seed)
+    _seed_everything(data, seed)
     batched = data.batch_size is not None or data.batch_sampler is not None
     default = default_collate if batched else default_convert
     parts: dict[str, Any] = {
@@ -88,6 +88,17 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int) -> DataL
     return DataLoader(**parts, **kwargs)
 
 
+def _seed_everything(data: DataSide, seed: int) -> None:
+    """Seed whatever a sampler may draw from: torch, Python, numpy, and the generators that the user's parts hold."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what samplers draw from is the global generator
+    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
+    for generator in (getattr(holder, "generator", None) for holder in holders):
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+
+
 def run_burst(
     data: DataSide,
     step: TrainingStep,
@@ -107,13 +118,15 @@ def run_burst(
         announce(next_phase)
 
     before = {process.pid for process in multiprocessing.active_children()}
-    open_loader = _OpenLoader()
+    open_loader = OpenLoader()
     try:
         with _consumer_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
             enter("start")
             return _measure(open_loader, data, step, config, plan, enter)
-    except Exception as error:
+    except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+        if not isinstance(error, Exception):
+            raise
         return failure_of(error, phase)
     finally:
         enter("shutdown")
@@ -122,7 +135,7 @@ def run_burst(
 
 
 def _measure(
-    open_loader: _OpenLoader,
+    open_loader: OpenLoader,
     data: DataSide,
     step: TrainingStep,
     config: LoaderConfig,
@@ -269,7 +282,7 @@ def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:
         yield batch, (MAIN_PROCESS, now, now, now, 0.0, samples)
 
 
-class _OpenLoader:
+class OpenLoader:
     """Owner of a running iterator: the only reference to it, so that dropping it here shuts the workers down."""
 
     def __init__(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 from autotune_loader.trial import Failure, FailureKind, FailurePhase
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
@@ -68,14 +69,28 @@ def _first_sentence(text: str, limit: int = 400) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback as the user would have seen it without us: frames of this package are left out."""
-    frames = [frame for frame in traceback.extract_tb(_tb(error)) if not frame.filename.startswith(_PACKAGE)]
-    lines = ["Traceback (most recent call last):\n"] if frames else []
-    lines += traceback.format_list(frames) + traceback.format_exception_only(type(error), error)
-    return "".join(lines)
+    told = traceback.TracebackException.from_exception(error, capture_locals=False)
+    _leave_us_out(told)
+    return _without_our_lines("".join(told.format()))
 
 
-def _tb(error: BaseException) -> TracebackType | None:
-    return error.__traceback__
+def _leave_us_out(told: traceback.TracebackException | None) -> None:
+    while told is not None:
+        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(_PACKAGE)])
+        _leave_us_out(told.__cause__)
+        told = told.__context__
+
+
+def _without_our_lines(text: str) -> str:
+    """Torch hands a worker's traceback on as text; there a frame is a `File` line and the deeper indented lines after it."""
+    kept: list[str] = []
+    ours = False
+    for line in text.splitlines(keepends=True):
+        head = re.match(r' *File "(?P<file>[^"]+)", line \d+', line)
+        ours = head["file"].startswith(_PACKAGE) if head else ours and line.startswith("    ")
+        if not ours:
+            kept.append(line)
+    return "".join(kept)
 
 
 def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: str) -> Failure:

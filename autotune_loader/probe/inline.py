@@ -7,7 +7,7 @@ that is possible, and every piece of global state that a DataLoader or a trainin
 from __future__ import annotations
 
 import contextlib
-import copy
+import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +15,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 from autotune_loader.config import LoaderConfig
@@ -22,8 +24,12 @@ from autotune_loader.errors import WorkloadError
 from autotune_loader.machine.facts import Machine
 from autotune_loader.meters.memory import TreeMeter
 from autotune_loader.probe.bench import Bench, Readiness
+from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
 from autotune_loader.trial import BurstPlan, Failure, Measurement
+
+# A data side larger than this is not copied: bursts without workers then use it as it is.
+MAX_COPY_BYTES = 256 << 20
 
 
 class InlineProbe:
@@ -32,6 +38,7 @@ class InlineProbe:
     def __init__(self, workload: Workload, machine: Machine, *, memory_budget_bytes: int | None = None) -> None:
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
+        self._servers_before = _running_servers()
         self.notes: list[str] = []
         data, training = self._copied_data(workload.data), self._copied_training(workload.training)
         self._bench = Bench(data=lambda: data, private_data=lambda: self._copied_data(data), training=training)
@@ -73,41 +80,34 @@ class InlineProbe:
             return self._bench.step_ceiling(consumer_threads, plan)
 
     def close(self) -> None:
-        """Nothing to end: every burst has ended its own workers."""
+        """End the server that the start method "forkserver" leaves running; workers were ended by their bursts."""
+        _stop_servers(except_for=self._servers_before)
 
     def _copied_data(self, data: DataSide) -> DataSide:
         """A copy of the data side; what cannot be copied is used as it is, and that is noted."""
-        sampler_like = {name: self._copied(name, getattr(data, name)) for name in ("sampler", "batch_sampler")}
-        return replace(
-            data,
-            dataset=self._copied("dataset", data.dataset),
-            generator=_copied_generator(data.generator),
-            **sampler_like,
-        )
+        names = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+        try:
+            parts, shared = copied({name: getattr(data, name) for name in names}, MAX_COPY_BYTES)
+        except NotCopiedError as error:
+            self._note(f"inline: the dataset is used as it is, {error}; bursts without workers may fill its caches")
+            return data
+        for path in shared:
+            self._note(f"inline: {path} cannot be copied, so the bursts share it with you")
+        return replace(data, **parts)
 
     def _copied_training(self, training: TrainingSide) -> TrainingSide:
-        # In one deepcopy, so that the optimizer's parameters are the copied model's.
-        model, optimizer = self._copied("model and optimizer", (training.model, training.optimizer))
-        return replace(training, model=model, optimizer=optimizer)
-
-    def _copied(self, name: str, value: Any) -> Any:
+        names = ("model", "optimizer", "train_step", "loss_fn")
         try:
-            return copy.deepcopy(value)
-        except Exception as error:
-            note = f"inline: {name} cannot be copied ({error}); bursts without workers use it as it is"
-            if note not in self.notes:
-                self.notes.append(note)
-            return value
+            parts, shared = copied({name: getattr(training, name) for name in names})
+        except NotCopiedError as error:
+            raise WorkloadError(f"model and optimizer cannot be trained on in this process, because {error}") from error
+        for path in shared:
+            self._note(f"inline: {path} cannot be copied, so the bursts share it with you")
+        return replace(training, **parts)
 
-
-def _copied_generator(generator: Any) -> Any:
-    if generator is None:
-        return None
-    import torch
-
-    twin = torch.Generator(device=generator.device)
-    twin.set_state(generator.get_state())
-    return twin
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,8 @@ def untouched_process_state() -> Iterator[None]:
     threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
     sharing = torch.multiprocessing.get_sharing_strategy()
     cudnn = {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "enabled")}
-    environment, handlers = dict(os.environ), _signal_handlers()
+    environment, handlers, folder = dict(os.environ), _signal_handlers(), Path.cwd()
+    start_method = multiprocessing.get_start_method(allow_none=True)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             yield
@@ -138,6 +139,9 @@ def untouched_process_state() -> Iterator[None]:
         for name, value in cudnn.items():
             setattr(torch.backends.cudnn, name, value)
         _restore_environment(environment)
+        os.chdir(folder)
+        if start_method is None:  # starting workers settles the default, after which the user could not set it
+            multiprocessing.set_start_method(None, force=True)
         _restore_signal_handlers(handlers)
 
 
@@ -170,3 +174,23 @@ def _let_torch_install_its_handler_again() -> None:
 
     if hasattr(_utils.signal_handling, "_SIGCHLD_handler_set"):
         _utils.signal_handling._SIGCHLD_handler_set = False
+
+
+def _running_servers() -> frozenset[str]:
+    """Which of multiprocessing's own helper processes run: the fork server and the resource tracker."""
+    running = {
+        "forkserver": getattr(forkserver._forkserver, "_forkserver_pid", None),
+        "resource_tracker": getattr(resource_tracker._resource_tracker, "_pid", None),
+    }
+    return frozenset(name for name, pid in running.items() if pid is not None)
+
+
+def _stop_servers(except_for: frozenset[str]) -> None:
+    # There is no public way. Where these methods are missing (they exist for Python's own tests) the helpers end with
+    # this process. The fork server goes first: it has the tracker's pipe open.
+    for name, server in (
+        ("forkserver", forkserver._forkserver),
+        ("resource_tracker", resource_tracker._resource_tracker),
+    ):
+        if name in _running_servers() - except_for and hasattr(server, "_stop"):
+            server._stop()

@@ -17,6 +17,11 @@ from autotune_loader.settings import Isolation
 PAYLOAD_MEMORY_SHARE = 0.15
 LARGEST_PAYLOAD_BYTES = 4 << 30
 
+REPEATED_SAMPLES = (
+    "every worker of this IterableDataset delivers the same samples, so at most 1 worker is used; "
+    "share them out in __iter__ by torch.utils.data.get_worker_info().id"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenProbe:
@@ -43,6 +48,8 @@ def open_probe(
         readiness = probe.start()
         if isinstance(probe, InlineProbe):
             notes = [*notes, *probe.notes]
+        if not readiness.shardable:
+            notes = [*notes, REPEATED_SAMPLES]
         yield OpenProbe(probe=probe, readiness=readiness, notes=notes)
     finally:
         probe.close()

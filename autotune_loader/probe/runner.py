@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Generous: torch may come from a network file system, and the first sample from a cold bucket.
 START_DEADLINE_S = 180.0
+# A process that has not read a byte for so long hangs before it serves (an import that waits, say).
+SEND_DEADLINE_S = 60
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
 # Workers inherit the connection, so a dead probe process does not close it while they live: its death is looked for too.
@@ -176,6 +179,8 @@ class _Child:
                 start_new_session=True,  # a process group of its own, so that the whole tree can be ended
             )
         os.close(lifeline_read)
+        # Without a timeout a process that hangs before it reads would block us in the middle of a large payload.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         self._connection = Connection(ours.detach())
         self._payload = payload
         self._phase: FailurePhase = "start"
@@ -191,6 +196,8 @@ class _Child:
             wire.send(self._connection, _hello())
             self._connection.send_bytes(self._payload.data)
             self._connection.send_bytes(self._payload.training)
+        except BlockingIOError:
+            return self._hang(SEND_DEADLINE_S)
         except OSError:
             return self._death()
         message = self._answer(deadline_s)
@@ -268,15 +275,17 @@ class _Child:
     def end(self) -> None:
         """Leave nothing: no process of the group, no descriptor, no shared-memory segment."""
         members = process_group_members(self.pid)
-        self._connection.close()
-        if not self.is_lost:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_GRACE_S)
-        self.kill()
-        self._process.wait()
-        os.close(self._lifeline)
-        self._output.close()
-        remove_segments_of({*members, self.pid})
+        try:
+            self._connection.close()
+            if not self.is_lost:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_GRACE_S)
+        finally:  # also when a second Ctrl-C comes
+            self.kill()
+            self._process.wait()
+            os.close(self._lifeline)
+            self._output.close()
+            remove_segments_of({*members, self.pid})
 
 
 def _hello() -> wire.Hello:

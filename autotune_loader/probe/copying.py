@@ -1,0 +1,143 @@
+"""Copies of the user's objects for bursts in the user's own process: all of it but what cannot be copied, and that is told."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+# More objects than this that cannot be copied, and the whole is given up.
+MOST_SHARED = 16
+# How deep an object that cannot be copied is looked for, in attributes and items.
+SEARCH_DEPTH = 6
+
+
+class NotCopiedError(Exception):
+    """A value is too large to be copied, or cannot be taken apart."""
+
+
+def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Deep copies of parts that may refer to each other, and the paths of what they still share with the originals.
+
+    Locks, sockets, open files and the like cannot be copied; they are shared, everything around them is copied.
+
+    Args:
+        parts: values by name, copied as one, so that an optimizer keeps pointing at its model's parameters.
+        max_bytes: no more than this is copied; None for no limit.
+
+    Raises:
+        NotCopiedError: too large, or not to be copied even in part.
+    """
+    shared, paths = _what_to_share(dict(parts), max_bytes)
+    memo = dict(shared)
+    try:
+        return {name: _copied_value(value, memo) for name, value in parts.items()}, paths
+    except Exception as error:
+        raise NotCopiedError(str(error)) from error
+
+
+def _what_to_share(parts: dict[str, Any], max_bytes: int | None) -> tuple[dict[int, Any], list[str]]:
+    shared: dict[int, Any] = {}
+    paths: list[str] = []
+    while (fault := _fault_in("", parts, shared, max_bytes)) is not None:
+        path, value = fault
+        if value is parts or len(shared) >= MOST_SHARED:
+            raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
+        shared[id(value)] = value
+        paths.append(path)
+    return shared, paths
+
+
+def _fault_in(
+    path: str, value: Any, shared: dict[int, Any], max_bytes: int | None, depth: int = SEARCH_DEPTH
+) -> tuple[str, Any] | None:
+    """The deepest part of a value that cannot be taken apart, with its path; None when there is none."""
+    if _can_be_taken_apart(value, shared, max_bytes):
+        return None
+    for name, part in _parts_of(value) if depth else ():
+        fault = _fault_in(f"{path}.{name}" if path else name, part, shared, max_bytes, depth - 1)
+        if fault is not None:
+            return fault
+    return path, value
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), part) for index, part in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        yield from ((name, cell.cell_contents) for name, cell in _cells(value))
+    else:
+        yield from dict(getattr(value, "__dict__", {})).items()
+
+
+class _Meter(io.RawIOBase):
+    """Counts bytes instead of keeping them."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        super().__init__()
+        self._left = max_bytes
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if self._left is not None:
+            self._left -= size
+            if self._left < 0:
+                raise NotCopiedError("it is too large to be copied")
+        return size
+
+
+class _Dismantler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles all but what is shared."""
+
+    def __init__(self, meter: _Meter, shared: dict[int, Any]) -> None:
+        super().__init__(meter)
+        self._shared = shared
+
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if id(value) in self._shared else None
+
+
+def _can_be_taken_apart(value: Any, shared: dict[int, Any], max_bytes: int | None) -> bool:
+    try:
+        _Dismantler(_Meter(max_bytes), shared).dump(value)
+    except NotCopiedError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    return _copied_function(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
+    """The function over copies of the models and optimizers that it closes over or finds in its module.
+
+    A `train_step` often reaches its optimizer in this way; deepcopy would hand back the very same function.
+    """
+    cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for _, cell in _cells(function))
+    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    trained = {name: copy.deepcopy(value, memo) for name, value in names.items() if _is_trained(value)}
+    if not trained and not cells:
+        return function
+    space = {**function.__globals__, **trained} if trained else function.__globals__
+    closure = cells if function.__closure__ else None
+    twin = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
+
+
+def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
