@@ -8,14 +8,17 @@ attributes, so that a study is readable without this package, and so that it can
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.result import from_plain, to_plain
 from autotune_loader.settings import Search
 from autotune_loader.space import MAX_WORKERS, Space
 from autotune_loader.trial import Failure, Measurement, Trial, TrialRole
@@ -78,11 +81,11 @@ class Ledger:
         """Complete an asked trial: its rate as the value, everything else as attributes and constraints."""
         import optuna
 
-        for name, value in _attributes(trial).items():
-            asked.set_user_attr(name, value)
-        for name, violation in _constraints(trial, self._space).items():
-            _set_constraint(asked, name, violation)
         with quiet_optuna():
+            for name, value in _attributes(trial).items():
+                asked.set_user_attr(name, value)
+            for name, violation in _constraints(trial, self._space).items():
+                _set_constraint(asked, name, violation)
             if trial.measurement is not None:
                 self.study.tell(asked, trial.measurement.samples_per_s.value)
             else:
@@ -96,15 +99,14 @@ class Ledger:
             self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
     def restored(self) -> list[Trial]:
-        """The trials of an earlier run of the same study, in order, without their traces."""
-        import msgspec
-
-        trials = []
+        """The trials of an earlier run of the same study, in order, without their traces; a repeated one once."""
+        trials: dict[int, Trial] = {}
         for frozen in self.study.get_trials(deepcopy=False):
             text = frozen.user_attrs.get("record")
             if text is not None and frozen.state.is_finished():
-                trials.append(msgspec.json.decode(text, type=Trial))
-        return trials
+                trial = from_plain(json.loads(text), Trial)
+                trials.setdefault(trial.number, trial)
+        return list(trials.values())
 
     def close(self) -> None:
         """Let go of a storage that holds connections."""
@@ -112,23 +114,26 @@ class Ledger:
             self.study._storage.remove_session()
 
     def _drop_zombies(self) -> None:
-        """Trials that a killed run left running would stay so for ever."""
+        """Trials that a killed run left running or enqueued: they would stay so, or be taken for another that is asked."""
         import optuna
 
-        running = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
-        for frozen in running:
-            with contextlib.suppress(Exception):
-                self.study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
+        states = optuna.trial.TrialState
+        with quiet_optuna(), contextlib.suppress(Exception):
+            while self.study.get_trials(deepcopy=False, states=(states.WAITING,)):
+                self.study.ask()
+            for frozen in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+                self.study.tell(frozen.number, state=states.FAIL)
 
     def _knobs(self, config: LoaderConfig) -> dict[str, Any]:
-        knobs: dict[str, Any] = {"num_workers": config.num_workers}
-        if config.num_workers:
-            knobs["prefetch_factor"] = config.prefetch_factor
+        """Where a configuration lies on Optuna's scales. Beyond their ends is at their ends: `record` has the truth."""
+        knobs: dict[str, Any] = {"num_workers": min(config.num_workers, MAX_WORKERS)}
+        if config.prefetch_factor is not None:
+            knobs["prefetch_factor"] = min(config.prefetch_factor, MOST_PREFETCH)
         for name, values in self._searched().items():
             value = getattr(config, name)
-            if name == "consumer_threads" and value is None:
-                value = self._default_threads
-            if value in values or name == "consumer_threads":
+            if name == "consumer_threads":
+                knobs[name] = min(value or self._default_threads, MOST_THREADS)
+            elif value in values:
                 knobs[name] = value
         return knobs
 
@@ -210,10 +215,6 @@ def _mend_torn_tail(path: Path) -> None:
 
 def _attributes(trial: Trial) -> dict[str, Any]:
     """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
-    from dataclasses import replace
-
-    import msgspec
-
     values: dict[str, Any] = {"role": trial.role, "config": trial.config.to_dict(), "seconds": round(trial.seconds, 3)}
     lean = trial
     if trial.measurement is not None:
@@ -223,8 +224,8 @@ def _attributes(trial: Trial) -> dict[str, Any]:
         values |= _failure(trial.failure)
     if trial.predicted_samples_per_s is not None:
         values["predicted_samples_per_s"] = float(trial.predicted_samples_per_s)
-    values["record"] = msgspec.json.encode(lean).decode()
-    return values
+    plain: dict[str, Any] = to_plain(values)
+    return {**plain, "record": json.dumps(to_plain(lean), allow_nan=False)}
 
 
 def _metrics(measurement: Measurement) -> dict[str, Any]:

@@ -370,7 +370,7 @@ def mutate(values, path, replacement):
 
 
 def outcome_of_loading(file):
-    with mock.patch.object(result_module, "inspect_machine", lambda: FakeMachine(HERE)), warnings.catch_warnings():
+    with mock.patch.object(result_module, "inspect_machine", return_value=FakeMachine(HERE)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             TuningResult.load(file)
@@ -421,7 +421,7 @@ def test_another_machine_is_warned_about_with_both_values(tmp_path, on_machine):
 
 def test_another_machine_can_be_refused(tmp_path, on_machine):
     on_machine(replace(HERE, usable_cores=2))
-    with pytest.raises(MachineMismatchError, match="4 then, 2 here.*on_mismatch='clamp'"):
+    with pytest.raises(MachineMismatchError, match=r"4 then, 2 here.*on_mismatch='clamp'"):
         load_config(saved(finished_run(), tmp_path), on_mismatch="raise")
 
 
