@@ -73,7 +73,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         space_hash=setting.space.hash,
         fingerprint=setting.fingerprint,
         study=found.study,
-        parts=_loader_parts(setting.workload),
+        parts=loader_parts(setting.workload),
     )
 
 
@@ -214,7 +214,7 @@ def _warnings(found: Found, setting: Setting) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _loader_parts(workload: Workload) -> dict[str, Any]:
+def loader_parts(workload: Workload) -> dict[str, Any]:
     """What a loader made from the result takes over from the tuned one."""
     data = workload.data
     parts = {"collate_fn": data.collate_fn, "worker_init_fn": data.worker_init_fn, "generator": data.generator}

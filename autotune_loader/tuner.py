@@ -11,8 +11,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.arguments import make_workload
-from autotune_loader.assembly import Setting, assemble
+from autotune_loader.assembly import Setting, assemble, loader_parts
 from autotune_loader.config import LoaderConfig
+from autotune_loader.distributed import Ranks, joined_ranks
+from autotune_loader.lockstep import (
+    common_space,
+    environment,
+    follow,
+    lead,
+    opened_together,
+    share,
+    workload_of_rank,
+)
 from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.opening import open_probe
@@ -110,6 +120,7 @@ def tune(
     Raises:
         TypeError, ValueError: a wrong argument, named with a value that would work.
         WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
+        RankLostError: under torchrun, where every rank must call `tune()`: a rank failed, died or did not answer.
     """
     started = time.monotonic()
     settings = parse_settings(
@@ -150,14 +161,25 @@ def tune(
 
 
 def _tune(workload: Workload, settings: Settings, notes: list[str], started: float) -> TuningResult:
-    machine = inspect_machine()
+    with joined_ranks() as ranks:
+        return _tune_with(ranks, workload_of_rank(ranks, workload), settings, notes, started)
+
+
+def _tune_with(
+    ranks: Ranks | None, workload: Workload, settings: Settings, notes: list[str], started: float
+) -> TuningResult:
+    machine = inspect_machine(environ=environment(ranks))
     fingerprint = machine.fingerprint(dataset=_describe(workload.data.dataset))
-    progress = make_progress(settings.progress)
+    leads = ranks is None or ranks.leads
+    progress = make_progress(settings.progress if leads else "off")
     progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
     memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
     try:
-        with open_probe(workload, machine, settings.isolation, memory_bytes) as opened:
-            space = make_space(workload, opened.readiness, machine, settings)
+        with opened_together(ranks, lambda: open_probe(workload, machine, settings.isolation, memory_bytes)) as opened:
+            space = common_space(ranks, lambda: make_space(workload, opened.readiness, machine, settings))
+            if ranks is not None and not leads:
+                return follow(ranks, opened.probe, loader_parts(workload))
+            probe = lead(ranks, opened.probe)
             progress.announce(f"step: {opened.readiness.step}; up to {space.max_workers} workers")
             setting = Setting(
                 workload=workload,
@@ -169,7 +191,7 @@ def _tune(workload: Workload, settings: Settings, notes: list[str], started: flo
             )
             reporter = _Reporter(setting, settings, progress, started)
             search = SearchRun(
-                opened.probe,
+                probe,
                 space,
                 settings,
                 own_config=workload.own_config,
@@ -187,7 +209,7 @@ def _tune(workload: Workload, settings: Settings, notes: list[str], started: flo
         result = assemble(search.found, setting, time.monotonic() - started, final=True)
         if settings.output is not None:
             result.save(settings.output)
-        return result
+        return share(probe, result)
     finally:
         progress.close()
 
