@@ -1,0 +1,216 @@
+"""Limits from measurements with known parts, and how soon a compute-bound job is recognised."""
+
+import math
+
+import pytest
+
+from autotune_loader import ceilings
+from autotune_loader.ceilings import Limit
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Measurement
+
+BATCH = 32
+RECOGNISED_WITHIN_S = 3.0
+
+
+def traces(count, *, cpu_s=0.05, wait_s=0.0, receive_s=0.001, worker=0, jitter=0.0):
+    made = []
+    for i in range(count):
+        service = (cpu_s + wait_s) * (1 + jitter * (-1) ** i)
+        start = i * 1.0
+        made.append(
+            BatchTrace(
+                worker=worker, fetch_start=start, fetch_end=start + service, collate_end=start + service, cpu_s=cpu_s,
+                requested=start + 0.9, received=start + 0.9 + receive_s, step_end=start + 0.95, samples=BATCH,
+            )
+        )  # fmt: skip
+    return tuple(made)
+
+
+def burst(made=(), **changes):
+    fields = {
+        "samples_per_s": Interval(value=500.0, low=490.0, high=510.0, count=20), "samples": 640, "window_s": 1.28,
+        "batch_size": BATCH, "first_batch_s": 0.1, "wait_share": 0.5, "service_s": 0.05, "service_cpu_s": 0.05,
+        "receive_s": 0.001, "step_s": 0.01, "batch_bytes": 1 << 20, "traces": tuple(made),
+    }  # fmt: skip
+    return Measurement(**{**fields, **changes})
+
+
+def step_on_a_cached_batch(step_s, *, cores_busy, usable_cores=4):
+    rate = BATCH / step_s
+    exact = Interval(value=rate, low=0.999 * rate, high=1.001 * rate, count=50)
+    return burst(samples_per_s=exact, step_s=step_s, cpu_share=cores_busy / usable_cores, window_s=50 * step_s)
+
+
+def test_the_cpu_limit_counts_the_step_that_computes_beside_the_workers():
+    # GIVEN decoding of 50 ms and a step that keeps one core busy for 57 ms
+    bursts = [burst(traces(20, cpu_s=0.05))]
+    steps = [step_on_a_cached_batch(0.057, cores_busy=1.0)]
+    # WHEN four cores share both
+    limit = ceilings.cpu_limit(bursts, 4.0, steps)
+    # THEN a batch takes 27 ms
+    assert BATCH / limit.samples_per_s.value == pytest.approx((0.05 + 0.057) / 4)
+    assert "50 ms" in limit.because
+    assert "57 ms" in limit.because
+
+
+def test_the_cpu_limit_takes_the_thread_count_with_the_cheapest_step():
+    # GIVEN a step that four threads finish sooner, but with more CPU seconds in all
+    steps = [step_on_a_cached_batch(0.024, cores_busy=4.0), step_on_a_cached_batch(0.057, cores_busy=1.0)]
+    # WHEN
+    limit = ceilings.cpu_limit([burst(traces(20))], 4.0, steps)
+    # THEN
+    assert BATCH / limit.samples_per_s.value == pytest.approx((0.05 + 0.057) / 4)
+
+
+def test_a_step_on_an_accelerator_leaves_the_cores_to_the_workers():
+    # GIVEN no step on the CPU
+    # WHEN
+    limit = ceilings.cpu_limit([burst(traces(20, cpu_s=0.04))], 4.0)
+    # THEN
+    assert limit.samples_per_s.value == pytest.approx(4 * BATCH / 0.04)
+
+
+def test_the_least_contended_burst_sets_the_cpu_limit():
+    # GIVEN workers that take more CPU seconds when many run
+    bursts = [burst(traces(20, cpu_s=0.06)), burst(traces(20, cpu_s=0.05))]
+    # WHEN
+    limit = ceilings.cpu_limit(bursts, 4.0)
+    # THEN
+    assert limit.samples_per_s.value == pytest.approx(4 * BATCH / 0.05)
+
+
+def test_without_traces_there_is_no_cpu_limit():
+    assert ceilings.cpu_limit([burst()], 4.0) is None
+
+
+def test_transport_is_told_by_batches_that_lay_ready():
+    # GIVEN batches that were whole long before they were asked for
+    # WHEN
+    limit = ceilings.transport_limit(burst(traces(20, receive_s=0.002)))
+    # THEN
+    assert limit.samples_per_s.value == pytest.approx(BATCH / 0.002)
+
+
+def test_batches_that_were_waited_for_do_not_tell_the_transport():
+    assert ceilings.transport_limit(burst(traces(20, cpu_s=0.95))) is None
+
+
+def test_storage_is_what_only_the_first_touch_waits_for():
+    # GIVEN the same batches twice: 40 ms of storage the first time
+    first = burst(traces(24, cpu_s=0.01, wait_s=0.045, jitter=0.01))
+    second = burst(traces(24, cpu_s=0.01, wait_s=0.005, jitter=0.01))
+    # WHEN two workers read them
+    limit = ceilings.storage_limit(first, second, workers=2)
+    # THEN storage gives two batches per 40 ms
+    assert limit.samples_per_s.value == pytest.approx(2 * BATCH / 0.04, rel=0.01)
+    assert limit.samples_per_s.low < limit.samples_per_s.value < limit.samples_per_s.high
+
+
+def test_equal_touches_show_no_storage():
+    # GIVEN
+    touch = burst(traces(24, cpu_s=0.01, wait_s=0.02, jitter=0.05))
+    # THEN
+    assert ceilings.storage_limit(touch, touch, workers=1) is None
+
+
+def test_copies_are_limited_by_bytes():
+    # GIVEN 1 MiB per batch and 2 GiB/s
+    speed = Interval(value=float(2 << 30), low=float(2 << 30), high=float(2 << 30), count=5)
+    # WHEN
+    limits = [ceilings.pinning_limit(1 << 20, BATCH, speed), ceilings.h2d_limit(1 << 20, BATCH, speed)]
+    # THEN
+    assert [limit.name for limit in limits] == ["pinning", "h2d"]
+    assert [limit.samples_per_s.value for limit in limits] == pytest.approx([2048 * BATCH] * 2)
+
+
+def test_the_smallest_limit_binds():
+    # GIVEN
+    limits = [
+        Limit(name=name, samples_per_s=Interval(value=rate, low=rate, high=rate, count=1), because="")
+        for name, rate in (("step", 900.0), ("cpu", 700.0), ("transport", 5000.0))
+    ]
+    # THEN
+    assert ceilings.binding(limits).name == "cpu"
+    assert list(ceilings.by_name(limits)) == ["cpu", "step", "transport"]
+
+
+def test_no_limits_are_the_callers_mistake():
+    with pytest.raises(ValueError, match="limits is empty"):
+        ceilings.binding([])
+
+
+def test_an_unknown_cpu_share_leaves_the_step_out():
+    # GIVEN a machine that does not tell CPU use
+    blind = burst(cpu_share=None)
+    # THEN
+    assert ceilings.step_cpu_s(blind, 4.0) is None
+    assert ceilings.cpu_limit([burst(traces(20))], 4.0, [blind]).samples_per_s.value == pytest.approx(4 * BATCH / 0.05)
+
+
+def test_a_single_batch_bounds_nothing_from_above():
+    # GIVEN traces of two batches with different CPU seconds, which leave the mean wide open
+    made = [*traces(1, cpu_s=0.01), *traces(1, cpu_s=0.09, worker=1)]
+    # WHEN
+    limit = ceilings.cpu_limit([burst(made)], 4.0)
+    # THEN
+    assert limit.samples_per_s.high == math.inf
+    assert limit.samples_per_s.low < limit.samples_per_s.value
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.06, 0.15])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_compute_bound_job_is_recognised_within_3_s(step_s, seed):
+    # GIVEN a step far slower than two workers' fetching, on a machine with noise
+    clock = FakeClock()
+    machine = SimulatedMachine(cpu_s=step_s / 4, step_s=step_s, receive_s=0.0002, noise_sd=0.003)
+    probe = SimulatedProbe(machine, clock, seed=seed)
+    # WHEN the step is run on a cached batch, and then one burst with workers
+    cached = probe.step_ceiling(None, BurstPlan(min_s=0.2, max_s=0.6))
+    measured = probe.burst(LoaderConfig(num_workers=2), BurstPlan(min_s=0.3, max_s=1.0, relative_error=0.015))
+    # THEN the verdict is there, in time
+    assert ceilings.is_compute_bound(cached, measured)
+    assert clock() < RECOGNISED_WITHIN_S
+
+
+def test_a_starved_step_is_not_taken_for_compute_bound():
+    # GIVEN fetching that takes twice as long as the step
+    probe = SimulatedProbe(SimulatedMachine(cpu_s=0.04, step_s=0.02), FakeClock())
+    # WHEN
+    cached = probe.step_ceiling(None, BurstPlan())
+    measured = probe.burst(LoaderConfig(num_workers=1), BurstPlan())
+    # THEN
+    limit = ceilings.step_limit(cached)
+    assert not ceilings.is_compute_bound(cached, measured)
+    assert not ceilings.is_reached(limit, measured.samples_per_s)
+    assert ceilings.gap_to(limit, measured.samples_per_s).low > 0.3
+
+
+def test_a_step_that_the_workers_slow_down_is_not_taken_for_compute_bound():
+    # GIVEN a loader that never keeps the step waiting, but takes its cores
+    machine = SimulatedMachine(cpu_s=0.1, step_s=0.06, step_cores=4, receive_s=0.0001)
+    probe = SimulatedProbe(machine, FakeClock())
+    # WHEN
+    cached = probe.step_ceiling(None, BurstPlan())
+    measured = probe.burst(LoaderConfig(num_workers=4, prefetch_factor=8), BurstPlan())
+    # THEN
+    assert measured.step_s > 1.1 * cached.step_s
+    assert not ceilings.is_compute_bound(cached, measured)
+
+
+def test_a_rate_within_two_percent_reaches_its_limit():
+    # GIVEN
+    limit = ceilings.step_limit(step_on_a_cached_batch(0.02, cores_busy=0.0))
+    # THEN
+    assert ceilings.is_reached(limit, Interval(value=1590.0, low=1570.0, high=1610.0, count=9))
+    assert not ceilings.is_reached(limit, Interval(value=1590.0, low=1560.0, high=1620.0, count=9))
+
+
+def test_the_main_process_is_no_worker_to_warm_up():
+    # GIVEN a burst without workers
+    # WHEN
+    limit = ceilings.cpu_limit([burst(traces(20, worker=MAIN_PROCESS))], 2.0)
+    # THEN
+    assert limit.samples_per_s.value == pytest.approx(2 * BATCH / 0.05)
