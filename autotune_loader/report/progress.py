@@ -23,7 +23,7 @@ from autotune_loader.trial import Trial
 
 log = logging.getLogger(__name__)
 
-_CONFIG_WIDTH = 46
+_CONFIG_WIDTH = 50
 _RATE_WIDTH = 20
 
 
@@ -167,7 +167,8 @@ def _outcome(trial: Trial) -> str:
 
 
 def _left(seconds: float) -> str:
-    return f"{seconds_text(max(0, round(seconds)))} left"
+    whole = max(0, round(seconds))
+    return f"{whole} s left" if whole < 120 else f"{seconds_text(whole)} left"
 
 
 def _is_first_rank() -> bool:

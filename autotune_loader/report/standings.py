@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.report.units import is_telling
 from autotune_loader.result import Finals, TuningResult
 from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.trial import Failure, Measurement
@@ -91,20 +92,21 @@ def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple
 
 def _is_tie(config: LoaderConfig, result: TuningResult, tolerance: float) -> bool:
     ratios = [ratio for _, ratio in final_ratios(result.finals, config, result.best)]
-    if len(ratios) > 1:
+    if len(ratios) == 1:
+        return abs(ratios[0] - 1) <= tolerance
+    if ratios:
         logs = mean_interval([math.log(ratio) for ratio in ratios])
         return logs.low <= 0 <= logs.high or abs(math.expm1(logs.value)) <= tolerance
     burst, best_burst = _last_measurement(config, result), _last_measurement(result.best, result)
-    if burst is None or best_burst is None or (len(result.finals.rounds) > 1 and config in result.finals.configs):
+    if burst is None or best_burst is None:
         return False
     rate, best = burst.samples_per_s, best_burst.samples_per_s
     return _overlap(rate, best) or abs(rate.value / best.value - 1) <= tolerance
 
 
 def _overlap(a: Interval, b: Interval) -> bool:
-    # An infinite interval is one burst without an error estimate: it overlaps everything and shows nothing.
-    ends = (a.low, a.high, b.low, b.high)
-    return all(map(math.isfinite, ends)) and a.low <= b.high and b.low <= a.high
+    # An interval that tells nothing overlaps everything and shows nothing.
+    return is_telling(a) and is_telling(b) and a.low <= b.high and b.low <= a.high
 
 
 def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:

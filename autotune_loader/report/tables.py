@@ -147,6 +147,10 @@ def _facts(result: TuningResult) -> list[str]:
     facts = [f"Chosen: {result.best}."]
     if result.speedup is not None:
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {_baseline_name(result)}, {_rounds(result)}.")
+    elif result.finals.rounds and result.best != result.baseline:
+        facts.append(
+            f"Speed-up: not proven, {counted(len(result.finals.rounds), 'paired round')} fitted into the budget."
+        )
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
     spent = result.spent

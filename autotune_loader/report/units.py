@@ -26,17 +26,22 @@ def number_text(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def is_telling(interval: Interval) -> bool:
+    """Whether an interval narrows anything down: not that of one observation, nor one wider than twice its value."""
+    return math.isfinite(interval.low) and interval.high - interval.low <= 2 * abs(interval.value)
+
+
 def range_text(interval: Interval | None) -> str:
-    """The limits of an interval: "1,180–1,290"; unknown where one observation says nothing of its error."""
-    if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+    """The limits of an interval: "1,180–1,290"; unknown where it tells nothing."""
+    if interval is None or not is_telling(interval):
         return UNKNOWN
     return f"{number_text(interval.low)}–{number_text(interval.high)}"
 
 
 def relative_error_text(interval: Interval) -> str:
-    """Half the width relative to the value: "± 2.1 %"; empty where it is not known."""
-    if not (math.isfinite(interval.low) and math.isfinite(interval.high)) or interval.value <= 0:
-        return ""
+    """Half the width relative to the value: "± 2.1 %"; "± ?" where the interval tells nothing."""
+    if not is_telling(interval):
+        return "± ?"
     return f"± {(interval.high - interval.low) / 2 / interval.value * 100:.1f} %"
 
 
@@ -45,7 +50,7 @@ def ratio_text(interval: Interval | None) -> str:
     if interval is None:
         return UNKNOWN
     text = f"{interval.value:.2f}x"
-    if math.isfinite(interval.low) and math.isfinite(interval.high):
+    if is_telling(interval):
         text += f" ({interval.low:.2f}x to {interval.high:.2f}x)"
     return text
 

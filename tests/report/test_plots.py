@@ -18,11 +18,12 @@ from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.failures import failures_info
 from autotune_loader.report.plots.heatmap import heatmap_info
 from autotune_loader.report.plots.history import history_info
-from autotune_loader.report.plots.memory import memory_info
+from autotune_loader.report.plots.memory import labelled, memory_info
 from autotune_loader.report.plots.speedup import speedup_info
 from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
 from autotune_loader.report.plots.workers import workers_info
 from autotune_loader.result import TuningResult
+from autotune_loader.stats import Interval
 from autotune_loader.trial import MAIN_PROCESS
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
@@ -127,6 +128,26 @@ def test_memory_falls_back_to_rss_for_all_when_one_burst_lacks_pss(result: Tunin
     assert info.meter == "rss"
     rss = [trial.measurement.memory.rss_bytes for trial in result.trials if trial.measurement]
     assert [point.memory_bytes for point in info.points] == rss
+
+
+def test_memory_labels_do_not_lie_on_each_other(result: TuningResult) -> None:
+    # GIVEN two bursts that are almost the same
+    points = memory_info(result).points
+    twin = replace(points[3], memory_bytes=points[3].memory_bytes + 1024, label="twin")
+    # WHEN labels are given out
+    names = [point.label for point in labelled((*points, twin))]
+    # THEN only one of the two has one, and the chosen one has its own
+    assert ("twin" in names) != (points[3].label in names)
+    assert f"{BEST.num_workers}×{BEST.prefetch_factor}" in names
+
+
+def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:
+    # GIVEN a step that takes no time
+    far = Interval(value=1e6, low=1e6, high=1e6, count=9)
+    figure = plots.plot_workers(replace(result, measured=replace(result.measured, ceiling_samples_per_s=far)))
+    # THEN the rates are not pressed flat, and the legend has the number
+    assert figure.axes[0].get_ylim()[1] < 2000
+    assert any("1,000,000/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
 
 
 def test_history_never_falls(result: TuningResult) -> None:

@@ -57,10 +57,10 @@ def play(progress: Progress) -> None:
 
 LINES = """\
 Loss inferred: cross_entropy
-trial   0  0 workers                                       389/s ± 2.0 %         best 389/s      55 s left
-trial   1  4 workers, prefetch 4, 1 step thread            1,308/s ± 2.0 %       best 1,308/s    53 s left
-trial   3  16 workers, prefetch 2                          failed: oom_killed    best 1,308/s    50 s left
-round   1  4 workers, prefetch 4, 1 step thread            1,300/s of 2 configurations, slowest 390/s  20 s left
+trial   0  0 workers                                           389/s ± 2.0 %         best 389/s      55 s left
+trial   1  4 workers, prefetch 4, 1 step thread                1,308/s ± 2.0 %       best 1,308/s    53 s left
+trial   3  16 workers, prefetch 2                              failed: oom_killed    best 1,308/s    50 s left
+round   1  4 workers, prefetch 4, 1 step thread                1,300/s of 2 configurations, slowest 390/s  20 s left
 """
 
 

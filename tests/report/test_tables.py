@@ -90,6 +90,28 @@ def test_paired_rounds_tell_apart_what_overlapping_intervals_do_not(small_result
     assert not rows[3].ties_with_best
 
 
+def test_a_single_round_ties_only_within_the_tolerance(small_result: TuningResult) -> None:
+    # GIVEN time for one round only, in which one rival was close and another was not
+    for rival, is_tie in ((1190.0, True), (1000.0, False)):
+        finals = replace(small_result.finals, rounds=((1200.0, rival, 400.0),))
+        rows = {row.config.num_workers: row for row in standings(replace(small_result, finals=finals))}
+        # THEN only the close one ties, and no interval is made up
+        assert rows[3].ties_with_best is is_tie
+    assert "1,000              -  1 round " in render_trials(replace(small_result, finals=finals))
+
+
+def test_a_burst_that_tells_nothing_is_no_tie(small_result: TuningResult) -> None:
+    # GIVEN a rival whose only burst has an absurdly wide interval
+    lost = trial(5, LoaderConfig(num_workers=5), measurement(150.0, half=50_000.0))
+    rows = standings(replace(small_result, trials=(*small_result.trials, lost)))
+    # THEN it does not count as being as fast as the best
+    assert not next(row for row in rows if row.config == lost.config).ties_with_best
+
+
+def test_says_when_the_speed_up_was_not_proven(small_result: TuningResult) -> None:
+    assert "Speed-up: not proven, 2 paired rounds fitted into the budget." in render_report(small_result)
+
+
 def test_says_speed_up_verdict_advice_and_warnings() -> None:
     text = render_report(synthetic_result())
     assert "Chosen: 4 workers, prefetch 4, 1 step thread." in text

@@ -35,10 +35,18 @@ def test_writes_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
 
 
+def test_an_absurdly_wide_interval_is_not_drawn_either() -> None:
+    # GIVEN a burst of a few very unequal batches
+    wide = Interval(value=157.0, low=0.0005, high=51_860_969.0, count=3)
+    # THEN it is not told as if it were known
+    assert units.range_text(wide) == "-"
+    assert units.relative_error_text(wide) == "± ?"
+
+
 def test_an_interval_of_one_observation_is_not_drawn_as_one() -> None:
     # GIVEN a rate of which nothing is known but the value
     single = Interval(value=100.0, low=-math.inf, high=math.inf, count=1)
     # THEN no limits are invented
     assert units.range_text(single) == "-"
-    assert units.relative_error_text(single) == ""
+    assert units.relative_error_text(single) == "± ?"
     assert units.ratio_text(single) == "100.00x"

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.errors import MissingExtraError
+from autotune_loader.report.units import is_telling, rate_text
 from autotune_loader.stats import Interval
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
+
+# A ceiling so many times as high would press everything else flat onto the axis.
+FAR_ABOVE = 1.6
 
 _STYLE = {
     "font.size": 10,
@@ -78,13 +82,9 @@ def svg_bytes(figure: Figure) -> bytes:
 
 
 def error_bars(rates: list[Interval]) -> list[list[float]]:
-    """Distances from the values to their limits, as matplotlib wants them; none where a limit is infinite."""
-    lows = [_finite(rate.value - rate.low) for rate in rates]
-    return [lows, [_finite(rate.high - rate.value) for rate in rates]]
-
-
-def _finite(distance: float) -> float:
-    return distance if 0 <= distance < float("inf") else 0.0
+    """Distances from the values to their limits, as matplotlib wants them; none where the interval tells nothing."""
+    below = [max(0.0, rate.value - rate.low) if is_telling(rate) else 0.0 for rate in rates]
+    return [below, [max(0.0, rate.high - rate.value) if is_telling(rate) else 0.0 for rate in rates]]
 
 
 def say_nothing_to_show(axes: Axes, text: str) -> None:
@@ -93,10 +93,14 @@ def say_nothing_to_show(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
 
 
-def draw_ceiling(axes: Axes, ceiling: Interval | None) -> None:
-    """The rate that no loader can exceed, as a labelled line."""
-    if ceiling is not None:
-        axes.axhline(ceiling.value, color=BLACK, linewidth=1.2, linestyle=(0, (6, 3)), label="ceiling: the step alone")
+def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
+    """The rate that no loader can exceed, as a labelled line; only told where it lies far above the `top` of the rest."""
+    if ceiling is None:
+        return
+    if ceiling.value > FAR_ABOVE * top:
+        axes.plot([], [], " ", label=f"ceiling {rate_text(ceiling.value)}, far above")
+        return
+    axes.axhline(ceiling.value, color=BLACK, linewidth=1.2, linestyle=(0, (6, 3)), label="ceiling: the step alone")
 
 
 def legend_below(figure: Figure, columns: int = 3) -> None:

@@ -63,8 +63,8 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
 def plot_heatmap(result: TuningResult) -> Figure:
     """The fastest burst of each pair of workers and prefetch_factor; hatched where nothing was measured."""
     info = heatmap_info(result)
-    size = 1.6 + 0.8 * max(4, len(info.workers)), 1.5 + 0.55 * max(2, len(info.prefetch_factors))
-    with canvas("Samples per second by workers and prefetch_factor", *size) as (figure, axes):
+    size = 1.6 + 0.8 * max(5, len(info.workers)), 1.5 + 0.55 * max(2, len(info.prefetch_factors))
+    with canvas("Samples/s by workers and prefetch_factor", *size) as (figure, axes):
         if any(cell.state == "measured" for cell in info.cells):
             _draw(axes, info)
         else:

@@ -75,7 +75,7 @@ def plot_history(result: TuningResult) -> Figure:
 
 
 def _draw(axes: Axes, info: HistoryInfo) -> None:
-    draw_ceiling(axes, info.ceiling)
+    draw_ceiling(axes, info.ceiling, max((rate.value for _, _, rate in info.measured), default=0.0))
     if info.best_so_far:
         axes.step(*zip(*info.best_so_far, strict=True), where="post", color=GREEN, linewidth=2, label="best so far")
     for role, (marker, colour, label) in _ROLES.items():

@@ -79,14 +79,30 @@ def plot_memory(result: TuningResult) -> Figure:
     with canvas("What speed costs in memory") as (figure, axes):
         if info.points:
             _draw(axes, info)
-            legend_below(figure, columns=4)
+            legend_below(figure)
         else:
             say_nothing_to_show(axes, "Memory was not measured in any burst.")
     return figure
 
 
+def labelled(points: tuple[Point, ...]) -> list[Point]:
+    """The points whose labels fit: the chosen one and the baseline first, then by rate; near neighbours go without."""
+    width = max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points) or 1
+    height = max(p.rate.value for p in points)
+    chosen: list[Point] = []
+    for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
+        near = (
+            abs(point.memory_bytes - other.memory_bytes) < 0.07 * width
+            and abs(point.rate.value - other.rate.value) < 0.06 * height
+            for other in chosen
+        )
+        if not any(near):
+            chosen.append(point)
+    return chosen
+
+
 def _draw(axes: Axes, info: MemoryInfo) -> None:
-    draw_ceiling(axes, info.ceiling)
+    draw_ceiling(axes, info.ceiling, max(point.rate.value for point in info.points))
     for points, marker, colour, size, label in (
         ([p for p in info.points if not (p.is_best or p.is_baseline)], "o", BLUE, 6, "burst: workers×prefetch_factor"),
         ([p for p in info.points if p.is_baseline and not p.is_best], "s", BLACK, 8, "before tuning"),
@@ -96,7 +112,7 @@ def _draw(axes: Axes, info: MemoryInfo) -> None:
             x, rates = [point.memory_bytes / 2**20 for point in points], [point.rate for point in points]
             values, errors = [rate.value for rate in rates], error_bars(rates)
             axes.errorbar(x, values, errors, fmt=marker, color=colour, markersize=size, ecolor=GREY, label=label)
-    for point in info.points:
+    for point in labelled(info.points):
         place = (point.memory_bytes / 2**20, point.rate.value)
         axes.annotate(point.label, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
     name = "PSS" if info.meter == "pss" else "RSS, shared pages counted for each process,"

@@ -84,7 +84,7 @@ def plot_workers(result: TuningResult) -> Figure:
 
 
 def _draw(axes: Axes, info: WorkersInfo) -> None:
-    draw_ceiling(axes, info.ceiling)
+    draw_ceiling(axes, info.ceiling, max(rate.value for _, rate in info.fastest))
     if info.plateau:
         axes.axhspan(*info.plateau, color=GREEN, alpha=0.18, linewidth=0, label="as fast as the fastest burst")
     if info.others:
