@@ -79,6 +79,7 @@ class Ranks:
         self.is_over = False
         """Whether the others have been told how it ended; nobody listens any more."""
         self._owed: dict[int, _Call[bytes]] = {}
+        self._lost: set[int] = set()
 
     @property
     def leads(self) -> bool:
@@ -126,12 +127,16 @@ class Ranks:
         return [payload, *(self.receive(peer, until - time.monotonic()) for peer in self.others)]
 
     def tell(self, payload: bytes, deadline_s: float) -> None:
-        """Send bytes from rank 0 to all others.
+        """Send bytes from rank 0 to all others that are not known to be lost.
 
         Raises:
             RankLostError: a rank is gone or did not take them; the others have got them all the same.
         """
-        calls = {peer: _Call(lambda peer=peer: _send(payload, peer, self._group)) for peer in self.others}  # type: ignore[misc]
+        calls = {
+            peer: _Call(lambda peer=peer: _send(payload, peer, self._group))
+            for peer in self.others
+            if peer not in self._lost
+        }  # type: ignore[misc]
         until, lost = time.monotonic() + deadline_s, None
         for peer, call in calls.items():
             try:
@@ -148,11 +153,13 @@ class Ranks:
 
     def _finished(self, call: _Call[_T], peer: int, deadline_s: float) -> _T:
         if not call.wait(deadline_s):
+            self._lost.add(peer)
             raise RankLostError(
                 f"rank {peer} did not answer within {max(deadline_s, 0.0):.0f} s (seen from rank {self.rank}); "
                 "look at its log and stack (py-spy dump), then tune again"
             )
         if call.error is not None:
+            self._lost.add(peer)
             raise RankLostError(
                 f"rank {peer} is gone (seen from rank {self.rank}): {_first_line(call.error)}; look at its log for the reason"
             ) from call.error
