@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from autotune_loader.trial import Failure, FailureKind, FailurePhase
@@ -36,8 +37,7 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 
 def failure_of(error: BaseException, phase: FailurePhase) -> Failure:
     """The failure that an exception in the probe process means."""
-    text = f"{type(error).__name__}: {error}"
-    kind, advice = _kind_of(error, text)
+    kind, text, advice = _diagnosis(error)
     return Failure(
         kind=kind,
         phase=phase,
@@ -47,14 +47,22 @@ def failure_of(error: BaseException, phase: FailurePhase) -> Failure:
     )
 
 
-def _kind_of(error: BaseException, text: str) -> tuple[FailureKind, str]:
+def _diagnosis(error: BaseException) -> tuple[FailureKind, str, str]:
+    """Kind, text and advice. Torch reports a dead worker as "exited unexpectedly" and gives the signal as the cause."""
+    texts = [f"{type(each).__name__}: {each}" for each in _with_causes(error)]
     if isinstance(error, MemoryError):
-        return "out_of_memory", "use a smaller batch or fewer workers"
-    lowered = text.lower()
+        return "out_of_memory", texts[0], "use a smaller batch or fewer workers"
     for needle, kind, advice in _TEXTS:
-        if needle in lowered:
-            return kind, advice
-    return "user_exception", ""
+        for text in texts:
+            if needle in text.lower():
+                return kind, text, advice
+    return "user_exception", texts[0], ""
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _first_sentence(text: str, limit: int = 400) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -55,5 +56,5 @@ class RecordingStep:
         self.path = path
 
     def __call__(self, model: object, batch: list[torch.Tensor]) -> None:
-        with open(self.path, "a") as file:
+        with Path(self.path).open("a") as file:
             file.write(",".join(str(int(value)) for value in batch[0][:, 0]) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shelves import RecordingStep, Failing, Sleepy
+from shelves import Failing, RecordingStep, Sleepy
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
