@@ -196,9 +196,12 @@ class SearchRun:
         if self._settings.search == "auto":
             yield from self._by_expected_gain()
         elif self._settings.search == "grid":
-            yield from (config for config in self._space.configs() if config not in tried)
+            yield from (config for config in self._space.configs() if not self._is_tried(config))
         else:
             yield from itertools.repeat(None)
+
+    def _is_tried(self, config: LoaderConfig) -> bool:
+        return any(trial.config == config for trial in self.found.trials)
 
     def _by_expected_gain(self) -> Iterator[LoaderConfig | None]:
         for count in itertools.count(1):
@@ -262,7 +265,7 @@ class SearchRun:
             for trial in self.found.trials
             if trial.failure is not None and trial.failure.kind in resource and trial.config.num_workers > 0
         ]
-        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < max(fell):
+        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < sorted(fell)[FAILURES_TO_STOP_GROWING - 1]:
             return None
         return Failure(
             kind="infeasible",

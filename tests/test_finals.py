@@ -1,0 +1,217 @@
+"""Finals: no claim without difference, the cheapest of equals, time kept, and failures survived."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.finals import MAX_FAILURES, MIN_ROUNDS, run_finals
+from autotune_loader.stats import MAX_ROUNDS, Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure
+
+BASELINE = LoaderConfig()
+FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
+BROKEN = Failure(kind="crashed", phase="batches", message="no")
+BURST_S = 1.0
+
+
+class RatedProbe:
+    """Answers with given rates and noise; a burst takes a second of the clock."""
+
+    def __init__(self, rates, *, noise=0.0, seed=0, foreign=None):
+        self.rates, self.noise, self.foreign = rates, noise, foreign
+        self.clock, self.rng = FakeClock(), random.Random(seed)
+        self.asked, self.plans = [], []
+        self._shape = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(FEW, BurstPlan(max_s=0.3, min_s=0.1))
+
+    def burst(self, config, plan):
+        from dataclasses import replace
+
+        self.asked.append(config)
+        self.plans.append(plan)
+        self.clock.advance(BURST_S)
+        rate = self.rates[config]
+        rate = rate(len(self.asked)) if callable(rate) else rate
+        if isinstance(rate, Failure):
+            return rate
+        rate *= 1 + self.rng.gauss(0, self.noise)
+        interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
+        return replace(self._shape, samples_per_s=interval, foreign_cpu_share=self.foreign)
+
+
+def race(
+    probe, candidates, baseline=BASELINE, *, budget_s=1000.0, patience_s=1000.0, tolerance=0.02, seed=0, **options
+):
+    return run_finals(
+        probe,
+        candidates,
+        baseline,
+        cost=lambda config: (config.num_workers,),
+        tolerance=tolerance,
+        time_left=lambda: budget_s - probe.clock(),
+        patience_s=patience_s,
+        seed=seed,
+        deadline_s=30.0,
+        **options,
+    )
+
+
+def test_equal_configs_hardly_ever_claim_a_speed_up():
+    # GIVEN three configurations that are all as fast as the baseline, and the noise of real bursts
+    claims = 0
+    for seed in range(60):
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0, MANY: 100.0}, noise=0.03, seed=seed)
+        # WHEN they race
+        outcome = race(probe, [MANY, SOME, FEW], patience_s=60.0, seed=seed)
+        # THEN a speed-up is claimed in no more cases than its interval allows (5 % two-sided)
+        claims += outcome.speedup.low > 1
+    assert claims <= 5
+
+
+def test_of_equally_fast_configs_the_cheapest_wins():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 99.9, SOME: 100.0, MANY: 100.1}, noise=0.002), [MANY, SOME, FEW])
+    assert outcome.winner == FEW
+
+
+def test_a_cheaper_config_that_is_slower_than_the_tolerance_does_not_win():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 95.0, SOME: 100.0}, noise=0.005), [SOME, FEW])
+    assert outcome.winner == SOME
+
+
+def test_the_baseline_itself_may_win_and_then_nothing_is_claimed():
+    outcome = race(RatedProbe({BASELINE: 100.0, FEW: 100.1}, noise=0.002), [FEW])
+    assert outcome.winner == BASELINE
+    assert (outcome.speedup.low, outcome.speedup.value, outcome.speedup.high) == (1.0, 1.0, 1.0)
+
+
+def test_a_true_speed_up_is_found_and_lies_in_its_interval():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.02), [FEW])
+    assert 1 < outcome.speedup.low < 2.0 < outcome.speedup.high
+    assert outcome.rate.low < 100 < outcome.rate.high
+
+
+def test_a_single_round_claims_nothing():
+    # GIVEN time for one round only
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], budget_s=2.5)
+    assert len(outcome.rounds) == 1
+    assert outcome.speedup is None
+    assert outcome.rate.low <= 100 <= outcome.rate.high
+
+
+def test_no_time_at_all_is_no_outcome():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0})
+    assert race(probe, [FEW], budget_s=-1.0) is None
+    assert probe.asked == []
+
+
+@pytest.mark.parametrize("budget_s", [3, 7, 20, 45])
+def test_no_round_begins_that_would_not_fit(budget_s):
+    # GIVEN rounds of three seconds that leave the question open
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+    race(probe, [FEW, SOME], budget_s=budget_s)
+    assert probe.clock() <= budget_s
+
+
+def test_patience_ends_open_questions_but_not_before_the_first_rounds():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+    outcome = race(probe, [FEW, SOME], patience_s=4.0)
+    assert len(outcome.rounds) == MIN_ROUNDS
+
+
+def test_there_is_an_end_without_any_limit():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
+    assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS
+
+
+def test_a_baseline_that_is_clearly_slower_sits_out_early():
+    # GIVEN two near candidates and a baseline at half their rate
+    probe = RatedProbe({BASELINE: 50.0, FEW: 98.5, SOME: 100.0}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    # THEN the candidates go on without it
+    assert probe.asked.count(BASELINE) < len(outcome.rounds)
+    assert outcome.speedup.low > 1
+
+
+def test_a_candidate_that_is_clearly_slower_sits_out():
+    probe = RatedProbe({BASELINE: 99.0, FEW: 60.0, SOME: 100.0}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    assert probe.asked.count(FEW) < len(outcome.rounds)
+
+
+def test_a_clear_answer_takes_few_rounds():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.005)
+    assert len(race(probe, [FEW]).rounds) == MIN_ROUNDS
+
+
+def test_a_finalist_that_keeps_failing_is_dropped():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 90.0, SOME: BROKEN}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    assert probe.asked.count(SOME) == MAX_FAILURES
+    assert outcome.winner == FEW
+
+
+def test_one_failure_is_forgiven():
+    # GIVEN the fastest failing in its first burst only
+    failed = []
+    probe = RatedProbe({BASELINE: 50.0, SOME: lambda count: 100.0 if failed else (failed.append(1), BROKEN)[1]})
+    assert race(probe, [SOME]).winner == SOME
+
+
+def test_a_baseline_that_fails_leaves_the_speed_up_unknown():
+    outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 100.0, SOME: 90.0}, noise=0.01), [FEW, SOME])
+    assert (outcome.winner, outcome.speedup) == (FEW, None)
+
+
+def test_where_all_fail_there_is_no_outcome():
+    probe = RatedProbe({BASELINE: BROKEN, FEW: BROKEN})
+    assert race(probe, [FEW]) is None
+    assert len(probe.asked) <= 2 * MAX_FAILURES
+
+
+def test_a_candidate_that_is_the_baseline_runs_once_a_round():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 90.0}, noise=0.01)
+    outcome = race(probe, [BASELINE, FEW])
+    assert outcome.configs == (BASELINE, FEW)
+
+
+def test_a_baseline_alone_is_raced_for_its_rate():
+    outcome = race(RatedProbe({BASELINE: 100.0}, noise=0.01), [BASELINE])
+    assert outcome.winner == BASELINE
+    assert len(outcome.rounds) == MIN_ROUNDS
+
+
+def test_everyone_in_a_round_reads_the_same_samples_and_each_round_others():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.005)
+    race(probe, [FEW])
+    seeds = [plan.seed for plan in probe.plans]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds)) == len(seeds) // 2
+    assert min(seeds) >= 1000
+
+
+def test_the_order_within_rounds_varies_and_depends_on_the_seed_alone():
+    def order(seed):
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.02)
+        race(probe, [FEW, SOME], patience_s=30.0, seed=seed)
+        return probe.asked
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert len({tuple(order(1)[i : i + 3]) for i in (0, 3, 6)}) > 1
+
+
+def test_each_round_is_told():
+    told = []
+    outcome = race(
+        RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], on_round=lambda number, rates: told.append((number, rates))
+    )
+    assert [number for number, _ in told] == [*range(1, len(outcome.rounds) + 1)]
+    assert told[0][1] == {FEW: 100.0, BASELINE: 50.0}
+
+
+def test_a_busy_machine_is_noted():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}, foreign=0.9), [FEW])
+    assert "busy" in outcome.notes[0]

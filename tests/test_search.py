@@ -1,0 +1,337 @@
+"""The search on simulated machines with a fake clock: order, ends, failures, interruptions, and how good the choice is."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, field
+
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.search import FAILURES_TO_STOP_GROWING, SearchRun
+from autotune_loader.settings import Settings
+from autotune_loader.space import Space, max_useful_workers
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import Failure
+
+OWN = LoaderConfig(num_workers=2)
+
+
+@dataclass
+class Log:
+    """A listener that keeps what it was told."""
+
+    trials: list = field(default_factory=list)
+    rounds: list = field(default_factory=list)
+
+    def trial(self, trial, best, seconds_left):
+        self.trials.append((trial, best, seconds_left))
+
+    def finals_round(self, number, rates, seconds_left):
+        self.rounds.append((number, rates, seconds_left))
+
+
+class Interrupting:
+    """A probe that is interrupted at its n-th call, of either kind."""
+
+    def __init__(self, probe, at):
+        self.probe, self.left = probe, at
+
+    def _count(self):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def burst(self, config, plan):
+        self._count()
+        return self.probe.burst(config, plan)
+
+    def step_ceiling(self, threads, plan):
+        self._count()
+        return self.probe.step_ceiling(threads, plan)
+
+
+def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", **options):
+    clock = FakeClock()
+    probe = probe or SimulatedProbe(machine, clock, seed=seed)
+    simulated = getattr(probe, "probe", probe)
+    simulated._clock = clock
+    run = SearchRun(
+        probe,
+        space or space_of(machine),
+        Settings(budget_s=budget_s, seed=seed, **options),
+        own_config=own,
+        usable_cores=machine.cores,
+        default_threads=machine.cores,
+        step_uses_cores=machine.step_cores > 0,
+        clock=clock,
+        started=clock(),
+        listener=listener or Log(),
+        name=name,
+    )
+    return run.run(), simulated, clock
+
+
+def space_of(machine, **changes):
+    most = max_useful_workers(machine.cores, machine.cpu_s + machine.wait_s, machine.cpu_s)
+    return Space(max_workers=most, **changes)
+
+
+FAST_STEP = SimulatedMachine(step_s=0.001)
+
+
+# Order and ends
+
+
+def test_the_users_config_and_torchs_default_come_first():
+    found, _, _ = run_on(FAST_STEP)
+    assert [trial.config for trial in found.trials[:2]] == [OWN, LoaderConfig()]
+    assert [trial.role for trial in found.trials[:3]] == ["baseline", "default", "search"]
+
+
+def test_without_an_own_config_torchs_default_is_the_baseline():
+    found, _, _ = run_on(FAST_STEP, own=None)
+    assert found.baseline == found.trials[0].config == LoaderConfig()
+    assert len({trial.config for trial in found.trials}) == len(found.trials)
+
+
+def test_a_search_ends_at_the_ceiling_of_the_step():
+    # GIVEN a step that two workers keep busy
+    found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
+    # THEN the search ends there, soon
+    assert "ceiling" in found.stopped_because
+    assert len(found.trials) <= 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+@pytest.mark.parametrize("budget_s", [8.0, 30.0, 90.0])
+def test_the_budget_holds_and_leaves_time_for_finals(search, budget_s, seed):
+    # WHEN a machine is searched on which no configuration reaches the ceiling
+    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), search=search, budget_s=budget_s, seed=seed)
+    # THEN the time is kept, but for one round that was under way, and there were finals
+    assert clock() < budget_s + 5
+    assert found.finals is not None
+    assert len(found.finals.rounds) >= 1
+
+
+def test_no_more_trials_than_allowed():
+    found, _, _ = run_on(FAST_STEP, max_trials=4)
+    assert len(found.trials) == 4
+    assert "max_trials=4" in found.stopped_because
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+def test_no_config_is_tried_twice(search):
+    found, _, _ = run_on(FAST_STEP, search=search, max_trials=30, budget_s=500, space=Space(max_workers=3))
+    configs = [trial.config for trial in found.trials]
+    assert len(configs) == len(set(configs))
+
+
+def test_a_grid_walks_the_whole_space():
+    space = Space(max_workers=3, prefetch_factors=(1, 2))
+    found, _, _ = run_on(FAST_STEP, search="grid", budget_s=500, space=space)
+    assert {trial.config for trial in found.trials} == {*space.configs(), OWN, LoaderConfig()}
+
+
+def test_an_exhausted_random_search_ends_though_there_is_time():
+    found, _, clock = run_on(FAST_STEP, search="random", budget_s=10_000, space=Space(max_workers=1))
+    assert "repeats itself" in found.stopped_because
+    assert clock() < 5_000
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random"])
+def test_the_same_seed_gives_the_same_search(search):
+    def configs(seed):
+        _, probe, _ = run_on(SimulatedMachine(noise_sd=0.03), seed=seed, search=search, max_trials=12)
+        return probe.bursts
+
+    assert configs(3) == configs(3)
+
+
+def test_the_listener_hears_every_trial_and_round():
+    log = Log()
+    found, _, _ = run_on(FAST_STEP, listener=log)
+    assert [trial for trial, _, _ in log.trials] == found.trials
+    assert [number for number, _, _ in log.rounds] == [*range(1, len(log.rounds) + 1)]
+    assert all(left >= 0 for _, _, left in log.trials)
+
+
+def test_the_study_holds_every_trial():
+    found, _, _ = run_on(FAST_STEP)
+    # A proposal of the sampler that was tried before is told again: one more entry for the same configuration.
+    recorded = [frozen.user_attrs["config"] for frozen in found.study.get_trials()]
+    assert [config for i, config in enumerate(recorded) if config not in recorded[:i]] == [
+        trial.config.to_dict() for trial in found.trials
+    ]
+
+
+def test_trials_are_numbered_from_zero():
+    found, _, _ = run_on(FAST_STEP)
+    assert [trial.number for trial in found.trials] == [*range(len(found.trials))]
+
+
+def test_without_a_step_there_is_no_ceiling():
+    clock = FakeClock()
+    run = SearchRun(
+        SimulatedProbe(FAST_STEP, clock),
+        space_of(FAST_STEP),
+        Settings(),
+        own_config=None,
+        usable_cores=4,
+        default_threads=4,
+        step_uses_cores=False,
+        clock=clock,
+        started=0.0,
+        listener=Log(),
+        has_step=False,
+    )
+    found = run.run()
+    assert found.ceiling is None
+    assert found.finals is not None
+
+
+# Resuming
+
+
+def test_a_resumed_search_keeps_its_trials_and_measures_none_again(tmp_path):
+    storage = str(tmp_path / "study.journal")
+    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=5)
+    again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=9)
+    assert [trial.config for trial in again.trials[:5]] == [trial.config for trial in first.trials]
+    assert len({trial.config for trial in again.trials}) == len(again.trials)
+    assert 5 <= len(again.trials) <= 9
+
+
+# Failures
+
+
+def failing(kind, when):
+    answer = Failure(kind=kind, phase="batches", message="no")
+    return lambda config: answer if when(config) else None
+
+
+@pytest.mark.parametrize("kind", ["user_exception", "oom_killed", "shared_memory", "deadline", "crashed", "pickling"])
+@pytest.mark.parametrize("search", ["auto", "tpe"])
+def test_failures_do_not_end_the_study(kind, search):
+    # GIVEN a machine on which more than two workers fail
+    machine = SimulatedMachine(step_s=0.001, fails=failing(kind, lambda config: config.num_workers > 2))
+    found, _, _ = run_on(machine, search=search)
+    # THEN the best of the others is found
+    assert any(trial.failure for trial in found.trials)
+    assert found.finals.winner.num_workers == 2
+
+
+@pytest.mark.parametrize("kind", ["oom_killed", "memory_guard", "shared_memory", "out_of_memory", "descriptors"])
+def test_the_search_stops_growing_after_failures_for_lack_of_resources(kind):
+    # GIVEN a machine with room for three workers out of many
+    machine = SimulatedMachine(cores=16, step_s=0.0005, fails=failing(kind, lambda config: config.num_workers > 3))
+    found, probe, _ = run_on(machine, search="random", budget_s=120)
+    # THEN after a few failures nothing with as many workers is started
+    fatal = [config.num_workers for config in probe.bursts if config.num_workers > 3]
+    learnt = sorted(fatal[:FAILURES_TO_STOP_GROWING])[-1]
+    assert all(count < learnt for count in fatal[FAILURES_TO_STOP_GROWING:])
+    assert any(trial.failure and trial.failure.kind == "infeasible" for trial in found.trials)
+
+
+def test_a_failure_that_may_pass_is_tried_once_more():
+    # GIVEN a configuration that fails the first time only
+    answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
+    machine = SimulatedMachine(
+        step_s=0.001, fails=lambda config: answers.pop() if config.num_workers == 4 and answers else None
+    )
+    found, _, _ = run_on(machine)
+    assert all(trial.measurement for trial in found.trials)
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+def test_where_everything_fails_nothing_is_found(search):
+    machine = SimulatedMachine(fails=failing("user_exception", lambda config: True))
+    found, _, clock = run_on(machine, search=search)
+    assert found.fastest() is None
+    assert found.finals is None
+    assert all(trial.failure.kind == "user_exception" for trial in found.trials)
+    assert clock() <= 62
+
+
+def test_a_baseline_that_fails_is_no_obstacle():
+    machine = SimulatedMachine(step_s=0.001, fails=failing("user_exception", lambda config: config == OWN))
+    found, _, _ = run_on(machine)
+    assert found.finals.winner != OWN
+    assert found.finals.speedup is None
+
+
+# Interruptions
+
+
+def test_an_interruption_at_any_moment_keeps_the_trials():
+    # GIVEN how many calls a whole search makes
+    machine = SimulatedMachine(step_s=0.005)
+    whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
+    run_on(machine, probe=whole, max_trials=7)
+    calls = 10_000 - whole.left
+    # WHEN it is interrupted at each of them
+    for at in range(calls):
+        found, simulated, _ = run_on(
+            machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=7
+        )
+        # THEN every trial before it is kept
+        assert found.interrupted
+        assert found.stopped_because == "interrupted"
+        assert found.finals is None
+        assert len(found.trials) == min(len(simulated.bursts), 7)
+
+
+def test_an_interrupted_trial_is_not_left_running():
+    machine = SimulatedMachine()
+    found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=3))
+    assert all(frozen.state.is_finished() for frozen in found.study.get_trials())
+
+
+def test_an_error_of_the_probe_itself_is_no_result():
+    class Broken(Interrupting):
+        def burst(self, config, plan):
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_on(FAST_STEP, probe=Broken(SimulatedProbe(FAST_STEP, FakeClock()), at=99))
+
+
+# How good the choice is
+
+
+def machine_number(number):
+    """One of many different machines and workloads."""
+    rng = random.Random(number)
+    waits = rng.random() < 0.4
+    cores = rng.choice([2, 4, 8])
+    on_cpu = rng.random() < 0.3
+    return SimulatedMachine(
+        cores=cores,
+        cpu_s=rng.uniform(0.002, 0.05) * (0.3 if waits else 1.0),
+        wait_s=rng.uniform(0.01, 0.06) if waits else 0.0,
+        step_s=rng.choice([0.001, 0.005, 0.02]),
+        step_cores=float(cores) / 2 if on_cpu else 0.0,
+        service_cv=rng.uniform(0.05, 0.3),
+        tail_share=rng.choice([0.0, 0.03]),
+        alpha=rng.uniform(0.0, 0.1),
+        noise_sd=rng.uniform(0.005, 0.04),
+        spike_share=0.05,
+    )
+
+
+def test_the_choice_is_near_the_best_on_many_machines():
+    # GIVEN twenty machines that differ in cores, step, storage, contention and noise
+    regrets = []
+    for number in range(20):
+        machine = machine_number(number)
+        space = space_of(machine, prefetch_factors=(1, 2, 4))
+        # WHEN each is searched with noise
+        found, probe, _ = run_on(machine, own=None, space=space, seed=number)
+        # THEN what was chosen is compared with the truth about a good part of the space
+        rivals = {found.finals.winner, *(t.config for t in found.trials), *space.configs()[::3]}
+        truths = {config: probe.truth(config, batches=300) for config in rivals}
+        regrets.append(1 - truths[found.finals.winner] / max(truths.values()))
+    assert statistics.median(regrets) < 0.04
+    assert sorted(regrets)[-3] < 0.15
