@@ -216,7 +216,7 @@ class TuningResult:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it."""
-        write_loader_file(self.to_file(), path)
+        write_json(self.to_file(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TuningResult:
@@ -355,6 +355,21 @@ def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
     Raises:
         ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
     """
+
+    def parse(raw: Any) -> LoaderFile:
+        file = from_plain(raw, LoaderFile)
+        config_in(file)
+        return file
+
+    return read_loader_json(path, parse)
+
+
+def read_loader_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
+    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, of a newer major version, or nothing that `parse` takes.
+    """
     import msgspec
 
     source = Path(path)
@@ -362,13 +377,11 @@ def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
     try:
         raw = msgspec.json.decode(data)
         _check_version(raw, source)
-        file = from_plain(raw, LoaderFile)
-        config_in(file)
+        return parse(raw)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         raise ConfigFileError(
             f"path={str(source)!r} is not a valid loader.json: {error}. Write a new one with result.save({source.name!r})"
         ) from error
-    return file
 
 
 def _bounded_bytes(source: Path) -> bytes:
@@ -420,16 +433,17 @@ def loader_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}
 
 
-def load_config(path: str | os.PathLike[str], *, on_mismatch: OnMismatch = "warn") -> LoaderConfig:
+def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "warn") -> LoaderConfig:
     """The configuration of a `loader.json`, checked against the machine it is loaded on.
 
     Args:
-        path: the file that `tune()` or `result.save()` wrote.
+        path: the file that `tune()` or `result.save()` wrote, or a collection (see `fleet`), of which the entry nearest to
+            this machine is taken. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`, else the user's own.
         on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters: `"warn"`
             about it, `"clamp"` the configuration to what this machine has (and warn), or `"raise"`.
 
     Raises:
-        ConfigFileError: the file cannot be read.
+        ConfigFileError: the file cannot be read, or none was found; the message names the places.
         MachineMismatchError: the machines differ and `on_mismatch="raise"`.
         ValueError: `on_mismatch` is none of the three.
     """
@@ -437,11 +451,14 @@ def load_config(path: str | os.PathLike[str], *, on_mismatch: OnMismatch = "warn
         raise ValueError(
             f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work"
         )
-    file = read_loader_file(path)
+    from autotune_loader.fleet import entry_for  # it reads what is defined here
+
+    path, machine = find_loader_file() if path is None else path, inspect_machine()
+    file = entry_for(path, machine)
     config = config_in(file)
     if file.fingerprint is None:
         return config
-    here = inspect_machine().fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
+    here = machine.fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
     found = [difference.sentence for difference in differences(file.fingerprint, here) if difference.matters]
     if not found:
         return config

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.errors import ConfigFileError
+from autotune_loader.lookup import find_loader_file, user_file
+from autotune_loader.result import TuningResult, load_config
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory and an empty user configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG", raising=False)
+    return tmp_path
+
+
+def write(path: Path, workers: int) -> Path:
+    config = LoaderConfig(num_workers=workers)
+    TuningResult(best=config, status="complete", baseline=LoaderConfig()).save(path)
+    return path
+
+
+def test_the_variable_comes_before_the_directory_and_the_user(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN all three
+    write(user_file(), 1)
+    write(Path("loader.json"), 2)
+    monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", str(write(nowhere / "named.json", 3)))
+
+    # WHEN THEN one after the other is taken away, the next is found
+    assert load_config().num_workers == 3
+    monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG")
+    assert load_config().num_workers == 2
+    Path("loader.json").unlink()
+    assert load_config().num_workers == 1
+
+
+def test_nothing_found_names_every_place() -> None:
+    # GIVEN none WHEN it is looked for
+    with pytest.raises(ConfigFileError) as caught:
+        find_loader_file()
+
+    # THEN the message names all three places
+    text = str(caught.value)
+    assert "AUTOTUNE_LOADER_CONFIG" in text
+    assert str(Path("loader.json").absolute()) in text
+    assert str(user_file()) in text
+
+
+def test_a_variable_that_names_no_file_is_an_error_even_with_a_file_here() -> None:
+    # GIVEN a file here, and a variable that names another that is not there
+    write(Path("loader.json"), 2)
+
+    # WHEN THEN silently using the wrong one is refused
+    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='gone\.json' names no file"):
+        find_loader_file({"AUTOTUNE_LOADER_CONFIG": "gone.json"})
