@@ -96,7 +96,7 @@ class Ranks:
         Raises:
             RankLostError: it is gone, or did not take them in time.
         """
-        self._finished(_Call(lambda: _send(payload, peer, self._group)), peer, deadline_s)
+        self._finished(self._sending(peer, payload), peer, deadline_s)
 
     def receive(self, peer: int, deadline_s: float) -> bytes:
         """The next bytes from a rank; an interrupted wait is taken up again by the next call.
@@ -132,11 +132,7 @@ class Ranks:
         Raises:
             RankLostError: a rank is gone or did not take them; the others have got them all the same.
         """
-        calls = {
-            peer: _Call(lambda peer=peer: _send(payload, peer, self._group))
-            for peer in self.others
-            if peer not in self._lost
-        }  # type: ignore[misc]
+        calls = {peer: self._sending(peer, payload) for peer in self.others if peer not in self._lost}
         until, lost = time.monotonic() + deadline_s, None
         for peer, call in calls.items():
             try:
@@ -150,6 +146,9 @@ class Ranks:
         """Take in what an interrupted wait left on its way; a rank that sends is deaf until it is heard."""
         for peer in list(self._owed):
             self.receive(peer, FAREWELL_DEADLINE_S)
+
+    def _sending(self, peer: int, payload: bytes) -> _Call[None]:
+        return _Call(lambda: _send(payload, peer, self._group))
 
     def _finished(self, call: _Call[_T], peer: int, deadline_s: float) -> _T:
         if not call.wait(deadline_s):
