@@ -11,12 +11,14 @@ import math
 import os
 import secrets
 import warnings as python_warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError, MachineMismatchError
+from autotune_loader.lookup import find_loader_file
 from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
 from autotune_loader.stats import Interval
 from autotune_loader.trial import Trial
