@@ -6,9 +6,11 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import Measurement
@@ -20,6 +22,10 @@ DESIGN = (1, 4, 12)
 """Workers of the three scouts whose range is called fitted."""
 OTHER_DESIGNS = ((0, 1, 4), (0, 4, 12), (0, 1, 8), (1, 4, 8), (0, 2, 12), (1, 12))
 CORES = 4
+CLOCKWORK = ("cpu_bound", "jpeg")
+"""Workloads whose CPU seconds per batch tell how fast the machine is at the moment."""
+SMOOTH_S = 20.0
+"""The machine's speed changes over minutes; this averages the two or three runs around a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +66,14 @@ class Raw:
     threads: Mapping[str, int]
     """Intra-op threads of the untouched process."""
     sustained: Sequence[tuple[Task, dict[str, Any]]]
+    at: Mapping[tuple[str, int, int], float]
+    """When a scout ended, by workload, repeat and workers."""
 
 
 def load(files: Mapping[str, Path]) -> Raw:
     """The records of all files; failures are left out."""
     scouts: dict[tuple[str, int], dict[int, Measurement]] = defaultdict(dict)
-    ceilings, threads, sustained = {}, {}, []
+    ceilings, threads, sustained, at = {}, {}, [], {}
     for path in dict.fromkeys(files.values()):
         for record in read(path):
             if "failure" in record:
@@ -74,11 +82,12 @@ def load(files: Mapping[str, Path]) -> Raw:
             threads[task.workload] = record["threads"]
             if task.kind == "scout":
                 scouts[task.workload, task.repeat][task.num_workers] = unpack(record["measurement"])
+                at[task.workload, task.repeat, task.num_workers] = record["at"]
             elif task.kind == "ceiling":
                 ceilings[task.workload, task.repeat] = unpack(record["measurement"])
             else:
                 sustained.append((task, record))
-    return Raw(scouts=scouts, ceilings=ceilings, threads=threads, sustained=sustained)
+    return Raw(scouts=scouts, ceilings=ceilings, threads=threads, sustained=sustained, at=at)
 
 
 def step_cores(ceiling: Measurement) -> float:
@@ -86,35 +95,118 @@ def step_cores(ceiling: Measurement) -> float:
     return min(float(CORES), max(0.0, (ceiling.cpu_share or 0.0) * CORES))
 
 
-def fit(raw: Raw, workload: str, repeat: int, design: Sequence[int]) -> Twin | None:
-    """The twin of one set of scouts; None where one of them is missing."""
-    seen, ceiling = raw.scouts.get((workload, repeat), {}), raw.ceilings.get((workload, repeat))
-    if ceiling is None or any(workers not in seen for workers in design):
+def observed(raw: Raw, workload: str, repeat: int, design: Sequence[int]) -> list[Observation] | None:
+    """What the twin is told of one set of scouts; None where one of them is missing."""
+    seen = raw.scouts.get((workload, repeat), {})
+    if (workload, repeat) not in raw.ceilings or any(workers not in seen for workers in design):
         return None
-    observations = [
-        Observation.from_measurement(
-            LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None), seen[workers]
-        )
-        for workers in design
-    ]
-    return Twin.fit(
-        observations, cores=CORES, consumer_cores=step_cores(ceiling), step_s_by_threads={None: ceiling.step_s}
-    )
+    configs = [LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None) for workers in design]
+    return [Observation.from_measurement(config, seen[config.num_workers]) for config in configs]
 
 
-def cells(raw: Raw, design: Sequence[int]) -> list[Cell]:
-    """Every prediction of every fit with these scouts."""
+def fit(observations: Sequence[Observation], ceiling: Measurement) -> Twin:
+    """The twin of three scouts and the step's ceiling."""
+    step_s = {None: ceiling.step_s}
+    return Twin.fit(observations, cores=CORES, consumer_cores=step_cores(ceiling), step_s_by_threads=step_s)
+
+
+def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None) -> list[Cell]:
+    """Every prediction of every fit with these scouts.
+
+    Args:
+        raw: the records.
+        design: workers of the scouts.
+        slowness: how slow the machine was when; where given, the scouts' CPU seconds are brought to the moment of the run
+            that they are to predict, so that the twin's error shows without the machine's drift.
+    """
     found = []
-    for (workload, repeat), _ in sorted(raw.scouts.items()):
-        twin = fit(raw, workload, repeat, design)
+    for workload, repeat in sorted(raw.scouts):
+        scouts = observed(raw, workload, repeat, design)
         runs = [(task, record) for task, record in raw.sustained if task.workload == workload]
-        if twin is None or not runs:
+        if scouts is None or not runs:
             continue
-        for (task, record), prediction in zip(runs, twin.predict_all([task.config for task, _ in runs]), strict=True):
+        ceiling = raw.ceilings[workload, repeat]
+        for (task, record), prediction in zip(
+            runs, _predictions(raw, scouts, ceiling, runs, repeat, slowness), strict=True
+        ):
             found.append(
                 Cell(task=task, repeat=repeat, prediction=prediction, truth=record["truth"], design=tuple(design))
             )
     return found
+
+
+def _predictions(
+    raw: Raw,
+    scouts: Sequence[Observation],
+    ceiling: Measurement,
+    runs: Sequence[tuple[Task, dict[str, Any]]],
+    repeat: int,
+    slowness: Slowness | None,
+) -> list[Prediction]:
+    if slowness is None:
+        return fit(scouts, ceiling).predict_all([task.config for task, _ in runs])
+    predictions = []
+    for task, record in runs:
+        now = slowness.at(record["at"], without=task)
+        moved = [
+            _slowed(scout, math.exp(now - slowness.at(raw.at[task.workload, repeat, scout.num_workers])), ceiling)
+            for scout in scouts
+        ]
+        predictions.append(fit(moved, ceiling).predict_all([task.config])[0])
+    return predictions
+
+
+def _slowed(seen: Observation, factor: float, ceiling: Measurement) -> Observation:
+    """The same burst on a machine whose CPUs take `factor` times as long."""
+    on_cpu = np.minimum(seen.cpu_s, seen.service_s)
+    computes = step_cores(ceiling) > 0.5
+    return replace(
+        seen,
+        service_s=seen.service_s + on_cpu * (factor - 1.0),
+        cpu_s=seen.cpu_s * factor,
+        receive_s=seen.receive_s * factor,
+        step_s=seen.step_s * (factor if computes else 1.0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """How slow the machine's CPUs were at a moment: logarithm of CPU seconds for the same work, from runs around it."""
+
+    moments: Sequence[tuple[float, float, Task]]
+    """When, by how much, in which run."""
+
+    @classmethod
+    def of(cls, files: Mapping[str, Path]) -> Slowness:
+        """From the CPU seconds per batch of the workloads that compute, relative to their own at as many workers."""
+        seen: list[tuple[float, float, Task]] = []
+        for path in dict.fromkeys(files.values()):
+            for record in read(path):
+                task = Task(**record["task"])
+                if task.workload not in CLOCKWORK or task.kind == "ceiling" or "measurement" not in record:
+                    continue
+                middle = record["at"] - record["seconds"] / 2
+                seen.append((middle, math.log(record["measurement"]["service_cpu_s"]), task))
+        levels: dict[tuple[str, int], float] = defaultdict(float)
+        for _ in range(20):
+            rest = cls(moments=[(at, value - levels[_like(task)], task) for at, value, task in seen])
+            for like in {_like(task) for _, _, task in seen}:
+                of = [value - rest.at(at, without=task) for at, value, task in seen if _like(task) == like]
+                levels[like] = statistics.fmean(of)
+        return cls(moments=[(at, value - levels[_like(task)], task) for at, value, task in seen])
+
+    def at(self, moment: float, without: Task | None = None) -> float:
+        """Smoothed over about `SMOOTH_S`; the run that is to be predicted has no say."""
+        total = weights = 1e-9
+        for at, value, task in self.moments:
+            if task != without:
+                weight = math.exp(-0.5 * ((at - moment) / SMOOTH_S) ** 2)
+                total, weights = total + weight * value, weights + weight
+        return total / weights
+
+
+def _like(task: Task) -> tuple[str, int]:
+    return task.workload, task.num_workers
 
 
 def percentile(values: Iterable[float], share: float) -> float:

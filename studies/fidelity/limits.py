@@ -1,0 +1,120 @@
+"""Which resource binds each workload, and how soon is a compute-bound job recognised?
+
+    python -m studies.fidelity.limits
+
+Every workload's limits from its step on a cached batch, two bursts, and batches of the same bytes that cost nothing to
+make. "seconds" is the time from the ready child to the verdict: the step's ceiling and one burst. Goal: 3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from autotune_loader import ceilings
+from autotune_loader.ceilings import Limit
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.opening import OpenProbe, open_probe
+from autotune_loader.search import CEILING_BURST, SEARCH_BURST
+from autotune_loader.trial import Failure, Measurement
+from studies.fidelity.grid import WORKLOAD_NAMES
+from studies.fidelity.measure import workload_of
+from studies.fidelity.quiet import QuietTurns
+from studies.fidelity.records import RESULTS, append
+from studies.workloads import WORKLOADS, AccelStep, StudyWorkload
+
+RAW = RESULTS / "limits.jsonl"
+STEP_USES_CORES = 0.5
+"""A step that keeps fewer cores busy than this computes elsewhere."""
+
+
+class NothingToMake(Dataset[torch.Tensor]):
+    """Batches of so many bytes that are there already: what is left is their transport."""
+
+    def __init__(self, batch_bytes: int) -> None:
+        self.batch_bytes = batch_bytes
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.empty(max(1, self.batch_bytes // 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.fidelity.limits")
+    parser.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
+    quiet = QuietTurns(parser.parse_args().lock)
+    with quiet.turns():
+        for name in WORKLOAD_NAMES:
+            with open_probe(workload_of(WORKLOADS[name]()), inspect_machine(), "process", None) as opened:
+                _one(name, opened)
+            quiet.next()
+
+
+def _one(name: str, opened: OpenProbe) -> None:
+    probe, cores = opened.probe, inspect_machine().usable_cores
+    begun = time.monotonic()
+    cached = _certain(probe.step_ceiling(None, CEILING_BURST))
+    first = _certain(probe.burst(LoaderConfig(num_workers=2, prefetch_factor=2), SEARCH_BURST))
+    is_compute_bound = ceilings.is_compute_bound(cached, first)
+    seconds = time.monotonic() - begun
+    steps = [cached, _certain(probe.step_ceiling(1, CEILING_BURST))]
+    bursts = [first, _certain(probe.burst(LoaderConfig(num_workers=cores, prefetch_factor=4), SEARCH_BURST))]
+    alone = _certain(probe.burst(LoaderConfig(), SEARCH_BURST))
+    uses_cores = (cached.cpu_share or 0.0) * cores >= STEP_USES_CORES
+    limits = [
+        ceilings.step_limit(max(steps, key=lambda step: step.samples_per_s.value)),
+        ceilings.cpu_limit(bursts, float(cores), steps if uses_cores else ()),
+        _transport(opened.readiness.batch_bytes, int(cached.batch_size)),
+        ceilings.in_process_limit(alone),
+    ]
+    known = [limit for limit in limits if limit is not None]
+    best = max([*bursts, alone], key=lambda burst: burst.samples_per_s.value).samples_per_s
+    _tell(name, known, best.value, is_compute_bound, seconds)
+
+
+def _transport(batch_bytes: int, batch_size: int) -> Limit | None:
+    """From batches of the same bytes: the whole batch is one "sample", so the rate is scaled afterwards."""
+    study = StudyWorkload(
+        name="nothing",
+        dataset=NothingToMake(batch_bytes // batch_size),
+        model=nn.Identity(),
+        train_step=AccelStep(0.003),
+        batch_size=batch_size,
+        description="batches that are there already",
+        kind="transport",
+    )
+    with open_probe(workload_of(study), inspect_machine(), "process", None) as opened:
+        measured = opened.probe.burst(LoaderConfig(num_workers=2, prefetch_factor=4), SEARCH_BURST)
+    return ceilings.transport_limit(_certain(measured))
+
+
+def _certain(outcome: Measurement | Failure) -> Measurement:
+    assert not isinstance(outcome, Failure), outcome
+    return outcome
+
+
+def _tell(name: str, limits: list[Limit], best: float, is_compute_bound: bool, seconds: float) -> None:
+    print(
+        f"\n{name}: best of three bursts {best:.0f}/s; compute-bound: {is_compute_bound}, known after {seconds:.1f} s"
+    )
+    bound = ceilings.binding(limits)
+    for limit in limits:
+        rate = limit.samples_per_s
+        mark = "<- binds" if limit is bound else ""
+        print(f"  {limit.name:10} {rate.value:11.0f}/s [{rate.low:.0f}, {rate.high:.0f}]  {limit.because} {mark}")
+    rates = {limit.name: limit.samples_per_s.value for limit in limits}
+    append(
+        RAW, {"workload": name, "limits": rates, "best": best, "compute_bound": is_compute_bound, "seconds": seconds}
+    )
+
+
+if __name__ == "__main__":
+    main()
