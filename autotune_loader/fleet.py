@@ -104,7 +104,7 @@ def _distance(tuned: Fingerprint | None, machine: Machine) -> tuple[float, float
     if tuned is None:
         return math.inf, 0, 0
     found = differences(tuned, machine.fingerprint(dataset=tuned.dataset, storage=tuned.storage))
-    cores = abs(math.log(machine.usable_cores / tuned.usable_cores))
+    cores = abs(math.log(machine.usable_cores / max(1, tuned.usable_cores)))
     return sum(difference.matters for difference in found), len(found), cores
 
 

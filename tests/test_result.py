@@ -385,6 +385,7 @@ def outcome_of_loading(file):
 class FakeMachine:
     def __init__(self, fingerprint):
         self._fingerprint = fingerprint
+        self.usable_cores = fingerprint.usable_cores
 
     def fingerprint(self, *, dataset, storage):
         return replace(self._fingerprint, dataset=dataset, storage=storage)
