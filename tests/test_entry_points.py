@@ -1,0 +1,162 @@
+"""However a program is started, and however it ends: real processes with hard deadlines (PAINS 13, 32, 39)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune_loader import TuningResult
+
+# No `if __name__` guard, classes in the script itself, workers started by the method that the environment names.
+SCRIPT = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+from autotune_loader import tune
+
+class Squares(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.tensor([float(index)]), torch.tensor([index ** 2.0])
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def forward(self, x):
+        return self.layer(x)
+
+method = os.environ.get("METHOD") or None
+loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
+result = tune(loader, Net(), output="loader.json", max_workers=1, progress=True,
+              budget=float(os.environ.get("BUDGET", "2")), max_trials=int(os.environ.get("TRIALS", "2")))
+print("STATUS", result.status, [t.failure.kind if t.failure else "ok" for t in result.trials])
+"""
+DEADLINE_S = 90
+
+
+def environment(**variables: str) -> dict[str, str]:
+    package = str(Path(__file__).resolve().parents[1])
+    return {**os.environ, "PYTHONPATH": package, "PYTHONUNBUFFERED": "1", **variables}
+
+
+def run(arguments: list[str], folder: Path, text: str | None = None, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(**variables),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert TuningResult.load(folder / "loader.json").status == "complete"
+    return done.stdout
+
+
+def test_pain_13_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    assert "STATUS complete ['ok'" in run(["train.py"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_pain_13_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path, method: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    assert "STATUS complete ['ok'" in run(["train.py"], tmp_path, METHOD=method)
+
+
+@pytest.mark.slow
+def test_pain_13_the_same_through_standard_input(tmp_path: Path) -> None:
+    assert "STATUS complete ['ok'" in run(["-"], tmp_path, text=SCRIPT)
+
+
+@pytest.mark.slow
+def test_pain_13_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(SCRIPT)])
+    nbformat.write(notebook, tmp_path / "train.ipynb")
+    execute = (
+        "import nbformat, nbclient; book = nbformat.read('train.ipynb', 4); "
+        "nbclient.NotebookClient(book, timeout=60, kernel_name='python3').execute(); "
+        "print(''.join(o.get('text', '') for o in book.cells[0].outputs))"
+    )
+
+    assert "STATUS complete ['ok'" in run(["-c", execute], tmp_path)
+
+
+def started_and_measuring(folder: Path) -> subprocess.Popen[str]:
+    """A long run that has written its first trial."""
+    (folder / "train.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(BUDGET="600", TRIALS="100000"),
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    while not (folder / "loader.json").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    members = psutil.Process(process.pid).children(recursive=True)
+    assert members, "the probe process runs"
+    return members
+
+
+def assert_all_gone(members: list[psutil.Process], within_s: float) -> None:
+    _, alive = psutil.wait_procs(members, timeout=within_s)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(tmp_path: Path) -> None:
+    before = segments()
+    process = started_and_measuring(tmp_path)
+    members = family(process)
+
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+
+    assert process.returncode == 0, output
+    assert "STATUS partial" in output
+    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
+    assert_all_gone(members, within_s=5)
+    assert segments() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_pain_32_when_the_parent_is_killed_everything_goes_and_the_file_loads(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = started_and_measuring(tmp_path)
+    members = family(process)
+
+    process.send_signal(number)
+    process.communicate(timeout=20)
+
+    assert process.returncode == -number
+    assert_all_gone(members, within_s=5)
+    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
