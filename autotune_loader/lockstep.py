@@ -105,7 +105,7 @@ def share(probe: Probe, result: TuningResult) -> TuningResult:
     """Give the other ranks the result. A partial one is kept even if they are gone: Ctrl-C ended them too."""
     if isinstance(probe, LockstepProbe):
         try:
-            probe.finish(msgspec.msgpack.encode(result.to_file()))
+            probe.finish(to_bytes(result))
         except RankLostError:
             if result.status != "partial":
                 raise
@@ -114,8 +114,17 @@ def share(probe: Probe, result: TuningResult) -> TuningResult:
 
 def follow(ranks: Ranks, probe: Probe, parts: dict[str, object]) -> TuningResult:
     """Burst when rank 0 asks; then its result, with this rank's own parts for `make_loader()`."""
-    file = msgspec.msgpack.decode(serve(ranks, probe), type=LoaderFile)
-    return replace(TuningResult.from_file(file), parts=dict(parts))
+    return replace(from_bytes(serve(ranks, probe)), parts=dict(parts))
+
+
+def to_bytes(result: TuningResult) -> bytes:
+    """A result as it travels between ranks: what its file holds."""
+    return msgspec.msgpack.encode(result.to_file())
+
+
+def from_bytes(data: bytes) -> TuningResult:
+    """The inverse of `to_bytes`."""
+    return TuningResult.from_file(msgspec.msgpack.decode(data, type=LoaderFile))
 
 
 def _least(*limits: int | None) -> int | None:

@@ -1,0 +1,20 @@
+"""Tuning inside the tools that training already uses: each module is a thin layer over a framework's public API."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from autotune_loader.errors import MissingExtraError
+
+
+def require(module: str, *, feature: str, extra: str) -> ModuleType:
+    """The module of a framework.
+
+    Raises:
+        MissingExtraError: it is not installed; the message names the pip install line.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(feature, module.partition(".")[0], extra) from error

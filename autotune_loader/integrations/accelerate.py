@@ -1,0 +1,64 @@
+"""Accelerate: tune before `prepare`, which only ever sees the rebuilt loader.
+
+    loader, result = tune_before_prepare(accelerator, loader, model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+With `dispatch_batches` (the default for iterable datasets) rank 0 alone loads, for all ranks: then rank 0 alone tunes, with
+all cores of its node, and without the step, of which it would see only its own share.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.distributed import run_on_rank_0
+from autotune_loader.integrations import require
+from autotune_loader.lockstep import from_bytes, to_bytes
+from autotune_loader.rebuild import rebuild
+from autotune_loader.result import TuningResult
+from autotune_loader.tuner import tune
+
+# Rank 0 tunes while the others wait; its budget is 60 s unless the caller says otherwise.
+WAIT_FOR_RANK_0_S = 1800.0
+
+
+def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **options: Any) -> tuple[Any, TuningResult]:
+    """The loader rebuilt as tuned, ready for `accelerator.prepare`, and the result. Every rank must call it.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        loader: the DataLoader as it would be given to `prepare`.
+        model: what the step trains, not prepared yet.
+        **options: of `tune()`.
+
+    Raises:
+        MissingExtraError: Accelerate is not installed.
+    """
+    require("accelerate", feature="Tuning for Accelerate", extra="accelerate")
+    options = {"device": str(accelerator.device), **options}
+    if accelerator.num_processes > 1 and dispatches(accelerator, loader):
+        result = _tune_for_all(loader, accelerator.num_processes, options)
+        workers = result.best if accelerator.is_main_process else LoaderConfig()
+        return rebuild(loader, workers), result
+    result = tune(loader, model, **options)
+    result.best.apply()
+    return rebuild(loader, result.best), result
+
+
+def dispatches(accelerator: Any, loader: Any) -> bool:
+    """Whether rank 0 alone will load and hand out batches."""
+    from torch.utils.data import IterableDataset
+
+    chosen = accelerator.dispatch_batches
+    return isinstance(loader.dataset, IterableDataset) if chosen is None else bool(chosen)
+
+
+def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningResult:
+    warnings.warn(
+        f"dispatch_batches: rank 0 alone loads for {ranks} ranks, so the loader alone was tuned, on rank 0; "
+        "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
+        stacklevel=3,
+    )
+    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **options)), deadline_s=WAIT_FOR_RANK_0_S))

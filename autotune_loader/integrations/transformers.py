@@ -1,0 +1,73 @@
+"""Hugging Face Trainer: `TrainingArguments` from `loader.json`, and tuning from a `Trainer`.
+
+args = TrainingArguments("out", **training_arguments(load_config()))       # tuned before
+tune_trainer(trainer, budget="60s"); trainer.train()                       # tuned now
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.integrations import require
+from autotune_loader.result import TuningResult
+from autotune_loader.tuner import tune
+
+
+def training_arguments(config: LoaderConfig) -> dict[str, Any]:
+    """The fields of `TrainingArguments` that a configuration decides: `TrainingArguments("out", **fields)`.
+
+    A Trainer makes its own copies to the device, so `device_prefetch` has no field; call `config.apply()` for threads.
+    """
+    return {f"dataloader_{name}": value for name, value in config.to_kwargs().items()}
+
+
+def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
+    """Tune with the Trainer's own model, dataset, collator and batch size, and set its arguments as tuned.
+
+    Every rank must call it. The bursts step AdamW over `model(**batch).loss`; a Trainer with a `compute_loss` of its own
+    passes `train_step`.
+
+    Args:
+        trainer: a `transformers.Trainer`; its model and dataset are left as they are.
+        **options: of `tune()`.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+    require("transformers", feature="Tuning from a Trainer", extra="transformers")
+    import torch
+
+    args = trainer.args
+    optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
+    result = tune(
+        plain_loader(trainer), trainer.model, **{"optimizer": optimizer, "device": str(args.device), **options}
+    )
+    for name, value in training_arguments(result.best).items():
+        setattr(args, name, value)
+    if result.best.num_workers == 0:
+        args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
+    result.best.apply()
+    return result
+
+
+def plain_loader(trainer: Any) -> Any:
+    """The Trainer's training loader before Accelerate wraps it: same dataset and collator, without unused columns."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    args = trainer.args
+    own = trainer.get_train_dataloader()
+    shuffle = None if isinstance(own.dataset, IterableDataset) else True
+    workers = args.dataloader_num_workers
+    return DataLoader(
+        own.dataset,
+        batch_size=args.train_batch_size,
+        shuffle=shuffle,
+        collate_fn=own.collate_fn,
+        drop_last=args.dataloader_drop_last,
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        persistent_workers=args.dataloader_persistent_workers and workers > 0,
+    )

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+# Enough for a handful of bursts; what is chosen does not matter here, only that it is used.
+QUICK: dict[str, Any] = {"budget": 6, "max_trials": 3, "progress": False}
+
+
+class Points(Dataset[Any]):
+    """Points that take a millisecond to wait for; the label says on which side of a line they lie."""
+
+    def __init__(self, length: int = 256) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.001)
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x, int(x.sum() > 0)
+
+
+@pytest.fixture
+def points() -> Points:
+    return Points()
+
+
+@pytest.fixture
+def quick() -> dict[str, Any]:
+    return dict(QUICK)

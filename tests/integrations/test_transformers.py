@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.integrations.transformers import training_arguments, tune_trainer
+
+transformers = pytest.importorskip("transformers")
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([x for x, _ in samples]), "labels": torch.tensor([y for _, y in samples])}
+
+
+def arguments(folder: Path, **fields: Any) -> Any:
+    return transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=32, num_train_epochs=2, learning_rate=0.05, use_cpu=True,
+        save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", **fields,
+    )  # fmt: skip
+
+
+def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, points: Any, quick: Any) -> None:
+    # GIVEN a Trainer with a collator and a dataset
+    trainer = transformers.Trainer(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+
+    # WHEN it is tuned
+    result = tune_trainer(trainer, **quick)
+
+    # THEN its arguments are the tuned ones, its weights untouched, and it trains with them
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer.args.dataloader_num_workers == result.best.num_workers
+    assert trainer.get_train_dataloader().num_workers == result.best.num_workers
+    assert result.batch_size.value == 32
+    assert trainer.train().global_step == 2 * 8
+
+
+def test_the_fields_of_a_file_make_training_arguments(tmp_path: Path, points: Any) -> None:
+    # GIVEN a configuration from loader.json
+    config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
+
+    # WHEN the arguments are made of it
+    args = arguments(tmp_path, **training_arguments(config))
+
+    # THEN a Trainer's loader is as tuned, and it trains
+    trainer = transformers.Trainer(Model(), args, train_dataset=points, data_collator=collate)
+    loader = trainer.get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
+    assert trainer.train().global_step == 2 * 8
+
+
+def test_no_workers_give_no_fields_that_need_them(tmp_path: Path) -> None:
+    assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
