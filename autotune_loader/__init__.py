@@ -1,17 +1,47 @@
 """Finds the cheapest PyTorch DataLoader configuration that is as fast as anything this machine can do, and proves it.
 
-from autotune_loader import tune, load_config
+    from autotune_loader import tune, load_config
 
-result = tune(dataset, model, batch_size=64, output="loader.json")
-config = load_config("loader.json")
-loader = DataLoader(dataset, batch_size=64, shuffle=True, **config.to_kwargs())
+    result = tune(dataset, model, batch_size=64, output="loader.json")
+    config = load_config("loader.json")
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, **config.to_kwargs())
+
+Names are loaded when they are first used: reading a `loader.json` needs no torch, and `--help` should not wait for it.
 """
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import TunerError
-from autotune_loader.prefetch import DevicePrefetcher
-from autotune_loader.result import TuningResult, load_config
-from autotune_loader.tuner import tune
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from autotune_loader.version import __version__
 
+if TYPE_CHECKING:
+    from autotune_loader.config import LoaderConfig
+    from autotune_loader.errors import TunerError
+    from autotune_loader.prefetch import DevicePrefetcher
+    from autotune_loader.result import TuningResult, load_config
+    from autotune_loader.tuner import tune
+
 __all__ = ["DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__", "load_config", "tune"]
+
+_HOMES = {
+    "DevicePrefetcher": "prefetch",
+    "LoaderConfig": "config",
+    "TunerError": "errors",
+    "TuningResult": "result",
+    "load_config": "result",
+    "tune": "tuner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

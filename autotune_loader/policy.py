@@ -18,7 +18,7 @@ import numpy as np
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.space import Space
-from autotune_loader.trial import Trial
+from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
 
 # Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %).
@@ -27,6 +27,8 @@ MODEL_SD = 0.06
 LENGTH_SCALE = 1.2
 # Relative noise of one burst that its own interval does not show: drift and neighbours between bursts.
 BURST_SD = 0.02
+# A burst this far from its prediction (as a log-ratio) is run again before either is believed.
+SURPRISE = 0.15
 # Search ends when the expected gain of the best untried configuration is below this share of the tolerance.
 WORTHWHILE_SHARE = 0.5
 
@@ -101,9 +103,9 @@ def beliefs(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int
     twin = fit_twin(trials, inputs, seed)
     if twin is None:
         return []
-    tried = {_modelled(trial.config): trial for trial in trials if trial.measurement is not None}
-    failed = {_modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
-    configs = list(dict.fromkeys([*map(_modelled, space.configs()), *tried]))
+    tried = {modelled(trial.config): trial for trial in trials if trial.measurement is not None}
+    failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
+    configs = list(dict.fromkeys([*map(modelled, space.configs()), *tried]))
     configs = [config for config in configs if config not in failed]
     predicted = dict(zip(configs, twin.predict_all(configs), strict=True))
     measured = [config for config in configs if config in tried]
@@ -125,7 +127,7 @@ def next_config(
 ) -> Belief | None:
     """The untried configuration with the largest expected gain; None when no gain is worth a burst."""
     known = beliefs(space, trials, inputs, seed)
-    tried = {_modelled(trial.config) for trial in trials}
+    tried = {modelled(trial.config) for trial in trials}
     incumbent = max((belief.samples_per_s for belief in known if belief.config in tried), default=None)
     untried = [belief for belief in known if belief.config not in tried]
     if incumbent is None or not untried:
@@ -134,11 +136,14 @@ def next_config(
     return best if best.expected_gain(incumbent) > WORTHWHILE_SHARE * tolerance else None
 
 
-def finalists(known: Sequence[Belief], space: Space, tolerance: float, most: int = 3) -> list[LoaderConfig]:
-    """The few configurations that deserve fresh rounds: the fastest, and cheaper ones believed as fast.
+def finalists(
+    known: Sequence[Belief], trials: Sequence[Trial], space: Space, tolerance: float, most: int = 3
+) -> list[LoaderConfig]:
+    """The few configurations that deserve fresh rounds: the fastest believed and measured, and cheaper ones as fast.
 
     Args:
         known: beliefs after the search.
+        trials: what was measured; a model that is wrong about the fastest must not keep it out.
         space: tells what memory a configuration needs.
         tolerance: relative difference that counts as equally fast.
         most: how many at most.
@@ -146,13 +151,17 @@ def finalists(known: Sequence[Belief], space: Space, tolerance: float, most: int
     if not known:
         return []
     fastest = max(known, key=lambda belief: belief.samples_per_s)
-    chosen = [fastest.config]
-    for slack in (tolerance / 2, tolerance):
-        near = [b for b in known if b.samples_per_s >= fastest.samples_per_s * (1 - slack)]
-        cheapest = min(near, key=lambda belief: (cost(belief.config, space), -belief.samples_per_s)).config
-        if cheapest not in chosen:
-            chosen.append(cheapest)
-    return chosen[:most]
+    measured = max((t for t in trials if t.measurement is not None), key=lambda trial: trial.samples_per_s or 0.0)
+    near = [belief for belief in known if belief.samples_per_s >= fastest.samples_per_s * (1 - tolerance / 2)]
+    cheapest = min(near, key=lambda belief: (cost(belief.config, space), -belief.samples_per_s))
+    chosen = (fastest.config, modelled(measured.config), cheapest.config)
+    return list(dict.fromkeys(chosen))[:most]
+
+
+def is_surprising(measurement: Measurement, predicted: float | None) -> bool:
+    """Whether a burst disagrees with the twin so much that one of the two was disturbed or is wrong."""
+    rate = measurement.samples_per_s.value
+    return bool(predicted) and rate > 0 and abs(math.log(rate / (predicted or rate))) > SURPRISE
 
 
 def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
@@ -161,7 +170,7 @@ def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
     return (config.num_workers, space.memory_need(config), config.device_prefetch, oddities)
 
 
-def _modelled(config: LoaderConfig) -> LoaderConfig:
+def modelled(config: LoaderConfig) -> LoaderConfig:
     """The configuration without what no burst can see."""
     return replace(config, persistent_workers=False)
 

@@ -27,6 +27,7 @@ from autotune_loader.version import __version__
 if TYPE_CHECKING:
     import optuna
     import pandas as pd
+    from matplotlib.figure import Figure
     from torch.utils.data import DataLoader
 
 # 1.0  first release
@@ -282,6 +283,52 @@ class TuningResult:
 
         return render_report(self)
 
+    def plot_workers(self) -> Figure:
+        """Samples/s over workers with intervals, plateau, ceiling and the twin's predictions."""
+        from autotune_loader.report.plots import plot_workers
+
+        return plot_workers(self)
+
+    def plot_heatmap(self) -> Figure:
+        """Samples/s over workers and prefetch_factor."""
+        from autotune_loader.report.plots import plot_heatmap
+
+        return plot_heatmap(self)
+
+    def plot_memory(self) -> Figure:
+        """Samples/s against the memory of the process tree."""
+        from autotune_loader.report.plots import plot_memory
+
+        return plot_memory(self)
+
+    def plot_history(self) -> Figure:
+        """The trials in their order, and the best so far."""
+        from autotune_loader.report.plots import plot_history
+
+        return plot_history(self)
+
+    def plot_timeline(self, trial: int | None = None) -> Figure:
+        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
+
+        Args:
+            trial: number of the trial; None takes the fastest.
+        """
+        from autotune_loader.report.plots import plot_timeline
+
+        return plot_timeline(self, trial)
+
+    def plot_failures(self) -> Figure:
+        """What failed, and why."""
+        from autotune_loader.report.plots import plot_failures
+
+        return plot_failures(self)
+
+    def plot_speedup(self) -> Figure:
+        """The paired rounds of the finals behind the speed-up."""
+        from autotune_loader.report.plots import plot_speedup
+
+        return plot_speedup(self)
+
     def __str__(self) -> str:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
 
@@ -292,8 +339,8 @@ def _without_traces(trial: Trial) -> Trial:
     return replace(trial, measurement=replace(trial.measurement, traces=()))
 
 
-def write_loader_file(file: LoaderFile, path: str | os.PathLike[str]) -> None:
-    """Write the file through a temporary one in the same folder and a rename."""
+def write_json(file: Any, path: str | os.PathLike[str]) -> None:
+    """Write a dataclass as JSON, through a temporary one in the same folder and a rename."""
     import msgspec
 
     target = Path(path)

@@ -9,7 +9,6 @@ import heapq
 import itertools
 import math
 import random
-import statistics
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 from typing import Protocol, TypeVar
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Interval
+from autotune_loader.meters.trace import is_enough, summarise
 from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, Measurement, Memory
 
 
@@ -106,18 +105,20 @@ class SimulatedProbe:
             self._clock.advance(self.machine.start_s)
             return failure
         run = _Events(self._disturbed(), config, plan.seed, self._clock())
-        begun = self._clock()
-        warm = config.num_workers * (config.prefetch_factor or 0) + config.num_workers + 1
+        begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():
             traces.append(trace)
-            if trace.step_end - begun > plan.deadline_s:
+            now = trace.step_end
+            if now - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
                 return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
-            if len(traces) > warm + 1 and _window_is_over(traces[warm:], plan):
-                break
+            if now >= next_check and len(traces) > 1:
+                next_check = now + 0.05
+                if is_enough(traces, plan, workers=config.num_workers, started=begun, now=now):
+                    break
         self._clock.advance(traces[-1].step_end - begun)
-        return self._measurement(config, traces, warm, begun)
+        return self._measurement(config, traces, begun)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
@@ -129,7 +130,7 @@ class SimulatedProbe:
             traces.append(_trace(MAIN_PROCESS, (now, now), 0.0, now, now, end, self.machine.batch_size))
             now = end
         self._clock.advance(now - begun)
-        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, 1, begun)
+        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun)
 
     def truth(self, config: LoaderConfig, *, batches: int = 2000) -> float:
         """Samples per second that `config` sustains in the long run, without noise, drift and spikes."""
@@ -159,25 +160,19 @@ class SimulatedProbe:
         message = f"the burst needs {needed} bytes of {limit}; use fewer workers"
         return Failure(kind="memory_guard", phase="batches", message=message)
 
-    def _measurement(self, config: LoaderConfig, traces: list[BatchTrace], warm: int, begun: float) -> Measurement:
-        window = traces[warm:]
-        opened = traces[warm - 1].step_end
-        window_s = window[-1].step_end - opened
-        samples = sum(t.samples for t in window)
-        rate, half_width = _rate_with_half_width(window, opened)
+    def _measurement(self, config: LoaderConfig, traces: list[BatchTrace], begun: float) -> Measurement:
+        summary = summarise(traces, workers=config.num_workers, started=begun)
         return Measurement(
-            samples_per_s=Interval(
-                value=rate, low=max(0.0, rate - half_width), high=rate + half_width, count=len(window)
-            ),
-            samples=samples,
-            window_s=window_s,
-            batch_size=samples / len(window),
-            first_batch_s=traces[0].received - begun,
-            wait_share=min(1.0, sum(t.wait_s for t in window) / window_s),
-            service_s=statistics.fmean(t.service_s for t in window),
-            service_cpu_s=statistics.fmean(t.cpu_s for t in window),
-            receive_s=statistics.fmean(t.receive_s for t in window),
-            step_s=statistics.fmean(t.step_s for t in window),
+            samples_per_s=summary.samples_per_s,
+            samples=summary.samples,
+            window_s=summary.window_s,
+            batch_size=summary.batch_size,
+            first_batch_s=summary.first_batch_s,
+            wait_share=summary.wait_share,
+            service_s=summary.service_s,
+            service_cpu_s=summary.service_cpu_s,
+            receive_s=summary.receive_s,
+            step_s=summary.step_s,
             batch_bytes=self.machine.batch_bytes,
             batch_tensors=2,
             memory=Memory(rss_bytes=self._rss_bytes(config)),
@@ -226,27 +221,6 @@ def _next_recorded(record: Mapping[_Key, deque[Measurement | Failure]], key: _Ke
     if not record[key]:
         raise LookupError(f"every {what} recorded of {key} was replayed already; record more of them")
     return record[key].popleft()
-
-
-def _rate_with_half_width(window: Sequence[BatchTrace], opened: float) -> tuple[float, float]:
-    """Rate of the window and the 95 % half-width from the rates of its eighths."""
-    rate = sum(t.samples for t in window) / (window[-1].step_end - opened)
-    size = len(window) // 8
-    if size == 0:
-        return rate, rate
-    ends = [opened, *(window[(i + 1) * size - 1].step_end for i in range(8))]
-    parts = [size * window[0].samples / (after - before) for before, after in itertools.pairwise(ends)]
-    return rate, 2.36 * statistics.stdev(parts) / math.sqrt(8)  # 2.36: Student's t with 7 degrees of freedom
-
-
-def _window_is_over(window: Sequence[BatchTrace], plan: BurstPlan) -> bool:
-    seconds = window[-1].step_end - window[0].step_end
-    if seconds >= plan.max_s:
-        return True
-    if seconds < plan.min_s or len(window) % 8:
-        return False
-    rate, half_width = _rate_with_half_width(window[1:], window[0].step_end)
-    return half_width < plan.relative_error * rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,21 +266,22 @@ def test_a_baseline_that_fails_is_no_obstacle():
 
 
 def test_an_interruption_at_any_moment_keeps_the_trials():
-    # GIVEN how many calls a whole search makes
+    # GIVEN how many calls a whole search makes, and its trials
     machine = SimulatedMachine(step_s=0.005)
     whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
-    run_on(machine, probe=whole, max_trials=7)
-    calls = 10_000 - whole.left
+    complete, _, _ = run_on(machine, probe=whole, max_trials=7)
+    calls, kept = 10_000 - whole.left, 0
     # WHEN it is interrupted at each of them
     for at in range(calls):
-        found, simulated, _ = run_on(
-            machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=7
-        )
+        found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=7)
         # THEN every trial before it is kept
         assert found.interrupted
         assert found.stopped_because == "interrupted"
         assert found.finals is None
-        assert len(found.trials) == min(len(simulated.bursts), 7)
+        assert [trial.config for trial in found.trials] == [trial.config for trial in complete.trials[: len(found.trials)]]
+        assert len(found.trials) >= kept
+        kept = len(found.trials)
+    assert kept == len(complete.trials)
 
 
 def test_an_interrupted_trial_is_not_left_running():

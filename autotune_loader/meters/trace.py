@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Literal
 
 from autotune_loader.stats import Interval, correlated_mean_interval, mean_interval, student_t_quantile
-from autotune_loader.trial import BatchTrace
+from autotune_loader.trial import BatchTrace, BurstPlan
 
 MIN_ROUNDS_AFTER_STOCK = 3
 """Rounds of all workers that must follow the end of the stock, or a window there would be mostly edges."""
@@ -35,6 +35,8 @@ MIN_ROUNDS_TO_JUDGE = 4
 """Nor do fewer rounds of all workers, which deliver in bursts."""
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""
+SLOW_BATCH_STRETCH = 3.0
+"""A burst of very slow batches may run so many times its planned window to see two rounds of its workers."""
 SLOW_WORKER_SIGMA = 3.0
 """A worker is slower than the others, and holds up delivery in order, when its mean says so by this many errors."""
 
@@ -128,6 +130,27 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float
         return None
     error = (consumed.high - consumed.low) / 2 / consumed.value
     return error if math.isfinite(error) else None
+
+
+def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, started: float, now: float) -> bool:
+    """Whether a running burst may stop: its rate is known well enough, or its time is up.
+
+    Args:
+        traces: every batch so far, at least one.
+        plan: of the burst.
+        workers: worker processes.
+        started: when the iterator was created.
+        now: seconds of the traces' clock.
+    """
+    elapsed = now - traces[0].received
+    if elapsed >= plan.max_s * SLOW_BATCH_STRETCH:
+        return True
+    if len(traces) < 2 * max(1, workers) + 1 or elapsed < plan.min_s:
+        return False
+    if elapsed >= plan.max_s:
+        return True
+    error = relative_error(traces, workers=workers, started=started)
+    return error is not None and error <= plan.relative_error
 
 
 def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> tuple[Interval, bool]:

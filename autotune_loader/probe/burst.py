@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.meters.trace import relative_error, summarise
+from autotune_loader.meters.trace import is_enough, summarise
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, tensors_in
 from autotune_loader.probe.traced import (
@@ -44,8 +44,6 @@ SHUTDOWN_GRACE_S = 1.0
 STOP_CHECK_S = 0.05
 # After a check that took t seconds the next one waits this many t, so that checking never costs more than 1 %.
 STOP_CHECK_COST = 100.0
-# A burst of very slow batches may run this many times its planned window to see more than one of them per worker.
-SLOW_BATCH_STRETCH = 3.0
 
 # A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
 KEPT_TRACES = 2048
@@ -187,17 +185,9 @@ class _Run:
         now = time.monotonic()
         if now < self._next_check:
             return False
-        self._next_check = now + STOP_CHECK_S
-        elapsed = now - self._traces[0].received
-        if elapsed >= self._plan.max_s * SLOW_BATCH_STRETCH:
-            return True
-        if len(self._traces) < 2 * max(1, self._workers) + 1 or elapsed < self._plan.min_s:
-            return False
-        if elapsed >= self._plan.max_s:
-            return True
-        error = relative_error(self._traces, workers=self._workers, started=self._started)
+        enough = is_enough(self._traces, self._plan, workers=self._workers, started=self._started, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (time.monotonic() - now))
-        return error is not None and error <= self._plan.relative_error
+        return enough
 
     def measurement(self, step: TrainingStep) -> Measurement:
         """What the run amounts to, once the device has finished what it was given."""

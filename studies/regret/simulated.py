@@ -1,0 +1,236 @@
+"""Regret on hundreds of simulated machines: `python -m studies.regret.simulated [--machines 300]`.
+
+Every strategy searches the same space on the same simulated machine through the same `Probe` interface; the truth is the
+machine's own long-run rate without noise. Simulated seconds are counted by the fake clock: bursts, worker start-up and
+the start of the probe process (`START_S`) included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.search import SEARCH_BURST, SearchRun
+from autotune_loader.settings import Settings
+from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import Measurement
+
+RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
+# What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
+START_S = 3.5
+TRUTH_BATCHES = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One strategy on one machine."""
+
+    machine: int
+    kind: str
+    cores: int
+    strategy: str
+    regret: float
+    """1 - truth of the chosen configuration / truth of the best one."""
+    seconds: float
+    workers: int
+    fastest_workers: int
+    """Workers of the truly fastest configuration."""
+
+
+def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
+    """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
+    rng = random.Random(seed)
+    cores = rng.choice((4, 4, 8, 8, 16, 32, 64, 128))
+    kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
+    cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
+    step_s, step_cores, threads = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0, {}
+    tail_share, cv = 0.0, rng.uniform(0.03, 0.3)
+    if kind.startswith("wait"):
+        cpu_s, wait_s = cpu_s * 0.05, cpu_s
+        tail_share = 0.03 if kind == "wait tail" else 0.0
+    elif kind == "mixed":
+        wait_s = cpu_s * rng.uniform(0.3, 2.0)
+    elif kind == "step":
+        step_s = cpu_s * rng.uniform(0.8, 4.0)
+    elif kind == "in memory":
+        cpu_s, step_s = 10 ** rng.uniform(-3.7, -3.0), 10 ** rng.uniform(-3.5, -2.3)
+    elif kind == "cpu step":
+        cores = min(cores, 16)
+        one = cpu_s * rng.uniform(0.5, 2.0)
+        threads = {t: one * (0.15 + 0.85 / t) for t in (1, 2, 4, 8, 16) if t <= cores}
+        step_s, step_cores = threads[max(threads)], float(cores)
+    return kind, SimulatedMachine(
+        cores=cores,
+        cpu_s=cpu_s,
+        wait_s=wait_s,
+        service_cv=cv,
+        tail_share=tail_share,
+        step_s=step_s,
+        step_cores=step_cores,
+        step_s_by_threads=threads,
+        receive_s=10 ** rng.uniform(-3.7, -2.7),
+        alpha=rng.uniform(0.0, 0.1),
+        beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))),
+        start_s=0.1,
+        worker_start_s=rng.uniform(0.01, 0.05),
+        noise_sd=rng.uniform(0.03, 0.08),
+        drift_per_hour=rng.uniform(-0.5, 0.5),
+        spike_share=0.05,
+    )
+
+
+def space_of(kind: str, machine: SimulatedMachine) -> Space:
+    """The space that `tune()` would search on such a machine."""
+    wall = machine.cpu_s + machine.wait_s
+    threads = consumer_thread_counts(machine.cores, machine.cores) if kind == "cpu step" else (None,)
+    return Space(max_workers=max_useful_workers(machine.cores, wall, machine.cpu_s), consumer_threads=threads)
+
+
+class _Nobody:
+    def trial(self, *_: object) -> None: ...
+
+    def finals_round(self, *_: object) -> None: ...
+
+
+def by_search(search: str, budget_s: float, max_trials: int | None = None) -> Callable[..., tuple[LoaderConfig, float]]:
+    """A strategy that is one of our own searches."""
+
+    def run(machine: SimulatedMachine, space: Space, kind: str, seed: int) -> tuple[LoaderConfig, float]:
+        clock = FakeClock()
+        probe = SimulatedProbe(machine, clock, seed=seed)
+        clock.advance(START_S)
+        found = SearchRun(
+            probe,
+            space,
+            Settings(budget_s=budget_s, max_trials=max_trials, search=search, seed=seed),
+            own_config=None,
+            usable_cores=machine.cores,
+            default_threads=machine.cores,
+            step_uses_cores=kind == "cpu step",
+            clock=clock,
+            started=0.0,
+            listener=_Nobody(),
+        ).run()
+        fastest = found.fastest()
+        assert fastest is not None
+        chosen = found.finals.winner if search == "auto" and found.finals is not None else fastest.config
+        return chosen, clock()
+
+    return run
+
+
+def by_rule(rule: Callable[..., LoaderConfig]) -> Callable[..., tuple[LoaderConfig, float]]:
+    """A strategy that measures nothing."""
+    return lambda machine, space, kind, seed: (rule(machine), 0.0)
+
+
+def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int) -> tuple[LoaderConfig, float]:
+    """One worker more while that gains 3 % or more (Cachew's rule)."""
+    clock = FakeClock()
+    probe = SimulatedProbe(machine, clock, seed=seed)
+    clock.advance(START_S)
+    best, best_rate = LoaderConfig(), 0.0
+    for workers in range(space.max_workers + 1):
+        config = LoaderConfig(num_workers=workers)
+        outcome = probe.burst(config, replace(SEARCH_BURST, seed=workers))
+        if not isinstance(outcome, Measurement) or outcome.samples_per_s.value < 1.03 * best_rate:
+            break
+        best, best_rate = config, outcome.samples_per_s.value
+    return best, clock()
+
+
+STRATEGIES: dict[str, Callable[..., tuple[LoaderConfig, float]]] = {
+    "autotune_loader": by_search("auto", 60.0),
+    "torch default": by_rule(lambda machine: LoaderConfig()),
+    "workers = cores": by_rule(lambda machine: LoaderConfig(num_workers=machine.cores)),
+    "climb 3 %": climb,
+    "random 16": by_search("random", 1e6, 16),
+    "tpe 16": by_search("tpe", 1e6, 16),
+    "tpe 40": by_search("tpe", 1e6, 40),
+    "grid": by_search("grid", 1e6),
+}
+
+
+def study_machine(seed: int, strategies: Sequence[str]) -> list[Outcome]:
+    """Every strategy on one machine."""
+    kind, machine = random_machine(seed)
+    space = space_of(kind, machine)
+    oracle = SimulatedProbe(machine, FakeClock())
+
+    def truth(config: LoaderConfig) -> float:
+        return oracle.truth(replace(config, persistent_workers=False), batches=TRUTH_BATCHES)
+
+    truths = {config: truth(config) for config in space.configs()}
+    fastest = max(truths, key=lambda config: truths[config])
+    outcomes = []
+    for name in strategies:
+        chosen, seconds = STRATEGIES[name](machine, space, kind, seed)
+        outcomes.append(
+            Outcome(
+                machine=seed,
+                kind=kind,
+                cores=machine.cores,
+                strategy=name,
+                regret=max(0.0, 1 - truth(chosen) / truths[fastest]),
+                seconds=seconds,
+                workers=chosen.num_workers,
+                fastest_workers=fastest.num_workers,
+            )
+        )
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Regret and seconds by strategy, as a Markdown table."""
+    lines = [
+        "| strategy | machines | regret p50 | p90 | p95 | within 2 % | seconds p50 | p90 | mean workers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.strategy == name]
+        regrets, seconds = sorted(o.regret for o in mine), sorted(o.seconds for o in mine)
+        lines.append(
+            f"| {name} | {len(mine)} | {_at(regrets, 0.5):.1%} | {_at(regrets, 0.9):.1%} | {_at(regrets, 0.95):.1%} "
+            f"| {sum(r <= 0.02 for r in regrets) / len(mine):.0%} | {_at(seconds, 0.5):.0f} | {_at(seconds, 0.9):.0f} "
+            f"| {statistics.fmean(o.workers for o in mine):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    names = arguments.strategies.split(",")
+    begun = time.monotonic()
+    with multiprocessing.Pool(arguments.processes) as pool:
+        jobs = [(seed, names) for seed in range(arguments.first, arguments.first + arguments.machines)]
+        outcomes = [outcome for each in pool.starmap(study_machine, jobs, chunksize=2) for outcome in each]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+    print(table(outcomes))
+    for kind in sorted({outcome.kind for outcome in outcomes}):
+        print(f"\n{kind}\n" + table([outcome for outcome in outcomes if outcome.kind == kind]))
+    print(f"\n{arguments.machines} machines in {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
