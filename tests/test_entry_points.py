@@ -147,7 +147,7 @@ def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(tm
     assert segments() <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_pain_32_when_the_parent_is_killed_everything_goes_and_the_file_loads(
     tmp_path: Path, number: signal.Signals
 ) -> None:

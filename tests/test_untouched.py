@@ -111,7 +111,7 @@ def _everything_was_imported_and_used_once() -> None:
 
 
 def quick(dataset: Any, model: Any, isolation: str, **options: Any) -> Any:
-    return tune(dataset, model, budget=2, max_trials=2, max_workers=1, isolation=isolation, **options)  # type: ignore[arg-type]
+    return tune(dataset, model, budget=1, max_trials=2, max_workers=1, isolation=isolation, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -139,7 +139,7 @@ def test_traps_1_to_6_a_run_changes_nothing_and_leaves_nothing(isolation: str) -
     assert settled(left) == left
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", [pytest.param("process", marks=pytest.mark.slow), "inline"])
 def test_trap_1_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -188,6 +188,7 @@ def test_pain_12_an_unpicklable_part_is_named_and_everything_around_it_is_copied
         quick(dataset, net(), "process", batch_size=4)
 
 
+@pytest.mark.slow
 def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
     left = leftovers()
     loader = DataLoader([(torch.zeros(3), 0)] * 16, batch_size=4, num_workers=1, multiprocessing_context="forkserver")

@@ -114,6 +114,7 @@ def test_pain_2_a_killed_probe_process_is_noticed_although_its_workers_live(
     assert time.monotonic() - begun < QUICK.deadline_s / 2
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_failure(probe: ProcessProbe, trouble_file: Path) -> None:
     trouble_file.write_text("worker:hang")
     assert probe._child is not None
@@ -150,6 +151,7 @@ class HangsAtOnce(Trouble):
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_pain_34_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(tmp_path: Path) -> None:
     from autotune_loader.errors import WorkloadError
 
