@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 # Enough for a handful of bursts; what is chosen does not matter here, only that it is used.
-QUICK: dict[str, Any] = {"budget": 6, "max_trials": 3, "progress": False}
+QUICK: dict[str, Any] = {"budget": 2.5, "max_trials": 2, "max_workers": 3, "progress": False}
 
 
 class Points(Dataset[Any]):

@@ -25,12 +25,16 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 2)
         self.losses: list[float] = []
+        self.validated = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         loss = torch.nn.functional.cross_entropy(self.layer(x), y)
         self.losses.append(float(loss.detach()))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -68,6 +72,7 @@ def trainer(tmp_path: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_data_module_is_tuned_before_the_first_epoch(trainer: Any, points: Any, quick: Any) -> None:
     # GIVEN a module and its data
     model = Classifier()
@@ -76,11 +81,11 @@ def test_a_data_module_is_tuned_before_the_first_epoch(trainer: Any, points: Any
     # WHEN it is fitted
     trainer.fit(model, datamodule=data)
 
-    # THEN the loader in use has the tuned configuration, and only fitting has trained the model
+    # THEN the loader in use has the tuned configuration, and only fitting has trained and validated the model
     assert data.result is not None
     assert trainer.train_dataloader.num_workers == data.result.best.num_workers
     assert trainer.train_dataloader.batch_size == 32
-    assert len(model.losses) == 2 * 8
+    assert (len(model.losses), model.validated) == (2 * 8, 2 * 4)
     assert model.losses[-1] < model.losses[0]
 
 
