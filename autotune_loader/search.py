@@ -210,7 +210,7 @@ class SearchRun:
             )
             if belief is None:
                 return
-            yield belief.config
+            yield self._as_used(belief.config)
             if count % EXPLORE_EVERY == 0:
                 yield None
 
@@ -337,5 +337,8 @@ class SearchRun:
     def _finalists(self) -> list[LoaderConfig]:
         believed = policy.beliefs(self._space, self.found.trials, self.found.inputs, self._settings.seed)
         chosen = policy.finalists(believed, self.found.trials, self._space, self._settings.tolerance)
-        persistent = self._space.persistent_workers
-        return [replace(config, persistent_workers=persistent and config.num_workers > 0) for config in chosen]
+        return [self._as_used(config) for config in chosen]
+
+    def _as_used(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with what no burst can see, and so no belief holds, set as the job will have it."""
+        return replace(config, persistent_workers=self._space.persistent_workers and config.num_workers > 0)
