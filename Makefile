@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick clean
+.PHONY: help venv demo check test quick docs clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -22,14 +22,17 @@ check: $(INSTALLED) ## lint, format, types and layers
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
 
-test: check ## check, then every test, README code and notebooks included
+test: check docs ## check, docs, then every test, README code and notebooks included
 	@$(BIN)/python -m pytest
 
 quick: $(INSTALLED) ## the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
+docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
+	@$(BIN)/mkdocs build --quiet --strict
+
 clean: ## remove .venv, caches and build results
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an interrupted installation is done again.
