@@ -76,7 +76,6 @@ def run_finals(
     tolerance: float,
     time_left: Callable[[], float],
     patience_s: float,
-    first_round_s: float,
     seed: int,
     deadline_s: float,
     on_round: Callable[[int, dict[LoaderConfig, float]], None] = lambda number, rates: None,
@@ -90,7 +89,6 @@ def run_finals(
         cost: what a configuration costs, compared as tuples are.
         tolerance: relative difference that counts as equally fast.
         time_left: seconds that may still be spent; checked before each round.
-        first_round_s: seconds that the first round is expected to take.
         patience_s: seconds after which open questions between candidates within tolerance are left open.
         seed: of the order within the rounds.
         deadline_s: for one burst.
@@ -105,7 +103,7 @@ def run_finals(
     order, spent_s = random.Random(seed), 0.0
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
         before_s = time_left()
-        round_s = spent_s / len(standing.rounds) if standing.rounds else first_round_s
+        round_s = spent_s / len(standing.rounds) if standing.rounds else 0.0
         out_of_time = before_s < round_s or (spent_s + round_s > patience_s and len(standing.rounds) >= MIN_ROUNDS)
         if out_of_time or _is_settled(standing, base, tolerance):
             break

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import FinalsOutcome, run_finals
+from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, run_finals
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
@@ -166,6 +166,13 @@ class SearchRun:
         if self.found.trials:
             log.info("resumed a study of %d trials", len(self.found.trials))
 
+    def _adopt_news(self) -> list[Trial]:
+        """Take over what other hosts have told a shared study since."""
+        first = len(self.found.trials)
+        news = [replace(trial, number=number) for number, trial in enumerate(self._ledger.news(), start=first)]
+        self.found.trials += news
+        return news
+
     def _measure_ceilings(self) -> None:
         for threads in self._space.consumer_threads:
             measured = self._probe.step_ceiling(threads, CEILING_BURST)
@@ -215,6 +222,11 @@ class SearchRun:
                 yield None
 
     def _try(self, config: LoaderConfig | None) -> None:
+        news = self._adopt_news()
+        if config in [trial.config for trial in news]:
+            return
+        if config is not None and self._ledger.is_taken(config):
+            config = None  # another host is at it: measure something else meanwhile
         asked, proposed = self._ledger.ask(config)
         known = next((trial for trial in self.found.trials if trial.config == proposed), None)
         if known is not None and config is None:
@@ -293,7 +305,7 @@ class SearchRun:
     def _reason_to_stop(self) -> str:
         if self._settings.max_trials is not None and len(self.found.trials) >= self._settings.max_trials:
             return f"max_trials={self._settings.max_trials} were run"
-        if self.seconds_left() < self._settings.budget_s * FINALS_SHARE:
+        if self.seconds_left() < max(self._settings.budget_s * FINALS_SHARE, self._least_finals_s()):
             return "the rest of the budget is kept for the finals"
         if self._repeats >= MOST_REPEATS:
             return "the sampler repeats itself"
@@ -309,6 +321,8 @@ class SearchRun:
 
     def _race(self) -> None:
         candidates = self._finalists()
+        while len(candidates) > 1 and self._expected_round_s(candidates) > self.seconds_left():
+            candidates.pop()
         if not candidates:
             return
         self.found.finals = run_finals(
@@ -319,13 +333,17 @@ class SearchRun:
             tolerance=self._settings.tolerance,
             time_left=self.seconds_left,
             patience_s=FINALS_PATIENCE_S,
-            first_round_s=self._expected_round_s(candidates),
             seed=self._settings.seed,
             deadline_s=self._deadline_s(),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
+
+    def _least_finals_s(self) -> float:
+        """Seconds of the fewest rounds between the fastest so far and the baseline."""
+        fastest = self.found.fastest()
+        return MIN_ROUNDS * self._expected_round_s([fastest.config]) if fastest else 0.0
 
     def _expected_round_s(self, candidates: Sequence[LoaderConfig]) -> float:
         """Seconds that one round will take, from what the candidates' trials took."""

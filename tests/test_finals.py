@@ -52,7 +52,6 @@ def race(
         cost=lambda config: (config.num_workers,),
         tolerance=tolerance,
         time_left=lambda: budget_s - probe.clock(),
-        first_round_s=0.0,
         patience_s=patience_s,
         seed=seed,
         deadline_s=30.0,
