@@ -130,7 +130,7 @@ def test_an_epoch_smaller_than_a_batch_is_an_error_only_where_it_would_be_droppe
     _, notes = workload_of(batch_size=16)
     assert notes == ["an epoch has 10 samples, less than one batch of 16"]
 
-    with pytest.raises(ValueError, match="batch_size=16 .* drop_last=True .* batch_size=10 would work"):
+    with pytest.raises(ValueError, match=r"batch_size=16 .* drop_last=True .* batch_size=10 would work"):
         workload_of(batch_size=16, drop_last=True)
 
 
@@ -158,7 +158,7 @@ def test_a_sampler_has_no_meaning_for_an_iterable_dataset() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    with pytest.raises(ValueError, match="^sampler=.*IterableDataset.*sampler=None would work"):
+    with pytest.raises(ValueError, match=r"^sampler=.*IterableDataset.*sampler=None would work"):
         workload_of(Stream(), batch_size=2, sampler=range(3))
 
 
