@@ -181,6 +181,14 @@ class TestRecursion:
     def test_the_pinning_thread_is_a_stage_of_its_own(self):
         assert constant(0.01, 0.001, 0.002, workers=8, prefetch=2, pin_s=0.02) == pytest.approx(1 / 0.02, rel=0.01)
 
+    def test_travel_delays_but_does_not_limit(self):
+        # GIVEN two workers and batches that travel longer than they take to make
+        quick_one, far = (constant(0.02, 0.001, 0.002, workers=2, prefetch=8, transit_s=t) for t in (0.0, 0.05))
+        assert far == pytest.approx(quick_one, rel=0.01)
+        # THEN only a loader that hands out too few orders is slowed down
+        few = constant(0.02, 0.001, 0.002, workers=2, prefetch=1, transit_s=0.05)
+        assert few == pytest.approx(2 / (0.02 + 0.05 + 0.001), rel=0.05)
+
     def test_columns_do_not_disturb_each_other(self):
         # GIVEN serial, ordered and unordered columns in one call
         service = np.random.default_rng(0).exponential(0.02, (80, 4))
@@ -205,18 +213,55 @@ class TestObservation:
         )  # fmt: skip
 
     def trace(self, i, *, service, worker=0, tail=0.0):
+        """Delivered so late that the next order is never there when the worker is free."""
         start = i * 0.1
         end = start + service + tail
         return BatchTrace(
-            worker=worker, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=end + 0.001,
-            received=end + 0.002, step_end=end + 0.01, samples=8,
+            worker=worker, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=end + 1.001,
+            received=end + 1.002, step_end=end + 1.01, samples=8,
+        )  # fmt: skip
+
+    def delivered_at_once(self, i, *, period, service):
+        start = i * period
+        end = start + service
+        return BatchTrace(
+            worker=0, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=start + 0.01,
+            received=end + 0.002, step_end=end + 0.005, samples=8,
         )  # fmt: skip
 
     def test_the_first_batch_of_each_worker_is_left_out(self):
         # GIVEN two workers, each of which is slow at first
-        traces = [self.trace(i, worker=i % 2, service=0.5 if i < 2 else 0.04) for i in range(12)]
+        traces = [self.trace(i, worker=i % 2, service=0.5 if i < 2 else 0.04) for i in range(8)]
         seen = Observation.from_measurement(LoaderConfig(num_workers=2), self.measured(traces))
-        assert seen.service_s == pytest.approx(np.full(10, 0.04))
+        assert seen.service_s == pytest.approx(np.full(6, 0.04))
+
+    def test_what_happens_while_the_queues_fill_is_left_out(self):
+        # GIVEN four workers that take the step's cores only until the queues are full
+        machine = SimulatedMachine(cpu_s=0.05, step_s=0.06, step_cores=4, service_cv=0.0, step_cv=0.0)
+        config = LoaderConfig(num_workers=4, prefetch_factor=4)
+        measured = SimulatedProbe(machine, StubClock()).burst(config, BurstPlan(max_s=2.0, min_s=2.0))
+        # WHEN
+        seen = Observation.from_measurement(config, measured)
+        # THEN the step is as it is later on, not as it is on average
+        steps = [trace.step_s for trace in measured.traces]
+        later = np.mean(steps[len(steps) // 2 :])
+        assert seen.step_s.mean() == pytest.approx(later, rel=0.02)
+        assert np.mean(steps) > 1.05 * later
+
+    def test_a_worker_that_has_its_order_shows_what_it_does_between_batches(self):
+        # GIVEN one worker that begins 3 ms after it ended, its next orders long there
+        traces = [self.delivered_at_once(i, period=0.043, service=0.04) for i in range(20)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1, prefetch_factor=4), self.measured(traces))
+        # THEN a batch occupies the worker for the whole period
+        assert seen.between_s == pytest.approx(0.003)
+        assert Twin.fit([seen], cores=4).predict(1, 4).samples_per_s.value == pytest.approx(8 / 0.043, rel=0.01)
+
+    def test_travelling_is_told_from_receiving(self):
+        # GIVEN a loop that waits for each batch, which arrives 2 ms after it was whole
+        traces = [self.delivered_at_once(i, period=0.043, service=0.04) for i in range(20)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1, prefetch_factor=4), self.measured(traces))
+        assert not seen.saw_ready
+        assert seen.waited_s == pytest.approx(0.002)
 
     def test_a_heavy_tail_stays(self):
         traces = [self.trace(i, service=0.03, tail=0.06 if i == 7 else 0.0) for i in range(12)]

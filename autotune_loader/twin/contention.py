@@ -66,6 +66,16 @@ def share(
     return 1.0 / speed
 
 
+def busy_beside(at_work: Floats, workers: Floats, variability: float) -> Floats:
+    """Busy workers as a batch in service sees them, its own included, where `at_work` of `workers` work on average.
+
+    The mean, plus variance over mean, as busy times serve more batches.
+    """
+    idle = 1.0 - at_work / np.maximum(workers, 1)
+    busy: Floats = np.maximum(at_work + variability * idle, 1.0)
+    return busy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contention:
     """Fitted parameters of the stretch; every array holds one value per draw, the best fit in all of the first ones."""
@@ -159,7 +169,9 @@ def fit_contention(
 def _means(observations: Sequence[Observation], step_threads: Sequence[float], cores: float) -> _Means:
     wall = np.array([o.service_s.mean() for o in observations])
     cpu = np.maximum([o.cpu_s.mean() for o in observations], 1e-9)
-    busy = np.maximum([o.busy_workers for o in observations], 1.0)
+    variability = min(1.0, max(float(o.service_s.var() / max(o.service_s.mean() ** 2, 1e-18)) for o in observations))
+    workers = np.array([float(o.num_workers) for o in observations])
+    busy = busy_beside(np.array([o.workers_at_work for o in observations]), workers, variability)
     # Waiting is what remains where the machine was least crowded; the rest of a crowded burst's wall time wants a CPU.
     least = int(np.argmin(busy))
     waiting = max(0.0, wall[least] - cpu[least])
@@ -167,13 +179,13 @@ def _means(observations: Sequence[Observation], step_threads: Sequence[float], c
     return _Means(
         cpu_s=cpu,
         wall_s=wall,
-        workers=np.array([float(o.num_workers) for o in observations]),
+        workers=workers,
         busy=busy,
         wanting=wanting,
         consumer_busy=np.array([o.consumer_share for o in observations]),
         step_threads=np.minimum(step_threads, cores),
         sd=np.array([_relative_sd(o.service_s) for o in observations]),
-        variability=min(1.0, max(float(o.service_s.var() / max(o.service_s.mean() ** 2, 1e-18)) for o in observations)),
+        variability=variability,
     )
 
 

@@ -4,62 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Interval
-from autotune_loader.twin.calibration import (
-    BEST,
-    DRAWS,
-    UNSEEN_THREADS_SD,
-    Calibration,
-    Columns,
-    Load,
-    Stages,
-    calibrate,
-)
+from autotune_loader.twin.calibration import BEST, DRAWS, Calibration
 from autotune_loader.twin.contention import BURST_SD
-from autotune_loader.twin.observation import Observation, level
+from autotune_loader.twin.fitting import calibrate
+from autotune_loader.twin.observation import Observation, level, whole_cycles
+from autotune_loader.twin.orders import relative, sequences
+from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
 from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_rate
+from autotune_loader.twin.stages import Columns, Stages
 
-Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
-
-STRETCHED = 1.1
-"""From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
+UNSEEN_THREADS_SD = 0.05
+"""Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
 Z_95 = 1.96
 PER_CONFIG = BEST + DRAWS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What the twin expects of one configuration."""
-
-    config: LoaderConfig
-    samples_per_s: Interval
-    """Sustained rate with its 95 % interval; `count` is the number of bursts behind it."""
-    epoch_samples_per_s: float
-    """Rate over a whole epoch, start-up included; the sustained rate where no epoch length was given."""
-    binding: Stage
-    """What limits the rate: more workers would help ("workers"), or the cores, the storage, the step with its receipt
-    ("consumer"), the receipt alone ("transport") or the pinning thread are full."""
-    busy_workers: float
-    """Mean number of workers at work."""
-    service_s: float
-    """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
-    startup_s: float
-    """Seconds until the first worker begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """The rate that no number of workers can exceed, and what sets it."""
-
-    samples_per_s: float
-    binding: Stage
-    limits: Mapping[Stage, float]
-    """Samples per second that each resource allows on its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,9 +66,9 @@ class Twin:
             raise ValueError("the twin needs at least one observation, such as a burst with one worker")
         if cores <= 0:
             raise ValueError(f"cores={cores} is not positive; cores=1 would work")
-        observations = level(observations)
+        observations = whole_cycles(level(observations))
         bases = dict(step_s_by_threads or {})
-        for seen in sorted(observations, key=lambda o: o.busy_workers):
+        for seen in sorted(observations, key=lambda o: o.workers_at_work):
             bases.setdefault(seen.consumer_threads, float(seen.step_s.mean()))
         bases.setdefault(None, max(bases.values()))
         calibration = calibrate(
@@ -194,7 +157,7 @@ class Twin:
                     config=config,
                     samples_per_s=self._interval(rate, spread),
                     epoch_samples_per_s=epoch * self.batch_size,
-                    binding=_binding(at.start, rate, columns, stages, load, self.calibration),
+                    binding=binding_stage(at.start, rate, columns, stages, load, self.calibration),
                     busy_workers=min(rate * float(stages.service_s[at.start]), float(config.num_workers)),
                     service_s=float(stages.service_s[at.start]),
                     startup_s=started_s,
@@ -206,8 +169,7 @@ class Twin:
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
     ) -> Ceiling:
         """The roofline: what the consumer alone and the cores alone allow. No prediction exceeds it."""
-        with_workers = [o for o in self.observations if o.num_workers > 0] or self.observations
-        receive_s = min(float(o.receive_s.mean()) for o in with_workers)
+        receive_s = float(self.calibration.receive.values[:, 0].min())
         step_s = self._least_step_s(consumer_threads)
         per_batch = max(receive_s, step_s) if device_prefetch else receive_s + step_s
         calibration = self.calibration
@@ -269,9 +231,9 @@ class Twin:
         """Service and step times relative to their mean, shape (batches, draws)."""
         with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
         rng = np.random.default_rng(self.seed)
-        service = np.concatenate([_relative(o.service_s) for o in with_workers])
-        step = np.concatenate([_relative(o.step_s) for o in self.observations])
-        return _sequences(service, batches, rng), _sequences(step, batches, rng)
+        service = np.concatenate([relative(o.service_s) for o in with_workers])
+        step = np.concatenate([relative(o.step_s) for o in self.observations])
+        return sequences(service, batches, rng), sequences(step, batches, rng)
 
     def _run(self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats]) -> Floats:
         service, step = pools
@@ -282,6 +244,7 @@ class Twin:
             workers=columns.workers,
             prefetch=columns.prefetch,
             pin_s=stages.pin_s,
+            transit_s=stages.transit_s,
             device_prefetch=columns.ahead,
             in_order=columns.in_order,
         )
@@ -289,26 +252,6 @@ class Twin:
 
 def _threads(consumer_threads: int | None, consumer_cores: float) -> float:
     return consumer_cores if consumer_threads is None else min(float(consumer_threads), consumer_cores)
-
-
-def _relative(samples: Floats) -> Floats:
-    mean = samples.mean()
-    return samples / mean if mean > 0 else np.ones_like(samples)
-
-
-def _sequences(pool: Floats, batches: int, rng: np.random.Generator) -> Floats:
-    """One order of batches per draw: the pool's quantiles shuffled, so that its mean and tail are there in every run.
-
-    The draws resample the pool; they share the best fit's orders, so that only what was resampled tells them apart.
-    """
-    quantiles = (np.arange(batches) + 0.5) / batches
-    orders = [rng.permutation(batches) for _ in range(BEST)]
-    sequences = np.empty((batches, PER_CONFIG))
-    for draw in range(PER_CONFIG):
-        seen = pool if draw < BEST else rng.choice(pool, size=len(pool))
-        values = np.quantile(seen, quantiles)
-        sequences[:, draw] = (values * (seen.mean() / max(values.mean(), 1e-12)))[orders[draw % BEST]]
-    return sequences
 
 
 def _centre_and_spread(rates: Floats) -> tuple[float, float]:
@@ -322,32 +265,3 @@ def _epoch_rate(done: Floats, rate: float, epoch_batches: int, startup_s: float)
     simulated = min(epoch_batches, len(done))
     epoch_s = startup_s + float(done[simulated - 1]) + (epoch_batches - simulated) / rate
     return min(rate, epoch_batches / max(epoch_s, 1e-12))
-
-
-def _binding(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
-    """The stage that is busy for the largest share of its time."""
-    workers = int(columns.workers[i])
-    receive_s, step_s, service_s = (float(s[i]) for s in (stages.receive_s, stages.step_s, stages.service_s))
-    consumer: Stage = "transport" if receive_s > step_s else "consumer"
-    if workers == 0:
-        return "workers" if service_s > receive_s + step_s else consumer
-    consumer_s = max(receive_s, step_s) if columns.ahead[i] else receive_s + step_s
-    use: dict[Stage, float] = {
-        "workers": rate * service_s / workers,
-        consumer: rate * consumer_s,
-        "pinning": rate * float(stages.pin_s[i]),
-    }
-    busiest = max(use, key=lambda stage: use[stage])
-    if busiest != "workers":
-        return busiest
-    return _why_workers_are_slow(i, columns, stages, load, calibration)
-
-
-def _why_workers_are_slow(i: int, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
-    cpu_share = float(stages.cpu_share[i])
-    growth = 1.0 + float(calibration.contention.gamma[0]) * max(float(load.busy[i]) - 1.0, 0.0)
-    step_cores = float(calibration.contention.step_cores[0] * columns.step_threads[i] * load.consumer[i])
-    wanted = float(load.wanting[i]) + step_cores
-    if cpu_share >= 0.5 and wanted >= float(columns.cores[i]) / STRETCHED:
-        return "cpu"
-    return "storage" if cpu_share < 0.5 and growth > STRETCHED else "workers"

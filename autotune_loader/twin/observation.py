@@ -14,6 +14,12 @@ from autotune_loader.twin.recursion import Floats
 
 MIN_WARM_SAMPLES = 4
 """Below so many samples warm-up batches are kept: a biased estimate beats none."""
+MIN_STEADY = 8
+"""So many batches must follow the filling of the queues, or it is not left out."""
+MANY = 1024
+"""Records of fewer batches are complete."""
+LEFT_OUT = 20.0
+"""So many mean periods between one step and the next request, and batches were left out there."""
 MIN_COMMON = 8
 """Two bursts need so many batches in common before the one may correct the other."""
 MIN_QUEUED = 4
@@ -33,7 +39,7 @@ class Observation:
     cpu_s: Floats
     """CPU seconds of fetch and collate, in step with `service_s`."""
     receive_s: Floats
-    """Seconds in which the training loop took a ready batch over."""
+    """Seconds in which the training loop took a ready batch over; those of batches it waited for where none was ready."""
     step_s: Floats
     """Seconds of the step, with the loop's own overhead."""
     batch_size: float
@@ -42,6 +48,8 @@ class Observation:
     """Rate that the burst itself measured."""
     busy_workers: float
     """Workers that were fetching while a batch was fetched, its own included: the mean over the batches."""
+    at_work: float | None = None
+    """Mean number of workers at work; None leaves it to the rate and the service time (Little's law)."""
     pin_memory: bool = False
     """Whether the pinning thread handed the batches over; `receive_s` then holds the hand-over alone."""
     pin_s: float | None = None
@@ -50,6 +58,12 @@ class Observation:
     """Intra-op threads that were set for the step."""
     device_prefetch: int = 0
     """Batches copied ahead of the step."""
+    between_s: float | None = None
+    """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
+    waited_s: float | None = None
+    """Median seconds from a whole batch to the training loop that waited for it; None where it hardly ever waited."""
+    saw_ready: bool = True
+    """Whether `receive_s` is of batches that lay ready."""
     startup_s: float = 0.0
     """From creating the iterator until the first worker could begin."""
     batch_bytes: int = 0
@@ -75,7 +89,7 @@ class Observation:
         by value, so that a genuine heavy tail stays.
         """
         traces = measurement.traces
-        stages = _stages(traces, serial=config.num_workers == 0) if traces else _mean_stages(config, measurement)
+        stages = _stages(traces, config) if traces else _mean_stages(config, measurement)
         handed_over, pinned = stages.receive_s, None
         if config.pin_memory and config.num_workers > 0 and traces:
             handed_over, pinned = _split_pinning(traces)
@@ -89,14 +103,25 @@ class Observation:
             batch_size=measurement.batch_size,
             samples_per_s=measurement.samples_per_s.value,
             busy_workers=stages.busy_workers,
+            at_work=stages.at_work,
             pin_memory=config.pin_memory,
             pin_s=pinned,
+            between_s=stages.between_s,
+            waited_s=stages.waited_s,
+            saw_ready=stages.saw_ready,
             consumer_threads=config.consumer_threads,
             device_prefetch=config.device_prefetch,
             startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),
             batch_bytes=measurement.batch_bytes,
             positions=stages.positions if config.in_order else (),
         )
+
+    @property
+    def workers_at_work(self) -> float:
+        """Mean number of workers at work in the steady part of the burst."""
+        if self.at_work is not None:
+            return self.at_work
+        return min(float(self.num_workers), self.samples_per_s / self.batch_size * float(self.service_s.mean()))
 
     @property
     def consumer_share(self) -> float:
@@ -114,6 +139,10 @@ class _Stages:
     busy_workers: float
     first_fetch_s: float
     positions: tuple[int, ...] = ()
+    waited_s: float | None = None
+    saw_ready: bool = True
+    at_work: float | None = None
+    between_s: float | None = None
 
 
 def _mean_stages(config: LoaderConfig, measurement: Measurement) -> _Stages:
@@ -129,20 +158,79 @@ def _mean_stages(config: LoaderConfig, measurement: Measurement) -> _Stages:
     )
 
 
-def _stages(traces: Sequence[BatchTrace], *, serial: bool) -> _Stages:
-    positions = _warm(traces)
-    warm = [traces[i] for i in positions]
+def _stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> _Stages:
+    serial = config.num_workers == 0
+    first_fetch_s = traces[0].service_s + traces[0].receive_s
+    whole, traces = len(traces), _after_the_gap(traces)
+    positions, steady = _steady(traces, config)
+    kept = [traces[i] for i in positions]
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
-    begins = [t.requested if serial else t.fetch_start for t in warm]
+    begins = [t.requested if serial else t.fetch_start for t in kept]
+    service_s = np.array([t.collate_end - begin for t, begin in zip(kept, begins, strict=True)])
+    waited = [t.receive_s for t in kept if t.collate_end > t.requested]
+    waited_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED and not serial else None
+    # A batch that is whole still has to travel: ready is what had the time to arrive.
+    ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
+    saw_ready = serial or len(ready) >= MIN_QUEUED
+    period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
     return _Stages(
-        service_s=np.array([t.collate_end - begin for t, begin in zip(warm, begins, strict=True)]),
-        cpu_s=np.array([t.cpu_s for t in warm]),
-        receive_s=_receive(traces, warm),
-        step_s=_steps(traces),
-        busy_workers=0.0 if serial else _busy_workers(traces, warm),
-        first_fetch_s=traces[0].service_s + traces[0].receive_s,
-        positions=tuple(positions),
+        service_s=service_s,
+        cpu_s=np.array([t.cpu_s for t in kept]),
+        receive_s=np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0),
+        step_s=_steps(traces[steady:]),
+        busy_workers=0.0 if serial else _busy_workers(traces, kept),
+        at_work=min(float(service_s.mean()) / max(period_s, 1e-9), float(config.num_workers)),
+        first_fetch_s=first_fetch_s,
+        positions=tuple(positions) if len(traces) == whole else (),
+        between_s=_between_batches_s(traces, config),
+        waited_s=waited_s,
+        saw_ready=saw_ready,
     )
+
+
+def _after_the_gap(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
+    """The batches after the middle ones that the record of a burst of very many batches leaves out."""
+    idle = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    if len(traces) < MANY or max(idle) < LEFT_OUT * (traces[-1].step_end - traces[0].requested) / len(traces):
+        return traces
+    return traces[idle.index(max(idle)) + 1 :]
+
+
+def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[int], int]:
+    """Positions of the batches that were fetched after the queues had first filled, and of the first step after that.
+
+    While they fill, all workers are busy and the step has to share the cores with them; behind a slow step that is how
+    no later batch is made. A burst that hardly gets beyond keeps all batches but the first of each worker.
+    """
+    warm = _warm(traces)
+    handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
+    later = [i for i in warm if i >= handed_out]
+    if not 0 < handed_out < len(traces) or len(later) < MIN_STEADY:
+        return warm, 0
+    filled_at = max(trace.collate_end for trace in traces[:handed_out])
+    first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
+    return later, first if len(traces) - first >= MIN_STEADY else 0
+
+
+def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
+    """Seconds from one batch to the next in a worker that had its next order already: the median.
+
+    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. A
+    worker spends this time on handing the batch to the queue; in a burst that is limited by the loop most orders are not
+    there in time, those that are say more of hiccups than of workers, and nothing is known.
+    """
+    if not config.in_order or config.num_workers == 0:
+        return None
+    lag = config.num_workers * (config.prefetch_factor or 1)
+    before: dict[int, float] = {}
+    pauses = []
+    for i, trace in enumerate(traces):
+        ended = before.get(trace.worker)
+        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
+        if ended is not None and i >= lag and traces[i - lag].received <= ended:
+            pauses.append(max(0.0, trace.fetch_start - ended))
+        before[trace.worker] = trace.collate_end
+    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
 
 
 def _warm(traces: Sequence[BatchTrace]) -> list[int]:
@@ -154,11 +242,6 @@ def _warm(traces: Sequence[BatchTrace]) -> list[int]:
             warm.append(position)
         seen.add(trace.worker)
     return warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
-
-
-def _receive(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> Floats:
-    queued = [t.receive_s for t in traces[1:] if t.collate_end <= t.requested]
-    return np.maximum(queued if len(queued) >= MIN_QUEUED else [t.receive_s for t in warm], 0.0)
 
 
 def _steps(traces: Sequence[BatchTrace]) -> Floats:
@@ -199,6 +282,28 @@ def _busy_workers(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> f
     end = np.array([t.collate_end for t in visible])
     during = np.interp(end, times, busy_seconds) - np.interp(begin, times, busy_seconds)
     return max(1.0, float(np.mean(during / np.maximum(end - begin, 1e-9))))
+
+
+def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]:
+    """The same bursts, their service with what a worker does between two batches, as far as any burst shows it.
+
+    Handing a batch over occupies a worker as fetching does, but only a worker with an order at hand shows how long.
+    """
+    known = [o.between_s for o in observations if o.between_s is not None]
+    typical_s = float(np.mean(known)) if known else 0.0
+    return tuple(o if o.num_workers == 0 else _cycle(o, typical_s) for o in observations)
+
+
+def _cycle(seen: Observation, typical_s: float) -> Observation:
+    between_s = typical_s if seen.between_s is None else seen.between_s
+    longer = 1.0 + between_s / max(float(seen.service_s.mean()), 1e-12)
+    return replace(
+        seen,
+        service_s=seen.service_s + between_s,
+        cpu_s=seen.cpu_s + between_s,
+        at_work=min(seen.workers_at_work * longer, float(seen.num_workers)),
+        between_s=None,
+    )
 
 
 def level(observations: Sequence[Observation]) -> tuple[Observation, ...]:

@@ -2,11 +2,11 @@
 
 Written from `_MultiProcessingDataLoaderIter` (torch 2.13): `workers * prefetch` indices are handed out at the start,
 and each delivery hands out one more. In order, index i goes to worker `i % workers`; with `in_order=False` only the
-worker that delivered has room, so the next index goes to it. With the sampled times S (service), p (pin), u (receive),
-g (step) and a device prefetch depth of d:
+worker that delivered has room, so the next index goes to it. With the sampled times S (service), t (transit), p (pin),
+u (receive), g (step) and a device prefetch depth of d:
 
     C_i = max(P_{i - W pf}, C_{i - W}) + S_i        the worker is free and an index was handed out
-    R_i = max(C_i, R_{i-1}) + p_i                   one thread pins all batches
+    R_i = max(C_i + t, R_{i-1}) + p_i               it has travelled, and one thread pins all batches
     P_i = max(R_i, P_{i-1}, D_{i-1-d}) + u_i        the training loop has it
     D_i = max(P_i, D_{i-1}) + g_i                   step done
 
@@ -37,6 +37,7 @@ def simulate(
     workers: ArrayLike,
     prefetch: ArrayLike,
     pin_s: ArrayLike = 0.0,
+    transit_s: ArrayLike = 0.0,
     device_prefetch: ArrayLike = 0,
     in_order: ArrayLike = True,
 ) -> Floats:
@@ -50,6 +51,7 @@ def simulate(
         workers: worker processes per column; 0 fetches in the training loop.
         prefetch: batches handed out ahead per worker, at least 1; ignored without workers.
         pin_s: seconds of the pinning thread per batch and column; ignored without workers.
+        transit_s: seconds per column that a whole batch travels while nobody works on it; ignored without workers.
         device_prefetch: batches received ahead of the step, per column.
         in_order: whether batches are delivered in the order they were handed out, per column.
     """
@@ -61,6 +63,7 @@ def simulate(
         "workers": np.broadcast_to(np.asarray(workers, dtype=np.int64), shape[1:]),
         "prefetch": np.broadcast_to(np.asarray(prefetch, dtype=np.int64), shape[1:]),
         "pin": np.broadcast_to(np.asarray(pin_s, dtype=np.float64), shape[1:]),
+        "transit": np.broadcast_to(np.asarray(transit_s, dtype=np.float64), shape[1:]),
         "ahead": np.broadcast_to(np.asarray(device_prefetch, dtype=np.int64), shape[1:]),
     }
     serial = columns["workers"] == 0
@@ -111,7 +114,15 @@ def _serial(service: Floats, receive: Floats, step: Floats, **_: Any) -> Floats:
 
 
 def _in_order(
-    service: Floats, receive: Floats, step: Floats, *, workers: Ints, prefetch: Ints, pin: Floats, ahead: Ints
+    service: Floats,
+    receive: Floats,
+    step: Floats,
+    *,
+    workers: Ints,
+    prefetch: Ints,
+    pin: Floats,
+    transit: Floats,
+    ahead: Ints,
 ) -> Floats:
     batches, columns = service.shape
     lag = workers * prefetch
@@ -122,6 +133,7 @@ def _in_order(
     handed_out, own_last, step_before = ((pad - back) * columns + here for back in (lag, workers, ahead + 1))
     flat_fetched, flat_delivered, flat_done = fetched.ravel(), delivered.ravel(), done.ravel()
     pins = bool(pin.any())
+    travels = bool(transit.any())
     overlaps = bool(ahead.any())
     pinned = np.zeros(columns)
     for i in range(batches):
@@ -129,6 +141,8 @@ def _in_order(
         ready = fetched[row]
         np.maximum(flat_delivered.take(handed_out + offset), flat_fetched.take(own_last + offset), out=ready)
         ready += service[i]
+        if travels:
+            ready = ready + transit
         if pins:
             np.maximum(pinned, ready, out=pinned)
             pinned += pin
@@ -144,7 +158,15 @@ def _in_order(
 
 
 def _out_of_order(
-    service: Floats, receive: Floats, step: Floats, *, workers: Ints, prefetch: Ints, pin: Floats, ahead: Ints
+    service: Floats,
+    receive: Floats,
+    step: Floats,
+    *,
+    workers: Ints,
+    prefetch: Ints,
+    pin: Floats,
+    transit: Floats,
+    ahead: Ints,
 ) -> Floats:
     batches, columns = service.shape
     here = np.arange(columns)
@@ -157,7 +179,7 @@ def _out_of_order(
     delivered, pinned = np.zeros(columns), np.zeros(columns)
     for i in range(batches):
         worker = next_ready.argmin(axis=1)
-        pinned = np.maximum(pinned, next_ready[here, worker]) + pin
+        pinned = np.maximum(pinned, next_ready[here, worker] + transit) + pin
         free = np.maximum(delivered, done[pad + i - 1 - ahead, here])
         delivered = np.maximum(pinned, free) + receive[i]
         done[pad + i] = np.maximum(delivered, done[pad + i - 1]) + step[i]

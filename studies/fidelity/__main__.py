@@ -22,11 +22,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of a sustained run; 20 is the full mode")
     parser.add_argument("--full", action="store_true", help="workers 0..12 instead of the thinned grid")
     parser.add_argument("--scout-repeats", type=int, default=2, help="sets of scouts, each with its own samples")
+    parser.add_argument(
+        "--again", type=int, default=2, help="repetitions of a few cells, to see the noise of the truth"
+    )
     parser.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     chosen = parser.parse_args()
     if not chosen.report:
-        wanted = tasks(full=chosen.full, scout_repeats=chosen.scout_repeats)
+        wanted = tasks(full=chosen.full, scout_repeats=chosen.scout_repeats, again=chosen.again)
         quiet = QuietTurns(chosen.lock)
         mode = f"{'full' if chosen.full else 'thinned'} grid, {chosen.seconds:g} s"
         measure(wanted, FILES, seconds=chosen.seconds, quiet=quiet, mode=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -15,7 +16,7 @@ import numpy as np
 from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import Measurement
 from autotune_loader.twin import Observation, Prediction, Twin
-from studies.fidelity.grid import WORKLOAD_NAMES, Task
+from studies.fidelity.grid import LONG_SCOUTS, WORKLOAD_NAMES, Task
 from studies.fidelity.records import RESULTS, read, unpack
 
 DESIGN = (1, 4, 12)
@@ -24,6 +25,7 @@ OTHER_DESIGNS = ((0, 1, 4), (0, 4, 12), (0, 1, 8), (1, 4, 8), (0, 2, 12), (1, 12
 CORES = 4
 CLOCKWORK = ("cpu_bound", "jpeg")
 """Workloads whose CPU seconds per batch tell how fast the machine is at the moment."""
+COMPUTING = ("cpu_bound", "jpeg", "large_tensors", "in_memory")
 SMOOTH_S = 20.0
 """The machine's speed changes over minutes; this averages the two or three runs around a moment."""
 
@@ -98,7 +100,7 @@ def step_cores(ceiling: Measurement) -> float:
 def observed(raw: Raw, workload: str, repeat: int, design: Sequence[int]) -> list[Observation] | None:
     """What the twin is told of one set of scouts; None where one of them is missing."""
     seen = raw.scouts.get((workload, repeat), {})
-    if (workload, repeat) not in raw.ceilings or any(workers not in seen for workers in design):
+    if (workload, repeat % LONG_SCOUTS) not in raw.ceilings or any(workers not in seen for workers in design):
         return None
     configs = [LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None) for workers in design]
     return [Observation.from_measurement(config, seen[config.num_workers]) for config in configs]
@@ -110,7 +112,7 @@ def fit(observations: Sequence[Observation], ceiling: Measurement) -> Twin:
     return Twin.fit(observations, cores=CORES, consumer_cores=step_cores(ceiling), step_s_by_threads=step_s)
 
 
-def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None) -> list[Cell]:
+def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None, long: bool = False) -> list[Cell]:
     """Every prediction of every fit with these scouts.
 
     Args:
@@ -118,14 +120,15 @@ def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None) 
         design: workers of the scouts.
         slowness: how slow the machine was when; where given, the scouts' CPU seconds are brought to the moment of the run
             that they are to predict, so that the twin's error shows without the machine's drift.
+        long: whether to fit the long scouts instead.
     """
     found = []
     for workload, repeat in sorted(raw.scouts):
         scouts = observed(raw, workload, repeat, design)
         runs = [(task, record) for task, record in raw.sustained if task.workload == workload]
-        if scouts is None or not runs:
+        if scouts is None or not runs or long != (repeat >= LONG_SCOUTS):
             continue
-        ceiling = raw.ceilings[workload, repeat]
+        ceiling = raw.ceilings[workload, repeat % LONG_SCOUTS]
         for (task, record), prediction in zip(
             runs, _predictions(raw, scouts, ceiling, runs, repeat, slowness), strict=True
         ):
@@ -242,6 +245,26 @@ def table(found: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+def rerun(raw: Raw, slowness: Slowness | None = None) -> str:
+    """How well one sustained run predicts another of the same configuration: no twin can do better."""
+    again: dict[tuple[str, LoaderConfig], list[float]] = defaultdict(list)
+    for task, record in raw.sustained:
+        slower = slowness.at(record["at"], without=task) if slowness and task.workload in COMPUTING else 0.0
+        again[task.workload, task.config].append(record["truth"] * math.exp(slower))
+    lines = []
+    for name in [*WORKLOAD_NAMES, None]:
+        errors = [
+            abs(a / b - 1)
+            for (workload, _), rates in again.items()
+            if name in (workload, None)
+            for a, b in itertools.permutations(rates, 2)
+        ]
+        if errors:
+            title = name or "all that were run again"
+            lines.append(f"{title:34}{len(errors):5} {statistics.median(errors):8.1%} {percentile(errors, 0.95):8.1%}")
+    return "\n".join(lines)
+
+
 def worst(found: Sequence[Cell], count: int) -> str:
     """The largest errors, one per line."""
     chosen = sorted(found, key=lambda cell: -abs(cell.error))[:count]
@@ -255,17 +278,25 @@ def worst(found: Sequence[Cell], count: int) -> str:
 
 def report(files: Mapping[str, Path]) -> None:
     """Print the tables and draw the plots."""
-    raw = load(files)
+    raw, slowness = load(files), Slowness.of(files)
     found = cells(raw, DESIGN)
+    fitted = [cell for cell in found if cell.is_fitted]
     print(f"\nTwin fitted to one burst each at {DESIGN} workers, prefetch 2, against sustained runs")
     print(table(found))
-    print("\nLargest errors within the fitted range: workers x prefetch, scouts, truth, predicted")
-    print(worst([cell for cell in found if cell.is_fitted], 20))
+    print("\nThe same, the scouts brought to the speed that the machine had in each sustained run")
+    print(table(cells(raw, DESIGN, slowness=slowness)))
+    print("\nA sustained run against another of the same configuration: no prediction can do better")
+    print(rerun(raw))
+    print(f"\nCPU seconds for the same work varied with sd {statistics.pstdev(v for _, v, _ in slowness.moments):.1%}")
+    print("\nHeavy tail with scouts of up to 12 s")
+    print(f"{'':34}{summary([cell for cell in cells(raw, DESIGN, long=True) if cell.is_fitted])}")
+    print("\nOther choices of bursts: fitted range, and beyond it, prefetch >= 2")
     for design in OTHER_DESIGNS:
-        others = cells(raw, design)
-        print(f"\nscouts at {design}: fitted    {summary([c for c in others if c.is_fitted])}")
-        beyond = [c for c in others if not c.is_fitted and c.task.prefetch_factor != 1]
-        print(f"{'':20} beyond    {summary(beyond)}")
+        others = [cell for cell in cells(raw, design) if cell.task.prefetch_factor != 1]
+        print(f"{design!s:20} {summary([cell for cell in others if cell.is_fitted])}")
+        print(f"{'':20} {summary([cell for cell in others if not cell.is_fitted])}")
+    print("\nLargest errors within the fitted range: workers x prefetch, scouts, truth, predicted")
+    print(worst(fitted, 20))
     from studies.fidelity.plots import draw
 
     draw(found, RESULTS)

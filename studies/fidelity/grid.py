@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.config import LoaderConfig
@@ -30,6 +30,14 @@ QUICK = {1: (2, 4, 8), 2: (1, 2, 3, 4, 6, 8, 12), 4: (2, 4, 8), 8: (1, 2, 3, 4, 
 HEAVY_TAIL_EPOCH_S = 44.0
 """Wall seconds of one worker for all samples of `wait_heavy_tail`: a run over fewer of them is a lottery."""
 
+AGAIN = {2: (2, 4), 8: (8,)}
+"""Cells that are run again, to see how well a sustained run predicts another one of the same configuration."""
+AGAIN_WORKLOADS = ("cpu_bound", "jpeg", "large_tensors", "in_memory", "wait_light_tail")
+
+LONG_SCOUTS = 100
+"""Repeats from here on are of scouts with many more batches, of the heavy tail only: what would more patience buy?"""
+LONG_SCOUT_S = 12.0
+
 Kind = Literal["scout", "sustained", "ceiling"]
 
 
@@ -51,7 +59,7 @@ class Task:
         """Scouts stop when they know enough; sustained runs last as long as they are told."""
         if self.kind != "sustained":
             return BurstPlan(
-                max_s=SCOUT_PLAN.max_s,
+                max_s=SCOUT_PLAN.max_s if self.repeat < LONG_SCOUTS else LONG_SCOUT_S,
                 min_s=SCOUT_PLAN.min_s,
                 relative_error=SCOUT_PLAN.relative_error,
                 seed=self.repeat,
@@ -61,8 +69,8 @@ class Task:
         return BurstPlan(max_s=seconds, min_s=seconds, relative_error=0.0, seed=1000 + self.repeat, deadline_s=120.0)
 
 
-def tasks(*, full: bool, scout_repeats: int, order: int = 0) -> list[Task]:
-    """Everything to measure, in one random order over workloads, kinds and configurations."""
+def tasks(*, full: bool, scout_repeats: int, again: int = 0, order: int = 0) -> list[Task]:
+    """Everything to measure, in one random order over workloads, kinds and configurations; repeated cells come last."""
     chosen: list[Task] = []
     for name in WORKLOAD_NAMES:
         for repeat in range(scout_repeats):
@@ -70,7 +78,17 @@ def tasks(*, full: bool, scout_repeats: int, order: int = 0) -> list[Task]:
             chosen += [_scout(name, workers, repeat) for workers in SCOUT_WORKERS]
         chosen += _sustained(name, FULL if full else QUICK)
     random.Random(order).shuffle(chosen)
-    return chosen
+    repeated = [
+        replace(task, repeat=number)
+        for name in AGAIN_WORKLOADS
+        for task in _sustained(name, AGAIN)[1:]
+        for number in range(1, again + 1)
+    ]
+    repeated += [
+        _scout("wait_heavy_tail", workers, LONG_SCOUTS + number) for workers in (1, 4, 12) for number in range(again)
+    ]
+    random.Random(order).shuffle(repeated)
+    return chosen + repeated
 
 
 def _scout(name: str, workers: int, repeat: int) -> Task:

@@ -3,8 +3,8 @@
     python -m studies.fidelity.tracing_cost
 
 Pairs of a traced and a plain loader over the same batches, in random order, each with a fresh iterator: the plain loop
-calls `next` and the step, the traced loop is the one that bursts run, its checks included. Timed from the end of the
-first round of workers to the last batch. Reported is the mean log-ratio with its t interval.
+calls `next`, the traced loop is the one that bursts run, its checks included; neither has a step, so every cost shows.
+Timed from the end of the first round of workers to the last batch. Reported is the mean log-ratio with its t interval.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from autotune_loader.trial import BurstPlan
 from studies.fidelity.measure import workload_of
 from studies.fidelity.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
-from studies.workloads import WORKLOADS, AccelStep, SpinDataset
+from studies.workloads import WORKLOADS, SpinDataset
 
 RAW = RESULTS / "tracing_cost.jsonl"
 CASES = (
@@ -38,9 +39,16 @@ CASES = (
     ("cpu_10ms", 0, 60, 1),
     ("cpu_10ms", 2, 120, 4),
     ("in_memory", 0, 1500, 50),
-    ("in_memory", 2, 2000, 100),
+    ("in_memory", 2, 800, 100),
 )
-PAIRS = 20
+PAIRS = 24
+
+
+class NoStep:
+    """Nothing: a step on several threads varies by more than tracing costs."""
+
+    def __call__(self, model: Any, batch: Any) -> None:
+        return None
 
 
 def main() -> None:
@@ -51,6 +59,7 @@ def main() -> None:
     quiet, order = QuietTurns(chosen.lock), random.Random(0)
     cases = [(*case, *_parts(case[0])) for case in CASES]
     logs: dict[tuple[str, int], list[float]] = {(name, workers): [] for name, workers, *_ in cases}
+    extra_us: dict[tuple[str, int], list[float]] = {(name, workers): [] for name, workers, *_ in cases}
     with quiet.turns():
         for number in range(chosen.pairs):
             for name, workers, count, skip, data, step in order.sample(cases, len(cases)):
@@ -60,21 +69,22 @@ def main() -> None:
                     for run in order.sample([plain, traced], 2)
                 }
                 logs[name, workers].append(math.log(seconds["traced"] / seconds["plain"]))
+                extra_us[name, workers].append((seconds["traced"] - seconds["plain"]) / count * 1e6)
                 append(RAW, {"workload": name, "workers": workers, "pair": number, "batches": count, **seconds})
                 quiet.next()
     for (name, workers), values in logs.items():
-        cost = mean_interval(values)
+        cost, extra = mean_interval(values), statistics.median(extra_us[name, workers])
         print(
             f"{name:10} {workers} workers  tracing costs {cost.value:+.2%} [{cost.low:+.2%}, {cost.high:+.2%}] "
-            f"over {cost.count} pairs"
+            f"over {cost.count} pairs; median {statistics.median(values):+.2%}, {extra:+.1f} us a batch"
         )
 
 
 def _parts(name: str) -> tuple[DataSide, TrainingStep]:
     if name == "cpu_10ms":
-        study = replace(WORKLOADS["cpu_bound"](), dataset=SpinDataset(4096, rounds=20), train_step=AccelStep(0.0))
+        study = replace(WORKLOADS["cpu_bound"](), dataset=SpinDataset(4096, rounds=20), train_step=NoStep())
     else:
-        study = WORKLOADS[name]()
+        study = replace(WORKLOADS[name](), train_step=NoStep())
     workload = workload_of(study)
     loader = make_traced_loader(workload.data, LoaderConfig(), seed=0)
     batch, _ = next(iter(loader))

@@ -1,0 +1,76 @@
+"""What the twin answers: the rate of one configuration, the rate that none exceeds, and the stage that sets either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval
+from autotune_loader.twin.calibration import Calibration
+from autotune_loader.twin.stages import Columns, Load, Stages
+
+Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
+
+STRETCHED = 1.1
+"""From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the twin expects of one configuration."""
+
+    config: LoaderConfig
+    samples_per_s: Interval
+    """Sustained rate with its 95 % interval; `count` is the number of bursts behind it."""
+    epoch_samples_per_s: float
+    """Rate over a whole epoch, start-up included; the sustained rate where no epoch length was given."""
+    binding: Stage
+    """What limits the rate: more workers would help ("workers"), or the cores, the storage, the step with its receipt
+    ("consumer"), the receipt alone ("transport") or the pinning thread are full."""
+    busy_workers: float
+    """Mean number of workers at work."""
+    service_s: float
+    """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
+    startup_s: float
+    """Seconds until the first worker begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """The rate that no number of workers can exceed, and what sets it."""
+
+    samples_per_s: float
+    binding: Stage
+    limits: Mapping[Stage, float]
+    """Samples per second that each resource allows on its own."""
+
+
+def binding_stage(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
+    """The stage that is busy for the largest share of its time."""
+    workers = int(columns.workers[i])
+    receive_s, step_s, service_s = (float(s[i]) for s in (stages.receive_s, stages.step_s, stages.service_s))
+    consumer: Stage = "transport" if receive_s > step_s else "consumer"
+    if workers == 0:
+        return "workers" if service_s > receive_s + step_s else consumer
+    consumer_s = max(receive_s, step_s) if columns.ahead[i] else receive_s + step_s
+    use: dict[Stage, float] = {
+        "workers": rate * service_s / workers,
+        consumer: rate * consumer_s,
+        "pinning": rate * float(stages.pin_s[i]),
+    }
+    busiest = max(use, key=lambda stage: use[stage])
+    if busiest != "workers":
+        return busiest
+    return _why_workers_are_slow(i, columns, stages, load, calibration)
+
+
+def _why_workers_are_slow(i: int, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:
+    cpu_share = float(stages.cpu_share[i])
+    growth = 1.0 + float(calibration.contention.gamma[0]) * max(float(load.busy[i]) - 1.0, 0.0)
+    step_cores = float(calibration.contention.step_cores[0] * columns.step_threads[i] * load.consumer[i])
+    wanted = float(load.wanting[i]) + step_cores
+    if cpu_share >= 0.5 and wanted >= float(columns.cores[i]) / STRETCHED:
+        return "cpu"
+    return "storage" if cpu_share < 0.5 and growth > STRETCHED else "workers"

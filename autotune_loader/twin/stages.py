@@ -1,0 +1,84 @@
+"""What is asked of the twin, how busy everything is, and how long each stage then takes: one value per column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune_loader.twin.recursion import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """What is asked: one value per simulated column, each configuration BEST + DRAWS times."""
+
+    workers: Ints
+    prefetch: Ints
+    ahead: Ints
+    """Batches that the device prefetch receives ahead of the step."""
+    in_order: NDArray[np.bool_]
+    pinned: NDArray[np.bool_]
+    step_threads: Floats
+    step_s: Floats
+    """Seconds of the undisturbed step."""
+    step_sd: Floats
+    """Relative uncertainty of `step_s` beyond what the bursts show."""
+    cores: Floats
+    draw: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """How busy everything is, per column."""
+
+    at_work: Floats
+    """Mean number of workers at work."""
+    busy: Floats
+    """Workers at work while a batch is fetched, its own included."""
+    wanting: Floats
+    """Those of them that want a CPU."""
+    consumer: Floats
+    """Share of the time in which the consumer works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stages:
+    """Mean seconds of each stage under a load, per column."""
+
+    service_s: Floats
+    receive_s: Floats
+    step_s: Floats
+    pin_s: Floats
+    transit_s: Floats
+    """Seconds that a whole batch travels while nobody works on it; delays, but limits nothing."""
+    cpu_share: Floats
+    """Share of the service time in which the worker wants a CPU."""
+    crowding: Floats
+    """Factor on the worker's CPU seconds since it has to share cores, caches and memory bandwidth."""
+
+    def bound(self, columns: Columns) -> Floats:
+        """Batches per second were every queue endless and every stage steady."""
+        consumer_s = np.where(columns.ahead > 0, np.maximum(self.receive_s, self.step_s), self.receive_s + self.step_s)
+        slowest = np.maximum(np.maximum(consumer_s, self.pin_s), self.service_s / np.maximum(columns.workers, 1))
+        serial = self.service_s + self.receive_s + self.step_s
+        rate: Floats = 1.0 / np.maximum(np.where(columns.workers == 0, serial, slowest), 1e-12)
+        return rate
+
+
+def step_share(wanting: Floats, step_cores: Floats, cores: Floats) -> Floats:
+    """Factor on the step's time because the workers want the same cores."""
+    crowded = np.maximum((wanting + step_cores) / cores, 1.0)
+    factor: Floats = crowded / np.maximum(step_cores / cores, 1.0)
+    return factor
+
+
+def starved_threads(wanting: Floats, threads: Floats, cores: Floats) -> Floats:
+    """Threads of a parallel step that find no free core, weighted by how much the others wait for them.
+
+    An intra-op region ends when its last thread does, so one thread without a core stalls all; a single thread waits for
+    nobody. On 4 cores a 4-thread step took 24 ms alone and 80 ms beside four workers, a 1-thread step 55 and 56 ms.
+    """
+    starved: Floats = np.clip(wanting + threads - cores, 0.0, threads) * (1.0 - 1.0 / np.maximum(threads, 1.0))
+    return starved
