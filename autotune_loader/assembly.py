@@ -44,7 +44,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         final: whether the search has ended; an unfinished or interrupted one gives status "partial".
     """
     best = _best(found)
-    measurement = _measurement_of(best, found.trials)
+    measurement = found.finals.measurement if found.finals is not None else _measurement_of(best, found.trials)
     status = _status(found, final)
     rate = _rate(found, measurement)
     verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import (
@@ -28,7 +28,7 @@ from autotune_loader.stats import (
     sequential_verdict,
     usable_rounds,
 )
-from autotune_loader.trial import BurstPlan, Failure, Probe
+from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 
 # One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine.
 FINAL_BURST = BurstPlan(max_s=1.0, min_s=0.4, relative_error=0.01)
@@ -50,6 +50,8 @@ class FinalsOutcome:
     winner: LoaderConfig
     rate: Interval
     """Rate of the winner, from these rounds alone."""
+    measurement: Measurement
+    """The winner's latest burst in the finals."""
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
     notes: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ class _Standing:
     configs: list[LoaderConfig]
     rounds: list[Round]
     failures: list[int]
+    latest: dict[int, Measurement] = field(default_factory=dict)
 
     def active(self) -> list[int]:
         return [index for index in range(len(self.configs)) if self.failures[index] < MAX_FAILURES]
@@ -131,6 +134,7 @@ def _run_round(standing: _Standing, probe: Probe, entrants: list[int], order: ra
             standing.failures[index] += 1
             continue
         rates[str(index)] = outcome.samples_per_s.value
+        standing.latest[index] = outcome
         if outcome.foreign_cpu_share is not None:
             foreign.append(outcome.foreign_cpu_share)
     standing.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
@@ -203,7 +207,8 @@ def _outcome(
         configs=tuple(standing.configs),
         rounds=usable.rounds,
         winner=standing.configs[winner],
-        rate=mean_interval(rates) if len(rates) > 1 else Interval(value=rates[0], low=0.0, high=rates[0] * 2, count=1),
+        rate=mean_interval(rates) if len(rates) > 1 else standing.latest[winner].samples_per_s,
+        measurement=standing.latest[winner],
         speedup=exactly_one if winner == base else (sequential_interval(logs, final=True) if len(logs) > 1 else None),
         notes=(usable.note,) if usable.note else (),
     )

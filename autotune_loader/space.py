@@ -54,6 +54,8 @@ class Space:
     """The legal values of every knob; a knob with one value is not searched."""
 
     max_workers: int
+    workers_are_capped: bool = False
+    """Whether more than `max_workers` would be wrong, not just useless: shards, repeated samples, data on a GPU."""
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
     pin_memory: tuple[bool, ...] = (False,)
     persistent_workers: bool = False
@@ -108,6 +110,13 @@ class Space:
 
     def veto(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried on this machine; None when it may."""
+        if self.workers_are_capped and config.num_workers > self.max_workers:
+            return Failure(
+                kind="infeasible",
+                phase="plan",
+                message=f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples "
+                f"or data on an accelerator); num_workers={self.max_workers} would work",
+            )
         in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
         needs = (
             ("shared_memory", in_flight * self.batch.bytes, self.limits.shm_bytes, "/dev/shm"),  # noqa: S108

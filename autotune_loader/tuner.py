@@ -243,8 +243,10 @@ def make_space(workload: Workload, readiness: Readiness, machine: Machine, setti
     threads: tuple[int | None, ...] = (None,)
     if on_cpu and has_step:
         threads = consumer_thread_counts(machine.usable_cores, readiness.default_threads)
+    max_workers, capped = _max_workers(data, readiness, machine, settings)
     return Space(
-        max_workers=_max_workers(data, readiness, machine, settings),
+        max_workers=max_workers,
+        workers_are_capped=capped,
         pin_memory=(False, True) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated else (0,),
         persistent_workers=_keeps_workers(data, readiness, machine, settings),
@@ -261,15 +263,16 @@ def make_space(workload: Workload, readiness: Readiness, machine: Machine, setti
     )
 
 
-def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> int:
-    if readiness.on_accelerator:
-        return 0
+def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> tuple[int, bool]:
+    """The most workers to try, and whether more would break a promise instead of being merely useless."""
     useful = max_useful_workers(machine.usable_cores, readiness.first_fetch_s, readiness.first_fetch_cpu_s)
-    if settings.max_workers is not None:
-        useful = min(settings.max_workers, max(useful, settings.max_workers if data.is_iterable else useful))
-    if data.shards is not None:
-        useful = min(useful, data.shards)
-    return useful if readiness.shardable else min(useful, 1)
+    caps = [settings.max_workers, data.shards]
+    caps += [0] if readiness.on_accelerator else []
+    caps += [] if readiness.shardable else [1]
+    cap = _least(*caps)
+    if cap is None:
+        return useful, False
+    return (cap if cap == settings.max_workers else min(cap, useful)), True
 
 
 def _keeps_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> bool:
