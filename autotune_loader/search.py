@@ -21,7 +21,7 @@ from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, run_finals
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
-from autotune_loader.study import Ledger, role_of
+from autotune_loader.study import Ledger, journal_beside, role_of
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ class SearchRun:
             inputs=policy.TwinInputs(usable_cores=usable_cores, consumer_cores=consumer_cores, step_s_by_threads={}),
         )
         self._ledger = Ledger(
-            storage=settings.storage,
+            storage=settings.storage or journal_beside(settings.output),
+            disposable=settings.storage is None,
             name=name,
             space=space,
             search=settings.search,
@@ -151,10 +152,12 @@ class SearchRun:
                 self._measure_ceilings()
             self._search()
             self._race()
+            self._ledger.finish()
         except KeyboardInterrupt:
             self.found.interrupted = True
             self.found.stopped_because = "interrupted"
         finally:
+            self.found.study = self._ledger.study
             self._ledger.close()
         return self.found
 
@@ -261,7 +264,7 @@ class SearchRun:
     def _confirmed(self, config: LoaderConfig, predicted: float | None) -> Measurement | Failure:
         """A burst; a surprising one is repeated, and the faster of the two believed: disturbances only slow down."""
         first = self._burst(config)
-        if isinstance(first, Failure) or not policy.is_surprising(first, predicted):
+        if isinstance(first, Failure) or not policy.is_surprising(config, first, predicted, self.found.inputs):
             return first
         second = self._burst(config)
         if isinstance(second, Failure):

@@ -12,12 +12,14 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.persistence import OWNER, is_abandoned, open_database, owner, patiently
 from autotune_loader.result import from_plain, to_plain
 from autotune_loader.settings import Search
 from autotune_loader.space import MAX_WORKERS, Space
@@ -36,10 +38,14 @@ MOST_THREADS = 1024
 LOCK_GRACE_S = 3
 # TPE's first trials are random; the twin's scouts take their place.
 TPE_STARTUP_TRIALS = 4
+# Axes that mean nothing without workers.
+ONLY_WITH_WORKERS = ("in_order", "multiprocessing_context")
+# Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
+FINISHED = "finished"
 
 
 class Ledger:
-    """An Optuna study that speaks of configurations and trials.
+    """An Optuna study that speaks of configurations and trials, and that outlives its storage.
 
     Args:
         storage: None for memory, a URL (`sqlite:///...`, `postgresql://...`), or the path of a journal file.
@@ -48,41 +54,130 @@ class Ledger:
         search: which sampler proposes where the caller does not.
         seed: of the sampler.
         default_threads: what `consumer_threads=None` means here, so that it has a place on Optuna's scale.
+        disposable: the storage is a journal that nobody asked for, kept so that a killed run can go on. A finished study
+            in it is not resumed but started over, and so is a file that cannot be read.
     """
 
     def __init__(
-        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, default_threads: int
+        self,
+        *,
+        storage: str | None,
+        name: str,
+        space: Space,
+        search: Search,
+        seed: int,
+        default_threads: int,
+        disposable: bool = False,
     ) -> None:
+        self._name = name
+        self._space = space
+        self._sampler = _sampler(search, seed)
+        self._default_threads = default_threads
+        self._seen: set[str] = set()
+        self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
+        self._drop_zombies()
+
+    def _opened(self, storage: str | None) -> optuna.Study:
         import optuna
 
-        self._space = space
-        self._default_threads = default_threads
         with quiet_optuna():
-            self.study = optuna.create_study(
-                storage=_open_storage(storage),
-                study_name=name,
-                direction="maximize",
-                sampler=_sampler(search, seed),
-                pruner=optuna.pruners.NopPruner(),
-                load_if_exists=True,
+            opened = _open_storage(storage)
+            return patiently(
+                lambda: optuna.create_study(
+                    storage=opened,
+                    study_name=self._name,
+                    direction="maximize",
+                    sampler=self._sampler,
+                    pruner=optuna.pruners.NopPruner(),
+                    load_if_exists=True,
+                )
             )
-        self._drop_zombies()
+
+    def _disposable(self, path: str) -> optuna.Study:
+        """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
+        try:
+            study = self._opened(path)
+            if not study.user_attrs.get(FINISHED):
+                return study
+        except Exception as error:
+            log.warning("the journal %s cannot be resumed (%s) and is started over", path, error)
+        try:
+            _empty(Path(path))
+            return self._opened(path)
+        except OSError as error:
+            log.warning("%s; the study is kept in memory", error)
+            return self._opened(None)
 
     def ask(self, config: LoaderConfig | None = None) -> tuple[optuna.trial.Trial, LoaderConfig]:
         """A running Optuna trial of `config`, or of whatever the sampler proposes."""
+        try:
+            return patiently(lambda: self._asked(config), mend=self.close)
+        except Exception as error:
+            self._go_on_in_memory(error)
+            return self._asked(config)
+
+    def _asked(self, config: LoaderConfig | None) -> tuple[optuna.trial.Trial, LoaderConfig]:
         with quiet_optuna():
             if config is not None:
-                self.study.enqueue_trial(self._knobs(config))
+                return self._started(config), config
             trial = self.study.ask()
-            proposed = self._suggest(trial)
-        return trial, (config if config is not None else proposed)
+            trial.set_user_attr(OWNER, owner())
+            return trial, self._suggest(trial)
+
+    def _started(self, config: LoaderConfig) -> optuna.trial.Trial:
+        """A running trial of just this configuration.
+
+        It is created as it is: an enqueued one could be handed to any other process that shares the storage.
+        """
+        import optuna
+
+        knobs = self._knobs(config)
+        template = optuna.trial.FrozenTrial(
+            number=-1,  # the storage gives number and id
+            trial_id=-1,
+            state=optuna.trial.TrialState.RUNNING,
+            value=None,
+            datetime_start=datetime.now(),
+            datetime_complete=None,
+            params=knobs,
+            distributions={name: self._distribution(name) for name in knobs},
+            user_attrs={OWNER: owner()},
+            system_attrs={},
+            intermediate_values={},
+        )
+        trial_id = self.study._storage.create_new_trial(self.study._study_id, template_trial=template)
+        return optuna.trial.Trial(self.study, trial_id)
+
+    def _distribution(self, name: str) -> optuna.distributions.BaseDistribution:
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        if name == "num_workers":
+            return IntDistribution(0, MAX_WORKERS)
+        if name == "prefetch_factor":
+            return IntDistribution(1, MOST_PREFETCH, log=True)
+        if name == "consumer_threads":
+            return IntDistribution(1, MOST_THREADS, log=True)
+        return CategoricalDistribution(self._searched()[name])
 
     def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         """Complete an asked trial: its rate as the value, everything else as attributes and constraints."""
         import optuna
 
+        try:
+            patiently(lambda: self._told(asked, trial), mend=self.close)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            log.warning("trial %d took so long that another run of the study gave it up", trial.number)
+        except Exception as error:
+            self._go_on_in_memory(error)
+            self._told(self._started(trial.config), trial)
+
+    def _told(self, asked: optuna.trial.Trial, trial: Trial) -> None:
+        import optuna
+
+        attributes = _attributes(trial)
+        self._seen.add(attributes["record"])
         with quiet_optuna():
-            for name, value in _attributes(trial).items():
+            for name, value in attributes.items():
                 asked.set_user_attr(name, value)
             for name, violation in _constraints(trial, self._space).items():
                 _set_constraint(asked, name, violation)
@@ -98,31 +193,59 @@ class Ledger:
         with contextlib.suppress(Exception), quiet_optuna():
             self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
+    def finish(self) -> None:
+        """Mark the study as searched to the end."""
+        with contextlib.suppress(Exception):
+            self.study.set_user_attr(FINISHED, True)
+
     def restored(self) -> list[Trial]:
-        """The trials of an earlier run of the same study, in order, without their traces; a repeated one once."""
-        trials: dict[int, Trial] = {}
-        for frozen in self.study.get_trials(deepcopy=False):
-            text = frozen.user_attrs.get("record")
-            if text is not None and frozen.state.is_finished():
-                trial = from_plain(json.loads(text), Trial)
-                trials.setdefault(trial.number, trial)
-        return list(trials.values())
+        """The trials of earlier and other runs of the same study, in order, without traces; a repeated one once."""
+        self._seen.clear()
+        return self.news()
+
+    def news(self) -> list[Trial]:
+        """The trials that other runs of the same study have told since the last call."""
+        texts = [
+            frozen.user_attrs["record"]
+            for frozen in patiently(lambda: self.study.get_trials(deepcopy=False), mend=self.close)
+            if "record" in frozen.user_attrs and frozen.state.is_finished()
+        ]
+        new = [text for text in dict.fromkeys(texts) if text not in self._seen]
+        self._seen.update(new)
+        return [from_plain(json.loads(text), Trial) for text in new]
+
+    def is_taken(self, config: LoaderConfig) -> bool:
+        """Whether another process that shares the study is running this configuration at the moment."""
+        import optuna
+
+        knobs = self._knobs(config)
+        running = patiently(
+            lambda: self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)), mend=self.close
+        )
+        others = (frozen for frozen in running if not is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start))
+        return any(frozen.params == knobs for frozen in others)
 
     def close(self) -> None:
         """Let go of a storage that holds connections."""
         with contextlib.suppress(Exception):
             self.study._storage.remove_session()
 
+    def _go_on_in_memory(self, error: Exception) -> None:
+        """A full disk or a lost database must not lose the run: its study goes on without them."""
+        log.warning("the study's storage failed (%s: %s); it goes on in memory", type(error).__name__, error)
+        lost, self.study = self.study, self._opened(None)
+        with contextlib.suppress(Exception), quiet_optuna():
+            self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())
+
     def _drop_zombies(self) -> None:
-        """Trials that a killed run left running or enqueued: they would stay so, or be taken for another that is asked."""
+        """Tell the trials that a killed run left running. Those of other live processes and machines stay."""
         import optuna
 
         states = optuna.trial.TrialState
         with quiet_optuna(), contextlib.suppress(Exception):
-            while self.study.get_trials(deepcopy=False, states=(states.WAITING,)):
-                self.study.ask()
             for frozen in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-                self.study.tell(frozen.number, state=states.FAIL)
+                if is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start):
+                    self.study.tell(frozen.number, state=states.FAIL)
 
     def _knobs(self, config: LoaderConfig) -> dict[str, Any]:
         """Where a configuration lies on Optuna's scales. Beyond their ends is at their ends: `record` has the truth."""
@@ -131,6 +254,8 @@ class Ledger:
             knobs["prefetch_factor"] = min(config.prefetch_factor, MOST_PREFETCH)
         for name, values in self._searched().items():
             value = getattr(config, name)
+            if name in ONLY_WITH_WORKERS and not config.num_workers:
+                continue
             if name == "consumer_threads":
                 knobs[name] = min(value or self._default_threads, MOST_THREADS)
             elif value in values:
@@ -162,7 +287,7 @@ class Ledger:
                 threads = trial.suggest_int(name, 1, MOST_THREADS, log=True)
                 legal = {count or self._default_threads: count for count in choices}
                 values[name] = legal[min(legal, key=lambda count: abs(count - threads))]
-            elif name not in ("in_order", "multiprocessing_context") or workers:
+            elif name not in ONLY_WITH_WORKERS or workers:
                 values[name] = trial.suggest_categorical(name, choices)
         if values["num_workers"] == 0:
             values = {k: v for k, v in values.items() if k not in ("prefetch_factor", "persistent_workers")}
@@ -181,23 +306,42 @@ def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
         )
 
 
+def journal_beside(output: str | None) -> str | None:
+    """Where the study of a run that writes `output` is kept."""
+    return None if output is None else f"{output}.journal"
+
+
 def _open_storage(storage: str | None) -> Any:
     """None for memory, an URL as it is, a path as a journal file that is readable by its owner alone."""
-    if storage is None or "://" in storage:
-        return storage
+    if storage is None:
+        return None
+    if "://" in storage:
+        return open_database(storage)
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+    from optuna.storages.journal import JournalFileBackend
 
     path = Path(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    lock = _locked(path, _mend_torn_tail)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _locked(path: Path, change: Callable[[Path], None]) -> Any:
+    """Change a journal file under its lock; the lock."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
     lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_GRACE_S)
     lock.acquire()
     try:
-        _mend_torn_tail(path)
+        change(path)
     finally:
         lock.release()
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    return lock
+
+
+def _empty(path: Path) -> None:
+    _locked(path, lambda journal: os.truncate(journal, 0))
 
 
 def _mend_torn_tail(path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -246,19 +248,120 @@ def test_a_database_works_as_storage(tmp_path):
     again.close()
 
 
-def test_trials_that_a_killed_run_left_are_told(tmp_path):
-    # GIVEN a run that was killed in the middle of a trial, and another before it took what it had enqueued
+def test_a_trial_that_a_killed_run_left_running_is_told(tmp_path):
+    # GIVEN a run that was killed in the middle of a trial
+    path = tmp_path / "study.journal"
+    ledger(path).ask(workers(1))
+    # WHEN the study is opened again
+    again = ledger(path)
+    # THEN the trial runs no more
+    assert [frozen.state for frozen in again.study.get_trials()] == [States.FAIL]
+
+
+def test_what_another_process_enqueued_is_never_mistaken_for_what_is_asked(tmp_path):
+    # GIVEN a trial that somebody else has enqueued
+    book = ledger(tmp_path / "study.journal")
+    book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
+    # WHEN a configuration is asked, and then a proposal
+    asked, config = book.ask(workers(3))
+    proposed = book.ask()[1]
+    # THEN each is what it should be
+    assert (config.num_workers, asked.params["num_workers"]) == (3, 3)
+    assert (proposed.num_workers, proposed.prefetch_factor) == (5, 2)
+
+
+# The journal beside loader.json
+
+
+def finished(path, *trials):
+    book = ledger(path, disposable=True)
+    run(book, *trials)
+    book.finish()
+    return book
+
+
+def test_an_interrupted_study_of_the_journal_beside_loader_json_is_resumed(tmp_path):
+    path = tmp_path / "loader.json.journal"
+    run(ledger(path, disposable=True), success(0, workers(1)))
+    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
+
+
+def test_a_finished_study_of_the_journal_beside_loader_json_is_started_over(tmp_path):
+    # GIVEN a run that came to its end
+    path = tmp_path / "loader.json.journal"
+    finished(path, success(0, workers(1)))
+    # WHEN the next one begins, and is cut off
+    again = ledger(path, disposable=True)
+    assert again.restored() == []
+    run(again, success(0, workers(2)))
+    # THEN the one after it goes on from there
+    assert [trial.config for trial in ledger(path, disposable=True).restored()] == [workers(2)]
+
+
+def test_a_finished_study_in_a_storage_of_the_users_own_is_kept(tmp_path):
+    path = tmp_path / "study.journal"
+    book = finished(path, success(0, workers(1)))
+    assert ledger(path).restored() == book.restored() != []
+
+
+def test_another_space_or_machine_never_resumes_the_journal(tmp_path):
+    path = tmp_path / "loader.json.journal"
+    run(ledger(path, name="autotune-a", disposable=True), success(0, workers(1)))
+    assert ledger(path, name="autotune-b", disposable=True).restored() == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"not json\n", b"\x00\xff\n" * 9, b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 0}\n']
+)
+def test_a_damaged_journal_beside_loader_json_is_started_over(tmp_path, caplog, content):
+    path = tmp_path / "loader.json.journal"
+    path.write_bytes(content)
+    book = ledger(path, disposable=True)
+    run(book, success(0, workers(1)))
+    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
+
+
+def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path, caplog):
+    (tmp_path / "loader.json.journal").mkdir()
+    book = ledger(tmp_path / "loader.json.journal", disposable=True)
+    run(book, success(0, workers(1)))
+    assert len(book.restored()) == 1
+    assert "in memory" in caplog.text
+
+
+def test_pain_38_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
+    # GIVEN a dashboard that holds the database for a second
+    book = ledger(f"sqlite:///{tmp_path}/study.db")
+    asked, _ = book.ask(workers(1))
+    other = sqlite3.connect(tmp_path / "study.db", check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    release = threading.Timer(1.0, other.rollback)
+    release.start()
+    # WHEN a trial is told
+    book.tell(asked, success(0, workers(1)))
+    # THEN it is in the database
+    release.join()
+    other.close()
+    book.close()
+    again = ledger(f"sqlite:///{tmp_path}/study.db")
+    assert len(again.restored()) == 1
+    again.close()
+
+
+def test_pain_38_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_run(tmp_path, caplog):
+    # GIVEN a journal that is lost for good while a trial runs
     path = tmp_path / "study.journal"
     book = ledger(path)
-    book.ask(workers(1))
-    book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
-    # WHEN the study is opened again and a configuration asked
-    again = ledger(path)
-    asked, config = again.ask(workers(3))
-    # THEN nothing but the new trial runs, and it is the one that was asked
-    states = [frozen.state for frozen in again.study.get_trials(deepcopy=False)]
-    assert states == [States.FAIL, States.FAIL, States.RUNNING]
-    assert (config.num_workers, asked.params["num_workers"]) == (3, 3)
+    run(book, success(0, workers(1)))
+    asked, _ = book.ask(workers(2))
+    path.unlink()
+    path.mkdir()
+    # WHEN the run goes on
+    book.tell(asked, success(1, workers(2)))
+    run(book, success(2, workers(3)))
+    # THEN the study holds what was told since, and says what happened
+    assert {2, 3} <= {trial.config.num_workers for trial in book.restored()}
+    assert "in memory" in caplog.text
 
 
 def test_a_torn_last_line_is_mended_and_nothing_else_is_lost(tmp_path, caplog):
