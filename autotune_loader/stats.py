@@ -27,12 +27,12 @@ MAX_DISCARDED_SHARE = 1 / 3
 
 LOOKS = (4, 6, 9, 14, 21, 32, 48)
 """Numbers of rounds after which a running comparison may be looked at: every half as many again."""
-MAX_ROUNDS = 72
+MAX_ROUNDS = 80
 """Rounds after which a comparison ends: a true 2 % at 3 % noise per burst is then found with power 90 %."""
 FINAL_SHARE = 0.5
 """Share of alpha kept for the last look, which is where the power of the hardest comparisons is."""
-VERDICT_ALPHA = 0.02
-"""Two-sided error of a verdict: one A/A comparison in a hundred may call the candidate faster."""
+VERDICT_ALPHA = 0.018
+"""Two-sided error of a verdict: less than one A/A comparison in a hundred may call the candidate faster."""
 
 NEGLIGIBLE = 0.005
 """Being slower by less than this is no reason for another worker, however certain: no training run shows it."""

@@ -28,6 +28,10 @@ machine with 4 cores (studies/fidelity). All that computes shares it, so no numb
 FIXED_POINT_ROUNDS = 30
 SAME_BUSY = 1.05
 """Bursts whose busy workers differ by less than this factor are averaged, not interpolated."""
+SAME_WORKERS = 0.25
+"""Or by less than this part of a worker: so little does not explain why one burst was slower than another."""
+ALONE = -1e6
+"""Where a burst without workers lies on the axis of `Calibration.step`: far from all with workers, however idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +48,8 @@ class Nodes:
         order = np.argsort(busy, kind="stable")
         groups: list[list[int]] = []
         for index in order:
-            if groups and busy[index] <= busy[groups[-1][0]] * SAME_BUSY:
+            first = busy[groups[-1][0]] if groups else -np.inf
+            if busy[index] <= max(first * SAME_BUSY, first + SAME_WORKERS):
                 groups[-1].append(int(index))
             else:
                 groups.append([int(index)])
@@ -122,9 +127,10 @@ class Calibration:
         bend = np.exp(self.service.at(load.at_work, columns.draw) + EXTRAPOLATION_SD * beyond * luck)
         crowd = np.where(serial, 0.0, load.wanting)
         shared = step_share(crowd, fitted.step_cores * columns.step_threads, columns.cores)
-        disturbance = np.where(serial, 0.0, load.at_work)
+        disturbance = load.at_work
         if self.step_is_parallel:
             disturbance = starved_threads(crowd, columns.step_threads, columns.cores)
+        disturbance = np.where(serial, ALONE, disturbance)
         step = np.exp(self.step.at(disturbance, columns.draw) + columns.step_sd * luck)
         receive = self.receive.at(load.at_work, columns.draw) * speed
         cpu_share = cpu_wall / np.maximum(cpu_wall + waiting, 1e-12)

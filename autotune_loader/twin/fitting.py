@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autotune_loader.twin.calibration import BEST, DRAWS, MACHINE_SPEED_SD, Calibration, Nodes
+from autotune_loader.twin.calibration import ALONE, BEST, DRAWS, MACHINE_SPEED_SD, Calibration, Nodes
 from autotune_loader.twin.contention import BURST_SD, Contention, busy_beside, fit_contention
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
@@ -138,6 +138,8 @@ def _disturbance(
     step_is_parallel: bool,
 ) -> float:
     """Where a burst lies on the axis of `Calibration.step`."""
+    if seen.num_workers == 0:
+        return ALONE
     if not step_is_parallel:
         return seen.workers_at_work
     wanting = np.asarray(
