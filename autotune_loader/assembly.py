@@ -12,7 +12,17 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.workload import Workload
-from autotune_loader.result import BatchSizeChoice, Finals, Measured, Predicted, Spent, Status, TuningResult, Verdict
+from autotune_loader.result import (
+    BatchSizeChoice,
+    Finals,
+    Measured,
+    Predicted,
+    Spent,
+    Status,
+    TuningResult,
+    TwinBasis,
+    Verdict,
+)
 from autotune_loader.search import Found
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
@@ -72,6 +82,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         spent=Spent(seconds=round(seconds, 3), bursts=found.bursts),
         space_hash=setting.space.hash,
         fingerprint=setting.fingerprint,
+        twin=_twin_basis(best, found, setting),
         study=found.study,
         parts=loader_parts(setting.workload),
     )
@@ -117,6 +128,8 @@ def _evidence(best: LoaderConfig, measurement: Measurement, rate: Interval, foun
         epoch_batches=data.batches_per_epoch(best.batch_size),
         trials=found.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+        twin=policy.fit_twin(found.trials, found.inputs),
+        cached_steps=tuple(found.ceilings.values()),
     )
 
 
@@ -157,6 +170,16 @@ def _predicted(best: LoaderConfig, found: Found, setting: Setting) -> Predicted:
     samples = setting.workload.data.samples_per_epoch()
     epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
     return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
+
+
+def _twin_basis(best: LoaderConfig, found: Found, setting: Setting) -> TwinBasis:
+    inputs = found.inputs
+    return TwinBasis(
+        usable_cores=inputs.usable_cores,
+        consumer_cores=inputs.consumer_cores,
+        step_s=tuple(inputs.step_s_by_threads.items()),
+        epoch_batches=setting.workload.data.batches_per_epoch(best.batch_size),
+    )
 
 
 def _finals(found: Found) -> Finals:

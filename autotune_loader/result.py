@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.utils.data import DataLoader
 
+    from autotune_loader.policy import TwinInputs
+    from autotune_loader.twin import Prediction
+
 # 1.0  first release
 SCHEMA_VERSION = "1.0"
 # No honest loader.json comes near this; a file that does is refused before it is parsed.
@@ -40,7 +43,7 @@ _INTERVAL_KEYS = {field.name for field in fields(Interval)}
 
 Status = Literal["complete", "partial", "fallback"]
 OnMismatch = Literal["warn", "clamp", "raise"]
-Binding = Literal["step", "cpu", "wait", "transport", "memory", "startup", "in_memory", "unknown"]
+Binding = Literal["step", "cpu", "wait", "transport", "pinning", "memory", "startup", "in_memory", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,18 @@ class Finals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TwinBasis:
+    """What the twin needs besides the trials, so that `predict()` answers also after `load()`."""
+
+    usable_cores: int
+    consumer_cores: float
+    """Cores that the step keeps busy."""
+    step_s: tuple[tuple[int | None, float], ...] = ()
+    """Seconds of the step on a cached batch, by consumer_threads."""
+    epoch_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFile:
     """`loader.json`, field by field."""
 
@@ -156,6 +171,7 @@ class LoaderFile:
     baseline: LoaderConfig | None = None
     trials: tuple[Trial, ...] = ()
     finals: Finals = field(default_factory=Finals)
+    twin: TwinBasis | None = None
     created_by: str = f"autotune_loader {__version__}"
 
 
@@ -182,6 +198,7 @@ class TuningResult:
     spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
     space_hash: str | None = None
     fingerprint: Fingerprint | None = None
+    twin: TwinBasis | None = None
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -249,6 +266,7 @@ class TuningResult:
             baseline=self.baseline,
             trials=tuple(_without_traces(trial) for trial in self.trials),
             finals=self.finals,
+            twin=self.twin,
         )
 
     @classmethod
@@ -269,7 +287,43 @@ class TuningResult:
             spent=file.budget,
             space_hash=file.space_hash,
             fingerprint=file.fingerprint,
+            twin=file.twin,
         )
+
+    def predict(
+        self,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        *,
+        cores: float | None = None,
+        **knobs: Any,
+    ) -> Prediction:
+        """What if: the rate that the twin expects of another configuration, or of another number of cores.
+
+        After `load()` the twin rests on each burst's means, as the histories of single batches are not in the file.
+
+        Args:
+            num_workers: worker processes; the best configuration's where it is not given, like every other knob.
+            prefetch_factor: batches ahead per worker.
+            cores: usable cores of the machine asked about; this one's where it is not given.
+            **knobs: other fields of `LoaderConfig`, such as `in_order=False` or `consumer_threads=2`.
+
+        Raises:
+            TypeError: a knob that `LoaderConfig` does not have.
+            ValueError: no burst succeeded, so there is nothing to predict from.
+        """
+        from autotune_loader.policy import fit_twin  # numpy, which a training job that loads a file need not wait for
+
+        given = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+        changes = {**{name: value for name, value in given.items() if value is not None}, **knobs}
+        config = _changed(self.best, changes)
+        basis = self.twin
+        twin = None if basis is None else fit_twin(self.trials, _inputs_of(basis))
+        if basis is None or twin is None:
+            raise ValueError(
+                "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
+            )
+        return twin.predict_all([config], epoch_batches=basis.epoch_batches, cores=cores)[0]
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per trial: configuration, rates, waits, memory, failure."""
@@ -331,6 +385,28 @@ class TuningResult:
 
     def __str__(self) -> str:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
+
+
+def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
+    known = [each.name for each in fields(LoaderConfig)]
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"{name}={changes[name]!r} is no knob; one of {', '.join(known)} would work")
+    if changes.get("num_workers") == 0:  # what only workers have goes with them
+        changes = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, **changes}
+        changes["multiprocessing_context"] = None
+    return replace(best, **changes)
+
+
+def _inputs_of(basis: TwinBasis) -> TwinInputs:
+    from autotune_loader.policy import TwinInputs
+
+    return TwinInputs(
+        usable_cores=basis.usable_cores,
+        consumer_cores=basis.consumer_cores,
+        step_s_by_threads=dict(basis.step_s),
+        epoch_batches=basis.epoch_batches,
+    )
 
 
 def _without_traces(trial: Trial) -> Trial:

@@ -173,7 +173,9 @@ def _advice_line(advice: Advice) -> str:
 
 
 def _gain(expected: float | None) -> str:
-    return "" if expected is None else f" (about {expected * 100:+.0f} %)"
+    if expected is None:
+        return ""
+    return f" (about {expected * 100:+.0f} %)" if expected < 1 else f" (about {1 + expected:.1f} times the rate)"
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> str:
