@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -46,6 +47,9 @@ LONGEST_DEADLINE_S = 120.0
 FAILURES_TO_STOP_GROWING = 2
 # Model-free proposals: TPE's say, once in so many trials of the search, so that a wrong twin cannot trap it.
 EXPLORE_EVERY = 4
+# A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
+TAKEN_PATIENCE_S = 15.0
+TAKEN_PAUSE_S = 0.05
 # The sampler may repeat itself; so many repeats in a row mean it has nothing new to say.
 MOST_REPEATS = 20
 
@@ -128,6 +132,7 @@ class SearchRun:
         self._listener = listener
         self._has_step = has_step
         self._repeats = 0
+        self._passed_over: dict[LoaderConfig, float] = {}
         consumer_cores = float(min(default_threads, usable_cores)) if step_uses_cores else 1.0
         self.found = Found(
             baseline=own_config or LoaderConfig(),
@@ -175,6 +180,18 @@ class SearchRun:
         news = [replace(trial, number=number) for number, trial in enumerate(self._ledger.news(), start=first)]
         self.found.trials += news
         return news
+
+    def _is_others(self, config: LoaderConfig, asked: optuna.trial.Trial | None = None) -> bool:
+        """Whether another host that shares the study has measured `config` in the meantime, or is measuring it now."""
+        if any(trial.config == config for trial in self._adopt_news()):
+            return True
+        if not self._ledger.is_taken(config, asked):
+            return False
+        now = self._clock()
+        if now - self._passed_over.setdefault(config, now) > TAKEN_PATIENCE_S:
+            return False
+        time.sleep(TAKEN_PAUSE_S)
+        return True
 
     def _measure_ceilings(self) -> None:
         for threads in self._space.consumer_threads:
@@ -225,12 +242,12 @@ class SearchRun:
                 yield None
 
     def _try(self, config: LoaderConfig | None) -> None:
-        news = self._adopt_news()
-        if config in [trial.config for trial in news]:
+        if config is not None and self._is_others(config):
             return
-        if config is not None and self._ledger.is_taken(config):
-            config = None  # another host is at it: measure something else meanwhile
         asked, proposed = self._ledger.ask(config)
+        if self._is_others(proposed, asked):
+            self._ledger.abandon(asked)
+            return
         known = next((trial for trial in self.found.trials if trial.config == proposed), None)
         if known is not None and config is None:
             self._repeats += 1

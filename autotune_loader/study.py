@@ -214,21 +214,29 @@ class Ledger:
         self._seen.update(new)
         return [from_plain(json.loads(text), Trial) for text in new]
 
-    def is_taken(self, config: LoaderConfig) -> bool:
-        """Whether another process that shares the study is running this configuration at the moment."""
+    def is_taken(self, config: LoaderConfig, by_now: optuna.trial.Trial | None = None) -> bool:
+        """Whether another process that shares the study is running this configuration at the moment.
+
+        Of two that began at once the first counts: with `by_now`, our own running trial, only earlier ones are looked at.
+        """
         import optuna
 
-        knobs = self._knobs(config)
-        running = patiently(
-            lambda: self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)), mend=self.close
+        states, knobs = (optuna.trial.TrialState.RUNNING,), self._knobs(config)
+        running = patiently(lambda: self.study.get_trials(deepcopy=False, states=states), mend=self.close)
+        return any(
+            frozen.params == knobs
+            and not is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start)
+            and (by_now is None or frozen.number < by_now.number)
+            for frozen in running
         )
-        others = (frozen for frozen in running if not is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start))
-        return any(frozen.params == knobs for frozen in others)
 
     def close(self) -> None:
         """Let go of a storage that holds connections."""
         with contextlib.suppress(Exception):
-            self.study._storage.remove_session()
+            storage = self.study._storage
+            storage.remove_session()
+            # Optuna leaves the pool's connections to the garbage collector, and psycopg warns of that.
+            getattr(storage, "_backend", storage).engine.dispose()
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
