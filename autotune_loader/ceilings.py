@@ -3,6 +3,7 @@
     step       a cached batch stepped again and again          pinning   one thread copies into page-locked memory
     cpu        cores over CPU seconds of fetch and step        h2d       the copy to the device
     transport  a batch taken over from a worker                storage   what only the first touch of a sample waits for
+    in_process fetch and step by turns, without workers: what is left where transport costs more than it gains
 
 A limit is optimistic: it is what would be reached if everything else cost nothing. So none is a prediction (that is the
 twin's business), and no configuration exceeds the smallest of them by more than its interval.
@@ -18,7 +19,7 @@ from typing import Literal
 from autotune_loader.stats import Interval, gap_to_ceiling, mean_interval
 from autotune_loader.trial import BatchTrace, Measurement
 
-LimitName = Literal["step", "cpu", "transport", "storage", "h2d", "pinning"]
+LimitName = Literal["step", "cpu", "transport", "storage", "h2d", "pinning", "in_process"]
 
 REACHED_SHARE = 0.98
 """A limit is reached when the rate's lower bound comes this close to it: what remains is not worth a search."""
@@ -153,8 +154,16 @@ def h2d_limit(batch_bytes: int, batch_size: float, bytes_per_s: Interval) -> Lim
     return _copy_limit("h2d", "copies to the device", batch_bytes, batch_size, bytes_per_s)
 
 
+def in_process_limit(without_workers: Measurement) -> Limit:
+    """The rate without workers, where nothing is transported and nothing overlaps: measured, not bounded."""
+    because = f"without workers a batch takes {without_workers.service_s * 1e3:.3g} ms, then comes its step"
+    return Limit(name="in_process", samples_per_s=without_workers.samples_per_s, because=because)
+
+
 def binding(limits: Iterable[Limit]) -> Limit:
     """The smallest limit: the resource that a faster loader runs into first.
+
+    `in_process` is no limit to workers but the alternative to them: it is the answer where it exceeds the others.
 
     Raises:
         ValueError: there are no limits.
@@ -162,7 +171,10 @@ def binding(limits: Iterable[Limit]) -> Limit:
     known = list(limits)
     if not known:
         raise ValueError("limits is empty; step_limit() of a cached batch is the easiest to have")
-    return min(known, key=lambda limit: limit.samples_per_s.value)
+    alone = [limit for limit in known if limit.name == "in_process"]
+    others = [limit for limit in known if limit.name != "in_process"]
+    smallest = sorted(others, key=lambda limit: limit.samples_per_s.value)[:1]
+    return max(alone + smallest, key=lambda limit: limit.samples_per_s.value)
 
 
 def gap_to(limit: Limit, rate: Interval) -> Interval:

@@ -137,6 +137,16 @@ def test_the_smallest_limit_binds():
     assert list(ceilings.by_name(limits)) == ["cpu", "step", "transport"]
 
 
+def test_without_workers_nothing_is_transported():
+    # GIVEN batches that cost more to transport than to make
+    transport = ceilings.transport_limit(burst(traces(20, receive_s=0.1)))
+    alone = ceilings.in_process_limit(burst())
+    # THEN the main process on its own is the ceiling, and where transport is cheap it is none
+    assert ceilings.binding([transport, alone]).name == "in_process"
+    cheap = ceilings.transport_limit(burst(traces(20, receive_s=0.01)))
+    assert ceilings.binding([cheap, alone]).name == "transport"
+
+
 def test_no_limits_are_the_callers_mistake():
     with pytest.raises(ValueError, match="limits is empty"):
         ceilings.binding([])

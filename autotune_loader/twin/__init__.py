@@ -1,6 +1,7 @@
 """The twin: predicts the rate of every DataLoader configuration from a few traced bursts. Pure maths, no processes.
 
-observation   what one burst tells            contention    how service stretches with what is busy, and its fit
+readings      samples of each stage           observation   what one burst tells
+levelling     what bursts tell of each other  contention    how service stretches with what is busy, and its fit
 recursion     the life of n batches           calibration   all that the bursts taught, and the fixed point
 stages        times of every stage            fitting       from bursts to a calibration
 orders        batches of a simulated run      prediction    what the twin answers

@@ -13,7 +13,8 @@ from autotune_loader.stats import Interval
 from autotune_loader.twin.calibration import BEST, DRAWS, Calibration
 from autotune_loader.twin.contention import BURST_SD
 from autotune_loader.twin.fitting import calibrate
-from autotune_loader.twin.observation import Observation, level, whole_cycles
+from autotune_loader.twin.levelling import level, whole_cycles
+from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.orders import relative, sequences
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
 from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_rate
