@@ -23,6 +23,8 @@ LimitName = Literal["step", "cpu", "transport", "storage", "h2d", "pinning", "in
 
 REACHED_SHARE = 0.98
 """A limit is reached when the rate's lower bound comes this close to it: what remains is not worth a search."""
+RECEIPT_SHARE = 0.05
+"""A step is the bottleneck, rather than the transport of its batches, when taking one over costs less than this of it."""
 CPU_TICK_S = 0.01
 """The kernel counts a process's CPU time in ticks; a share over a short window is not known better."""
 MIN_BATCHES = 4
@@ -190,19 +192,25 @@ def is_reached(limit: Limit, rate: Interval) -> bool:
 def is_compute_bound(on_a_cached_batch: Measurement, measured: Measurement) -> bool:
     """Whether the step alone sets the rate, so that no loader can make the job faster.
 
-    Waiting and stepping are looked at apart, because the step's own irregularity, which hides a few percent in the rate
-    of a short burst, does not hide them in the time spent waiting: one burst of a second or less is enough.
+    Three things are looked at apart, because the step's own irregularity, which hides a few percent in the rate of a short
+    burst, hides nothing in them: the loop hardly ever waits for a batch that is not made yet, taking ready batches over
+    costs little beside the step, and the step is not slower than alone. One burst of a second or less is enough.
 
     Args:
         on_a_cached_batch: the step's ceiling.
-        measured: a burst of any configuration.
+        measured: a traced burst of any configuration.
     """
-    waited = mean_interval([trace.wait_s for trace in measured.traces[1:]]) if len(measured.traces) > 1 else None
-    step_s = measured.step_s + (waited.high if waited is not None else 0.0)
-    # `wait_share` knows of waits to come, when the batches that were ready at the start are used up.
-    wait_share = max(measured.wait_share, 1 - measured.step_s / step_s if math.isfinite(step_s) else 0.0)
+    if not measured.traces:
+        return False
+    waiting = mean_interval([max(0.0, trace.collate_end - trace.requested) for trace in _warm(measured.traces)])
+    received_s = sorted(trace.receive_s for trace in _warm(measured.traces))[len(_warm(measured.traces)) // 2]
+    period_s = measured.step_s + received_s
+    # The burst's own share knows of waits to come, when the batches that were ready at the start are used up.
+    to_come_s = measured.wait_share * period_s - measured.receive_s
+    is_fed = max(waiting.high, to_come_s) <= (1 - REACHED_SHARE) * period_s
     slower_s = measured.step_s - on_a_cached_batch.step_s
-    return wait_share <= 1 - REACHED_SHARE and slower_s <= _step_error_s(on_a_cached_batch, measured)
+    is_undisturbed = slower_s <= _step_error_s(on_a_cached_batch, measured)
+    return is_fed and is_undisturbed and received_s <= RECEIPT_SHARE * measured.step_s
 
 
 def _step_error_s(on_a_cached_batch: Measurement, measured: Measurement) -> float:
