@@ -4,14 +4,16 @@
     round 2   C A B      ... until every question is answered, or the time is up
     round 3   A C B
 
-The bursts of the search chose the candidates, so they are not used here: the best of many noisy bursts looks better than it
-is, and only rounds run after the choice tell how good it really is.
+The bursts of the search chose the candidates, so no rate that is reported comes from them: the best of many noisy bursts
+looks better than it is, and only rounds run after the choice tell how good it really is. For the choice itself what the
+search believed counts as one more witness, weighted by how sure it was: few rounds cannot tell 3 % apart, the twin often can.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autotune_loader.config import LoaderConfig
@@ -23,21 +25,32 @@ from autotune_loader.stats import (
     cheapest_within,
     log_ratios,
     mean_interval,
-    paired_ratio,
     sequential_interval,
     sequential_verdict,
     usable_rounds,
 )
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 
-# One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine.
-FINAL_BURST = BurstPlan(max_s=1.0, min_s=0.4, relative_error=0.01)
+# One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine. It
+# hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet.
+FINAL_BURST = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.003)
+# Two-sided 95 % of a normal distribution.
+Z_95 = 1.96
+# Rounds that agree by chance are not exact; nor is a single one worthless.
+LEAST_SPREAD = 0.002
+SINGLE_ROUND_SD = 0.08
+# The search's beliefs share the twin's errors, which their own deviations do not show.
+PRIOR_SD = 0.05
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
 BASELINE_PRECISION = 0.03
 # A candidate that failed this often in the finals is out.
 MAX_FAILURES = 2
+
+
+Prior = Mapping[LoaderConfig, tuple[float, float]]
+"""What was believed before: logarithm of samples/s and its standard deviation, by configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,7 @@ class _Standing:
     """Who is still in, and what has been measured."""
 
     configs: list[LoaderConfig]
+    prior: Prior
     rounds: list[Round]
     failures: list[int]
     latest: dict[int, Measurement] = field(default_factory=dict)
@@ -81,6 +95,7 @@ def run_finals(
     patience_s: float,
     seed: int,
     deadline_s: float,
+    prior: Prior | None = None,
     on_round: Callable[[int, dict[LoaderConfig, float]], None] = lambda number, rates: None,
 ) -> FinalsOutcome | None:
     """Race the candidates and the baseline; the cheapest of those within tolerance of the fastest wins.
@@ -95,13 +110,14 @@ def run_finals(
         patience_s: seconds after which open questions between candidates within tolerance are left open.
         seed: of the order within the rounds.
         deadline_s: for one burst.
+        prior: what the search believed of the candidates; used for the choice, never for a rate.
         on_round: told each round's rates.
 
     Returns:
         The outcome; None when no round could be completed.
     """
     configs = list(dict.fromkeys([*candidates, baseline]))
-    standing = _Standing(configs, [], [0] * len(configs))
+    standing = _Standing(configs, prior or {}, [], [0] * len(configs))
     base = configs.index(baseline)
     order, spent_s = random.Random(seed), 0.0
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
@@ -173,12 +189,29 @@ def _leader(standing: _Standing, rounds: Sequence[Round]) -> int | None:
     if not counts:
         return None
     anchor = max(counts, key=lambda index: counts[index])
-    return max(counts, key=lambda index: _log_ratio(rounds, index, anchor))
+    return max(counts, key=lambda index: _ratio(standing, rounds, index, anchor).value)
 
 
-def _log_ratio(rounds: Sequence[Round], index: int, anchor: int) -> float:
-    logs = log_ratios(rounds, str(index), str(anchor))
-    return sum(logs) / len(logs) if logs else float("-inf")
+def _ratio(standing: _Standing, rounds: Sequence[Round], index: int, other: int) -> Interval:
+    """Rate of one candidate over another's: the rounds and the prior, weighted by their precision (95 %)."""
+    if index == other:
+        return Interval(value=1.0, low=1.0, high=1.0, count=len(rounds))
+    mean, precision = 0.0, 0.0
+    logs = log_ratios(rounds, str(index), str(other))
+    if len(logs) > 1:
+        seen = mean_interval(logs)  # half-widths by Student's t: few rounds weigh less than their spread says
+        precision = (2 * Z_95 / max(seen.high - seen.low, LEAST_SPREAD)) ** 2
+        mean = seen.value
+    elif logs:
+        mean, precision = logs[0], 1 / SINGLE_ROUND_SD**2
+    before = [standing.prior.get(standing.configs[each]) for each in (index, other)]
+    if before[0] is not None and before[1] is not None:
+        expected = before[0][0] - before[1][0]
+        trust = 1 / (before[0][1] ** 2 + before[1][1] ** 2 + PRIOR_SD**2)
+        mean, precision = (mean * precision + expected * trust) / (precision + trust), precision + trust
+    half = Z_95 / math.sqrt(precision) if precision else math.inf
+    low, high = math.exp(mean - half), math.exp(min(mean + half, 700.0))
+    return Interval(value=math.exp(mean), low=low, high=high, count=len(logs))
 
 
 def _outcome(
@@ -191,9 +224,7 @@ def _outcome(
     entries = [
         Candidate(
             key=str(index),
-            ratio_to_best=Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
-            if index == leader
-            else paired_ratio(usable.rounds, str(index), str(leader)),
+            ratio_to_best=_ratio(standing, usable.rounds, index, leader),
             cost=cost(standing.configs[index]),
         )
         for index in standing.active()

@@ -27,8 +27,12 @@ MODEL_SD = 0.06
 LENGTH_SCALE = 1.2
 # Relative noise of one burst that its own interval does not show: drift and neighbours between bursts.
 BURST_SD = 0.02
+# From so many cores on, a scout stands between one worker and as many as cores.
+LARGE_MACHINE = 16
 # A burst this far from its prediction (as a log-ratio) is run again before either is believed.
 SURPRISE = 0.15
+# Steps shorter than this differ by scheduling alone.
+STEP_RESOLUTION_S = 0.0005
 # Search ends when the expected gain of the best untried configuration is below this share of the tolerance.
 WORTHWHILE_SHARE = 0.5
 
@@ -68,11 +72,15 @@ class TwinInputs:
 
 
 def scouts(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
-    """The bursts that the twin is fitted to: no worker, one, and as many as there are cores."""
+    """The bursts that the twin is fitted to: no worker, one, as many as there are cores, and on large machines a quarter.
+
+    Contention between 1 and 64 workers need not be monotone, and a fit through both ends alone cannot know.
+    """
     legal = space.configs()
     plain = [config for config in legal if config.consumer_threads is None and config.in_order]
     chosen: list[LoaderConfig] = []
-    for target in (0, 1, usable_cores):
+    targets = (0, 1, usable_cores) if usable_cores < LARGE_MACHINE else (0, 1, usable_cores // 4, usable_cores)
+    for target in targets:
         candidates = [config for config in plain if config.prefetch_factor in (None, 2)] or plain
         nearest = min(candidates, key=lambda config: abs(config.num_workers - target))
         if nearest not in chosen:
@@ -137,9 +145,9 @@ def next_config(
 
 
 def finalists(
-    known: Sequence[Belief], trials: Sequence[Trial], space: Space, tolerance: float, most: int = 3
+    known: Sequence[Belief], trials: Sequence[Trial], space: Space, tolerance: float, most: int = 4
 ) -> list[LoaderConfig]:
-    """The few configurations that deserve fresh rounds: the fastest believed and measured, and cheaper ones as fast.
+    """The few configurations that deserve fresh rounds: the fastest believed, predicted and measured, and the cheapest as fast.
 
     Args:
         known: beliefs after the search.
@@ -151,15 +159,22 @@ def finalists(
     if not known:
         return []
     fastest = max(known, key=lambda belief: belief.samples_per_s)
-    measured = max((t for t in trials if t.measurement is not None), key=lambda trial: trial.samples_per_s or 0.0)
     near = [belief for belief in known if belief.samples_per_s >= fastest.samples_per_s * (1 - tolerance / 2)]
     cheapest = min(near, key=lambda belief: (cost(belief.config, space), -belief.samples_per_s))
-    chosen = (fastest.config, modelled(measured.config), cheapest.config)
+    predicted = max(known, key=lambda belief: belief.twin_samples_per_s)
+    measured = max((t for t in trials if t.measurement is not None), key=lambda trial: trial.samples_per_s or 0.0)
+    chosen = (fastest.config, cheapest.config, predicted.config, modelled(measured.config))
     return list(dict.fromkeys(chosen))[:most]
 
 
-def is_surprising(measurement: Measurement, predicted: float | None) -> bool:
-    """Whether a burst disagrees with the twin so much that one of the two was disturbed or is wrong."""
+def is_surprising(config: LoaderConfig, measurement: Measurement, predicted: float | None, inputs: TwinInputs) -> bool:
+    """Whether a burst disagrees with the twin so much that one of the two was disturbed or is wrong.
+
+    Without workers nothing shares the cores with the step, so there it is compared with itself on a cached batch.
+    """
+    undisturbed_s = inputs.step_s_by_threads.get(config.consumer_threads)
+    if config.num_workers == 0 and undisturbed_s:
+        return measurement.step_s > undisturbed_s * math.exp(SURPRISE) + STEP_RESOLUTION_S
     rate = measurement.samples_per_s.value
     return bool(predicted) and rate > 0 and abs(math.log(rate / (predicted or rate))) > SURPRISE
 

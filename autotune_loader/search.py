@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, run_finals
+from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, Prior, run_finals
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
@@ -37,8 +38,9 @@ CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 FINALS_SHARE = 0.4
 # Open questions between candidates within tolerance are worth this many seconds of finals, and no more of the budget.
 FINALS_PATIENCE_S = 8.0
-# The ceiling is reached when the rate's lower bound comes this close to it.
+# The ceiling is reached when the rates of so many trials come this close to it.
 CEILING_SHARE = 0.98
+CEILING_TRIALS = 2
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.
 DEADLINE_FACTOR = 10.0
 SHORTEST_DEADLINE_S = 30.0
@@ -334,13 +336,17 @@ class SearchRun:
         return ""
 
     def _at_ceiling(self) -> bool:
-        best, ceiling = self.found.fastest(), self.found.ceiling
-        if best is None or best.measurement is None or ceiling is None:
+        """Whether enough trials reach the ceiling; one alone may have been lucky."""
+        ceiling = self.found.ceiling
+        if ceiling is None:
             return False
-        return best.measurement.samples_per_s.low >= CEILING_SHARE * ceiling.value
+        rates = [trial.measurement.samples_per_s for trial in self.found.trials if trial.measurement is not None]
+        reaching = sum(rate.value >= CEILING_SHARE * ceiling.value for rate in rates)
+        return reaching >= CEILING_TRIALS
 
     def _race(self) -> None:
-        candidates = self._finalists()
+        believed = policy.beliefs(self._space, self.found.trials, self.found.inputs, self._settings.seed)
+        candidates = self._finalists(believed)
         while len(candidates) > 1 and self._expected_round_s(candidates) > self.seconds_left():
             candidates.pop()
         if not candidates:
@@ -355,6 +361,7 @@ class SearchRun:
             patience_s=FINALS_PATIENCE_S,
             seed=self._settings.seed,
             deadline_s=self._deadline_s(),
+            prior=self._prior(believed),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
@@ -372,10 +379,14 @@ class SearchRun:
         entrants = {policy.modelled(config) for config in (*candidates, self.found.baseline)}
         return sum(seconds.get(config, longest) for config in entrants)
 
-    def _finalists(self) -> list[LoaderConfig]:
-        believed = policy.beliefs(self._space, self.found.trials, self.found.inputs, self._settings.seed)
+    def _finalists(self, believed: Sequence[policy.Belief]) -> list[LoaderConfig]:
         chosen = policy.finalists(believed, self.found.trials, self._space, self._settings.tolerance)
         return [self._as_used(config) for config in chosen]
+
+    def _prior(self, believed: Sequence[policy.Belief]) -> Prior:
+        known = {belief.config: (math.log(belief.samples_per_s), belief.log_sd) for belief in believed}
+        entrants = [*map(self._as_used, known), self.found.baseline]
+        return {config: known[plain] for config in entrants if (plain := policy.modelled(config)) in known}
 
     def _as_used(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with what no burst can see, and so no belief holds, set as the job will have it."""
