@@ -40,6 +40,8 @@ from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, 
 
 # Workers get this long to finish the batch they are on; then they are terminated. Torch alone waits 5 s for each in turn.
 SHUTDOWN_GRACE_S = 1.0
+# A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this.
+NEWS_OF_DEATH_S = 0.3
 # How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
 STOP_CHECK_S = 0.05
 # After a check that took t seconds the next one waits this many t, so that checking never costs more than 1 %.
@@ -118,17 +120,25 @@ def run_burst(
     before = {process.pid for process in multiprocessing.active_children()}
     open_loader = OpenLoader()
     try:
-        with _consumer_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
-            enter("start")
-            return _measure(open_loader, data, step, config, plan, enter)
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-        if not isinstance(error, Exception):
-            raise
+        try:
+            with _consumer_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
+                enter("start")
+                return _measure(open_loader, data, step, config, plan, enter)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+            if not isinstance(error, Exception):
+                raise
+            if config.num_workers and isinstance(error, (OSError, EOFError)):
+                time.sleep(NEWS_OF_DEATH_S)
+            return failure_of(error, phase)
+    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
         return failure_of(error, phase)
     finally:
-        enter("shutdown")
-        open_loader.close(before)
+        try:
+            enter("shutdown")
+            open_loader.close(before)
+        except RuntimeError:  # or here; torch tells it once
+            open_loader.close(before)
         forget_open_batch()
 
 
