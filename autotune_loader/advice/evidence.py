@@ -129,9 +129,17 @@ def startup_share(evidence: Evidence) -> float:
 def stopped_by_memory(evidence: Evidence) -> list[Trial]:
     """Trials with more workers or a deeper queue that ran out of memory, and might have been faster."""
     failed = [t for t in evidence.trials if t.failure is not None and t.failure.kind in MEMORY_FAILURES]
-    worth = evidence.rate.value * (1 + MISSED_GAIN)
     larger = [trial for trial in failed if _batches_held(trial.config) > _batches_held(evidence.best)]
-    return [trial for trial in larger if trial.predicted_samples_per_s is None or trial.predicted_samples_per_s > worth]
+    gains = [missed_gain(evidence, trial) for trial in larger]
+    return [trial for trial, gain in zip(larger, gains, strict=True) if gain is None or gain > MISSED_GAIN]
+
+
+def missed_gain(evidence: Evidence, failed: Trial) -> float | None:
+    """Relative gain that a failed trial's configuration would have brought; None where nobody can say."""
+    now = predicted_gain(evidence, failed.config)
+    if now is None and failed.predicted_samples_per_s is not None:
+        return failed.predicted_samples_per_s / evidence.rate.value - 1
+    return now
 
 
 def _batches_held(config: LoaderConfig) -> int:

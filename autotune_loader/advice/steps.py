@@ -16,6 +16,7 @@ from autotune_loader.advice.evidence import (
     cores_limit,
     cores_per_worker,
     hand_over_s,
+    missed_gain,
     predicted,
     predicted_gain,
     receive_s,
@@ -156,8 +157,8 @@ def _on_pinning(evidence: Evidence) -> Iterator[Advice]:
 def _on_memory(evidence: Evidence) -> Iterator[Advice]:
     failed = stopped_by_memory(evidence)
     each = worker_bytes(evidence)
-    rates = [trial.predicted_samples_per_s for trial in failed if trial.predicted_samples_per_s is not None]
-    gain = _believable(evidence, max(rates) / evidence.rate.value - 1) if rates else None
+    gains = [gain for gain in (missed_gain(evidence, trial) for trial in failed) if gain is not None]
+    gain = _believable(evidence, max(gains)) if gains else None
     if any(trial.failure is not None and trial.failure.kind == "shared_memory" for trial in failed):
         yield Advice(
             action="Give the container more shared memory (--shm-size=8g), or make batches smaller.",
@@ -169,7 +170,7 @@ def _on_memory(evidence: Evidence) -> Iterator[Advice]:
         action="Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects.",
         reason="more workers ran out of memory"
         + ("" if each is None else f"; each takes {each / 2**20:,.0f} MiB")
-        + ("" if gain is None else f"; with room for them the twin predicts {max(rates):,.0f} samples/s"),
+        + ("" if gain is None else f"; with room for them the twin predicts {evidence.rate.value * (1 + gain):,.0f}/s"),
         expected_gain=gain,
     )
 

@@ -1,0 +1,32 @@
+"""`python -m studies.verdict simulated | real`: right verdicts, and what following the advice gains."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+
+from studies.verdict import outcomes, simulated
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.verdict", description=__doc__)
+    parser.add_argument("part", choices=("simulated", "real"))
+    parser.add_argument("--processes", type=int, default=2, help="of the simulated part")
+    parser.add_argument("--size", choices=("small", "large"), help="of the real part; both without it")
+    parser.add_argument("--budget", default="12s", help="of one real tuning run")
+    chosen = parser.parse_args()
+    if chosen.part == "simulated":
+        with multiprocessing.Pool(chosen.processes) as pool:
+            found = pool.starmap(simulated.study, simulated.jobs(), chunksize=4)
+        outcomes.save(found, "simulated.jsonl")
+    else:
+        from studies.verdict import real
+
+        sizes = (chosen.size,) if chosen.size else real.SIZES
+        found = [real.study(injected, size, chosen.budget) for size in sizes for injected in real.INJECTED]
+        outcomes.save(found, f"real-{chosen.size or 'all'}.jsonl")
+    print(outcomes.table(found))
+
+
+if __name__ == "__main__":
+    main()
