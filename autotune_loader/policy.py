@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
@@ -72,20 +72,24 @@ class TwinInputs:
 
 
 def scouts(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
-    """The bursts that the twin is fitted to: no worker, one, as many as there are cores, and on large machines a quarter.
+    """The bursts that the twin is fitted to, where the space has them.
 
-    Contention between 1 and 64 workers need not be monotone, and a fit through both ends alone cannot know.
+    No worker, one, as many as there are cores, and on large machines a quarter: contention need not be monotone, and a fit
+    through both ends cannot know. Where the step's threads are a knob, each count with the cores it leaves as workers: that
+    split is often the best, and how a parallel step bears workers shows in no other burst.
     """
-    legal = space.configs()
-    plain = [config for config in legal if config.consumer_threads is None and config.in_order]
-    chosen: list[LoaderConfig] = []
-    targets = (0, 1, usable_cores) if usable_cores < LARGE_MACHINE else (0, 1, usable_cores // 4, usable_cores)
-    for target in targets:
-        candidates = [config for config in plain if config.prefetch_factor in (None, 2)] or plain
-        nearest = min(candidates, key=lambda config: abs(config.num_workers - target))
-        if nearest not in chosen:
-            chosen.append(nearest)
-    return tuple(chosen)
+    quarter = (usable_cores // 4,) if usable_cores >= LARGE_MACHINE else ()
+    wanted: list[tuple[int, int | None]] = [(workers, None) for workers in (0, 1, *quarter, usable_cores)]
+    wanted += [(max(1, usable_cores - threads), threads) for threads in space.consumer_threads if threads is not None]
+    nearest = (_nearest(space, workers, threads) for workers, threads in wanted)
+    return tuple(dict.fromkeys(config for config in nearest if config is not None))
+
+
+def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | None:
+    """The legal configuration with these threads and torch's prefetch that comes closest to so many workers."""
+    legal = [config for config in space.configs() if config.consumer_threads == threads and config.in_order]
+    plain = [config for config in legal if config.prefetch_factor in (None, TORCH_PREFETCH_FACTOR)] or legal
+    return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)
 
 
 def fit_twin(trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Twin | None:
