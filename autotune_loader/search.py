@@ -159,7 +159,6 @@ class SearchRun:
                 self._measure_ceilings()
             self._search()
             self._race()
-            self._ledger.finish()
         except KeyboardInterrupt:
             self.found.interrupted = True
             self.found.stopped_because = "interrupted"
@@ -167,6 +166,11 @@ class SearchRun:
             self.found.study = self._ledger.study
             self._ledger.close()
         return self.found
+
+    def finish(self) -> None:
+        """The result is safe: nobody needs to go on from here, unless the search was interrupted."""
+        if not self.found.interrupted:
+            self._ledger.finish()
 
     def seconds_left(self) -> float:
         return self._settings.budget_s - (self._clock() - self._started)

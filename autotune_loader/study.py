@@ -195,8 +195,9 @@ class Ledger:
 
     def finish(self) -> None:
         """Mark the study as searched to the end."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), quiet_optuna():
             self.study.set_user_attr(FINISHED, True)
+        self.close()
 
     def restored(self) -> list[Trial]:
         """The trials of earlier and other runs of the same study, in order, without traces; a repeated one once."""

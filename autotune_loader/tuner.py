@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -176,7 +177,8 @@ def _tune_with(
     memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
     try:
         with opened_together(ranks, lambda: open_probe(workload, machine, settings.isolation, memory_bytes)) as opened:
-            space = common_space(ranks, lambda: make_space(workload, opened.readiness, machine, settings))
+            own_space = functools.partial(make_space, workload, opened.readiness, machine, settings)
+            space = common_space(ranks, machine.usable_cores, own_space)
             if ranks is not None and not leads:
                 return follow(ranks, opened.probe, loader_parts(workload))
             probe = lead(ranks, opened.probe)
@@ -209,6 +211,7 @@ def _tune_with(
         result = assemble(search.found, setting, time.monotonic() - started, final=True)
         if settings.output is not None:
             result.save(settings.output)
+        search.finish()
         return share(probe, result)
     finally:
         progress.close()

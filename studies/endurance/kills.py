@@ -1,0 +1,194 @@
+"""Is anything lost when a whole tuning run is killed with SIGKILL at a random moment?
+
+    python -m studies.endurance.kills --kills 50
+
+A run with `output=` and a journal (beside `loader.json`, or a `storage` of its own, in turns) is killed; every second time
+the journal also gets what a power loss leaves: a torn last line and a stale lock. Then `loader.json`, where there is one,
+must load, and a second run must take up every trial that the file knew and end with status "complete".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from autotune_loader import TuningResult, load_config
+from autotune_loader.errors import TunerError
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "AUTOTUNE_ENDURANCE"
+RUN = """
+import logging, sys, time, torch
+from autotune_loader import tune
+logging.basicConfig(level=logging.INFO)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, index):
+        time.sleep(0.0005)
+        return torch.full((3,), float(index))
+
+tune(Rows(), batch_size=8, budget=4, max_trials=3, max_workers=2, output="loader.json",
+     storage=sys.argv[1] or None, progress=False)
+"""
+DEADLINE_S = 120.0
+LEFT_FILES = re.compile(r"loader\.json(\.journal)?|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What came out of all kills."""
+
+    kills: int = 0
+    before_first_file: int = 0
+    after_the_end: int = 0
+    unreadable_files: int = 0
+    not_finished: int = 0
+    lost_trials: int = 0
+    resumed_runs: int = 0
+    resumed_trials: int = 0
+    torn: int = 0
+    leftover_processes: int = 0
+    temporary_files: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    figures = kill_runs(options.kills, options.seed)
+    for name, value in vars(figures).items():
+        print(f"{name.replace('_', ' '):<20} {value}")
+    return 1 if figures.unreadable_files or figures.not_finished or figures.lost_trials else 0
+
+
+def kill_runs(kills: int, seed: int = 0) -> Figures:
+    """Kill that many runs, each at a moment drawn from the whole length of a run."""
+    rng, figures = random.Random(seed), Figures()
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
+        finish(Path(folder), "")
+        whole_s = time.monotonic() - begun
+    for number in range(kills):
+        with tempfile.TemporaryDirectory() as folder:
+            storage = "study.journal" if number % 2 else ""
+            kill_one(Path(folder), storage, rng.uniform(0.2, 1.0) * whole_s, tears=number % 4 >= 2, figures=figures)
+        print(f"{number + 1} kills: {figures}", file=sys.stderr)
+    return figures
+
+
+def kill_one(folder: Path, storage: str, after_s: float, *, tears: bool, figures: Figures) -> None:
+    process = start(folder, storage)
+    try:
+        process.wait(after_s)
+        figures.after_the_end += 1
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    process.communicate()
+    figures.kills += 1
+    figures.leftover_processes += len(still_there(str(folder)))
+    known = trials_in(folder / "loader.json", figures)
+    if tears:
+        figures.torn += tear(folder / (storage or "loader.json.journal"))
+    output = finish(folder, storage)
+    found = re.search(r"resumed a study of (\d+) trials", output)
+    resumed = int(found[1]) if found else 0
+    figures.resumed_runs += resumed > 0
+    figures.resumed_trials += resumed
+    figures.lost_trials += max(0, known - resumed)
+    figures.not_finished += not is_complete(folder / "loader.json")
+    figures.leftover_processes += len(still_there(str(folder)))
+    figures.temporary_files += len(list(folder.glob(".loader.json.*")))
+    unknown = [path.name for path in folder.iterdir() if not LEFT_FILES.fullmatch(path.name)]
+    assert not unknown, unknown
+
+
+def start(folder: Path, storage: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, storage],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(folder)},
+    )
+
+
+def finish(folder: Path, storage: str) -> str:
+    """Run to the end; what it printed."""
+    process = start(folder, storage)
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output = process.communicate()[0]
+    if process.returncode:
+        print(output, file=sys.stderr)
+    return output
+
+
+def trials_in(path: Path, figures: Figures) -> int:
+    """Trials of an unfinished `loader.json`, which the next run has to know; 0 where there is no such file."""
+    if not path.exists():
+        figures.before_first_file += 1
+        return 0
+    try:
+        load_config(path, on_mismatch="raise")
+        result = TuningResult.load(path)
+    except TunerError as error:
+        print(error, file=sys.stderr)
+        figures.unreadable_files += 1
+        return 0
+    return len(result.trials) if result.status == "partial" else 0
+
+
+def is_complete(path: Path) -> bool:
+    return path.exists() and json.loads(path.read_text())["status"] == "complete"
+
+
+def tear(journal: Path) -> bool:
+    """What a power loss leaves: half a line, and the lock of a writer that is no more."""
+    if not journal.exists():
+        return False
+    with journal.open("ab") as stream:
+        stream.write(b'{"op_code": 8, "worker_id": "torn')
+    lock = journal.with_name(journal.name + ".lock")
+    if not lock.is_symlink():
+        lock.symlink_to(journal)
+    return True
+
+
+def still_there(mark: str, within_s: float = 5.0) -> list[int]:
+    """Processes of a killed run that live on."""
+    deadline = time.monotonic() + within_s
+    while (
+        found := [each.pid for each in psutil.process_iter() if is_marked(each, mark)]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
