@@ -28,7 +28,7 @@ from autotune_loader.distributed import (
 from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.probe.workload import Workload
 from autotune_loader.result import LoaderFile, TuningResult
-from autotune_loader.space import Limits, Space
+from autotune_loader.space import Limits, Space, max_useful_workers
 from autotune_loader.trial import Probe
 
 
@@ -67,14 +67,27 @@ def opened_together(
             yield agree(ranks, lambda: stack.enter_context(open_probe()), lambda opened: b"ready")[0]
 
 
-def common_space(ranks: Ranks | None, make: Callable[[], Space]) -> Space:
-    """The space that is legal on every rank; only rank 0 needs it and gets it."""
+def common_space(ranks: Ranks | None, usable_cores: int, make: Callable[[], Space]) -> Space:
+    """The space that is legal on every rank; only rank 0 needs it and gets it.
+
+    Args:
+        ranks: all of them; None leaves the space as it is made.
+        usable_cores: of this rank. Workers that compute beyond them would only take turns with the other ranks' workers.
+        make: makes this rank's own space.
+    """
     if ranks is None:
         return make()
-    own, said = agree(ranks, make, lambda space: msgspec.msgpack.encode(_Bounds.of(space)))
+    own, said = agree(ranks, make, lambda space: msgspec.msgpack.encode(_Bounds.of(within_cores(space, usable_cores))))
     for text in said:
         own = msgspec.msgpack.decode(text, type=_Bounds).narrow(own)
     return own
+
+
+def within_cores(space: Space, usable_cores: int) -> Space:
+    """The space with no more computing workers than cores; where workers wait, it holds far more and stays as it is."""
+    if space.max_workers > max_useful_workers(usable_cores, 1.0, 1.0):
+        return space
+    return replace(space, max_workers=min(space.max_workers, usable_cores))
 
 
 class _Bounds(msgspec.Struct, frozen=True):
