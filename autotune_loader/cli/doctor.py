@@ -20,6 +20,9 @@ SMALL_SHM_BYTES = 64 << 20
 """Docker's default size of `/dev/shm`: a few large batches fill it, and a worker dies of a bus error."""
 SMALL_MEMORY_BYTES = 2 << 30
 """Each worker holds an interpreter with torch, some hundred MiB of it its own."""
+FEW_CORES = 4
+"""Fewer feed a step and a few workers hardly: too few, where the host has `MUCH_LARGER_HOST` times as many."""
+MUCH_LARGER_HOST = 2
 FEW_OPEN_FILES = 4096
 """Each tensor in flight takes a descriptor; the usual soft limit of 1024 is reached by 16 workers with large dicts."""
 
@@ -93,16 +96,18 @@ def _versions() -> Check:
 def _cores(cores: Cores) -> Check:
     inputs = ", ".join(f"{limit.value:g} from {limit.source}" for limit in cores.inputs)
     shared = f", shared by {counted(cores.ranks, 'rank')}" if cores.ranks > 1 else ""
-    text = f"{cores.usable} usable{shared} ({inputs})"
     most = max(limit.value for limit in cores.inputs)
-    if cores.usable > 1 or most <= 1:
+    text = f"{cores.usable} usable{shared} ({inputs})"
+    if cores.available < most:
+        text += f"; {cores.binding.source} allows {cores.available:g} of the {most:g} this host has"
+    if cores.usable >= FEW_CORES or cores.usable * MUCH_LARGER_HOST > most:
         return Check(name="cores", state="ok", text=text)
     return Check(name="cores", state="low", text=text, fix=_core_fix(cores))
 
 
 def _core_fix(cores: Cores) -> str:
     source = cores.binding.source
-    if cores.available >= 2:
+    if cores.available >= 2 * cores.usable:
         return "start fewer ranks on this node"
     if "SLURM" in source:
         return "ask for more with sbatch --cpus-per-task=8"
@@ -126,7 +131,7 @@ def _memory(machine: Machine) -> Check:
 def _shm(machine: Machine) -> Check:
     if machine.shm is None:
         return Check(name="shared memory", state="note", text="there is no /dev/shm here")
-    text = f"{bytes_text(machine.shm.free_bytes)} of {bytes_text(machine.shm.total_bytes)} free in /dev/shm"
+    text = f"{bytes_text(machine.shm.free_bytes)} of {bytes_text(machine.shm.total_bytes)} free in /dev/shm (statvfs)"
     if machine.shm.free_bytes > SMALL_SHM_BYTES:
         return Check(name="shared memory", state="ok", text=text)
     fix = (
