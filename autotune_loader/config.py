@@ -15,6 +15,10 @@ START_METHODS = ("fork", "forkserver", "spawn")
 SHARING_STRATEGIES = ("file_descriptor", "file_system")
 
 
+# A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
+_MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64, "consumer_threads": 4096}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
     """A legal DataLoader configuration and the settings of the process that consumes it.
@@ -145,6 +149,11 @@ class LoaderConfig:
             TypeError, ValueError: as the constructor.
         """
         known = {field.name for field in fields(cls)}
+        for name, most in _MOST_IN_A_FILE.items():
+            if isinstance(values.get(name), int) and values[name] > most:
+                raise ValueError(
+                    f"{name}={values[name]} is more than any machine can use ({most}); {name}=2 would work"
+                )
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def __str__(self) -> str:

@@ -25,6 +25,8 @@ PRIVATE_COPY_BYTES = 256 << 20
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Serve requests over an inherited connection until the parent closes it or dies."""
+    for descriptor in (connection_fd, lifeline_fd):  # private: no program that the dataset starts may have them
+        os.set_inheritable(descriptor, False)
     _die_with_parent(lifeline_fd)
     connection = Connection(connection_fd)
     _greet(connection)

@@ -1,0 +1,128 @@
+"""Files are data, never code; what only we need is private."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import load_config, tune
+from autotune_loader.errors import ConfigFileError
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.runner import ProcessProbe
+from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "autotune_loader"
+# Where bytes become objects: all of them come from our own parent process, through memory or a private socket pair.
+UNPICKLING = {"probe/child.py": {"loads"}, "probe/traced.py": {"loads"}}
+NEVER = {"eval", "exec", "compile", "__import__"}
+
+
+def calls(path: Path) -> list[tuple[str, str]]:
+    """Module (or nothing) and name of every plain call in a file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                found.append(("", node.func.id))
+            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                found.append((node.func.value.id, node.func.attr))
+    return found
+
+
+def test_nothing_is_unpickled_from_disk_or_run_as_code() -> None:
+    loading = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "yaml", "torch"}
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for module, name in calls(path):
+            if (module in loading and name in {"load", "loads", "open", "Unpickler"}) or (not module and name in NEVER):
+                found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+
+    assert found == UNPICKLING
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"dataloader_kwargs": {"num_workers": "__import__('os').system('touch owned')"}},
+    {"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "os.system"}},
+    {"dataloader_kwargs": {"num_workers": 1, "collate_fn": "os:system"}},
+    {"dataloader_kwargs": {"num_workers": 10**9}},
+    {"dataloader_kwargs": {"num_workers": -1}},
+    {"dataloader_kwargs": {"num_workers": 1, "prefetch_factor": 10**12}},
+    {"py/object": "os.system", "__reduce__": ["os.system", ["touch owned"]]},
+]
+
+
+@pytest.mark.parametrize("changes", HOSTILE, ids=lambda changes: json.dumps(changes)[:60])
+def test_a_hostile_file_is_refused_or_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "loader.json"
+    path.write_text(json.dumps({"schema_version": "1.0", "status": "complete", **changes}))
+
+    try:
+        kwargs = load_config(path).to_kwargs()
+    except ConfigFileError:
+        kwargs = {}
+
+    assert kwargs.get("num_workers", 0) in range(10_000)
+    assert kwargs.keys().isdisjoint({"collate_fn", "worker_init_fn", "dataset"})
+    assert not (tmp_path / "owned").exists()
+
+
+def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, '{"a":' * 100_000, '{"schema_version": 1e999}', '{"dataloader_kwargs": 1' + "0" * 9999):
+        (tmp_path / "loader.json").write_text(text)
+        with pytest.raises(ConfigFileError):
+            load_config(tmp_path / "loader.json")
+
+
+def test_the_journal_of_a_run_is_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        tune([torch.zeros(3)] * 8, batch_size=4, budget=2, max_trials=1, isolation="inline", output=tmp_path / "l.json")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "l.json.journal").stat().st_mode) == 0o600
+
+
+class SpiesOnDescriptors(Dataset[torch.Tensor]):
+    """Tells which descriptors a program that the dataset starts would get, were it started without `close_fds`."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        given = [number for number in numbers if number > 2 and os.get_inheritable(number)]
+        if given:
+            raise LookupError(f"inheritable: {given}")
+        return torch.zeros(3)
+
+
+def test_the_pipe_between_parent_and_probe_is_private() -> None:
+    # GIVEN a probe whose dataset looks at what it could hand on
+    data = DataSide.from_dataset(SpiesOnDescriptors(), batch_size=4)
+    payload = Payload.of(Workload(data=data, training=TrainingSide()), 1 << 20)
+    probe = ProcessProbe(payload, inspect_machine())
+    try:
+        # WHEN it starts, THEN it finds nothing
+        probe.start()
+        # AND a program started on our side gets nothing either, not even without close_fds
+        assert probe._child is not None
+        ours = (probe._child._connection.fileno(), probe._child._lifeline)
+        look = f"import os; print([n for n in {ours} if os.path.exists(f'/proc/self/fd/{{n}}')])"
+        seen = subprocess.run([sys.executable, "-c", look], close_fds=False, capture_output=True, text=True, timeout=60)
+        assert seen.stdout.strip() == "[]"
+    finally:
+        probe.close()
