@@ -29,7 +29,7 @@ quick: $(INSTALLED) ## the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
-	@$(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

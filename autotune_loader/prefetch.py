@@ -27,8 +27,8 @@ class DevicePrefetcher:
     Args:
         loader: Any iterable of batches; `len()` works if it works on the loader.
         device: Where batches go: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
-        depth: Batches that are ahead of the training loop; each takes its size in device memory. Without CUDA, none
-        are. non_blocking: As in `Tensor.to`.
+        depth: Batches that are ahead of the training loop; each takes its size in device memory. Without CUDA there are none.
+        non_blocking: As in `Tensor.to`.
 
     Raises:
         TypeError: `depth` is not an integer.

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import warnings as python_warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -312,18 +312,25 @@ class TuningResult:
             TypeError: a knob that `LoaderConfig` does not have.
             ValueError: no burst succeeded, so there is nothing to predict from.
         """
-        from autotune_loader.policy import fit_twin  # numpy, which a training job that loads a file need not wait for
-
         given = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
         changes = {**{name: value for name, value in given.items() if value is not None}, **knobs}
-        config = _changed(self.best, changes)
+        return self.predict_all([_changed(self.best, changes)], cores=cores)[0]
+
+    def predict_all(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
+        """`predict()` for many whole configurations at once, which takes little longer than for one.
+
+        Raises:
+            ValueError: no burst succeeded, so there is nothing to predict from.
+        """
+        from autotune_loader.policy import fit_twin  # numpy, which a training job that loads a file need not wait for
+
         basis = self.twin
         twin = None if basis is None else fit_twin(self.trials, _inputs_of(basis))
         if basis is None or twin is None:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        return twin.predict_all([config], epoch_batches=basis.epoch_batches, cores=cores)[0]
+        return twin.predict_all(configs, epoch_batches=basis.epoch_batches, cores=cores)
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per trial: configuration, rates, waits, memory, failure."""

@@ -7,7 +7,17 @@ import random
 from dataclasses import replace
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.result import Advice, BatchSizeChoice, Finals, Measured, Predicted, Spent, TuningResult, Verdict
+from autotune_loader.result import (
+    Advice,
+    BatchSizeChoice,
+    Finals,
+    Measured,
+    Predicted,
+    Spent,
+    TuningResult,
+    TwinBasis,
+    Verdict,
+)
 from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement, Memory, Trial
@@ -138,4 +148,5 @@ def synthetic_result() -> TuningResult:
         warnings=("The dataset's order <was> not shuffled & read twice.",),
         finals=Finals(configs=last, rounds=rounds),
         spent=Spent(seconds=58.3, bursts=42),
+        twin=TwinBasis(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.022), (1, 0.022))),
     )

@@ -199,3 +199,24 @@ def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult
     loaded = TuningResult.from_file(result.to_file())
     with pytest.raises(TunerError, match=r"not in loader\.json"):
         plots.plot_timeline(loaded)
+
+
+def test_untried_cells_carry_the_twins_word() -> None:
+    untried = [cell for cell in heatmap_info(synthetic_result()).cells if cell.state == "untried"]
+
+    assert untried
+    assert all(cell.predicted_samples_per_s and cell.predicted_samples_per_s > 0 for cell in untried)
+
+
+def test_without_a_twin_untried_cells_say_nothing() -> None:
+    blind = replace(synthetic_result(), twin=None)
+
+    assert all(cell.predicted_samples_per_s is None for cell in heatmap_info(blind).cells)
+    assert workers_info(blind).curve == ()
+
+
+def test_the_twins_curve_spans_every_number_of_workers() -> None:
+    info = workers_info(synthetic_result())
+
+    assert [workers for workers, _ in info.curve] == list(range(7))
+    assert all(0 < rate <= 1.1 * 1450 for _, rate in info.curve)

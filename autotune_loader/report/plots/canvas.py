@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
+DARK_GREY = "#555555"
 
 # A ceiling so many times as high would press everything else flat onto the axis.
 FAR_ABOVE = 1.6

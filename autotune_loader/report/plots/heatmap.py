@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from autotune_loader.report.plots.canvas import GREY, VERMILLION, canvas, say_nothing_to_show
+from autotune_loader.report.plots.canvas import DARK_GREY, GREY, VERMILLION, canvas, say_nothing_to_show
+from autotune_loader.report.standings import predicted_rates, with_workers
 from autotune_loader.report.units import number_text
 from autotune_loader.result import TuningResult
 
@@ -24,6 +25,8 @@ class Cell:
     state: Literal["measured", "failed", "untried", "impossible"]
     samples_per_s: float | None = None
     """The fastest burst of the pair, whatever else was set."""
+    predicted_samples_per_s: float | None = None
+    """What the twin says of an untried pair, with the chosen configuration's other settings."""
     is_best: bool = False
 
 
@@ -45,8 +48,17 @@ def heatmap_info(result: TuningResult) -> HeatmapInfo:
     workers = tuple(sorted({config.num_workers for config in configs}))
     ahead = sorted({config.prefetch_factor for config in configs if config.prefetch_factor is not None})
     rows = ((None,) if 0 in workers else ()) + tuple(ahead)
-    cells = tuple(_cell(result, column, row) for row in rows for column in workers)
-    return HeatmapInfo(workers=workers, prefetch_factors=rows, cells=cells)
+    cells = [_cell(result, column, row) for row in rows for column in workers]
+    return HeatmapInfo(workers=workers, prefetch_factors=rows, cells=tuple(_predicted(cells, result)))
+
+
+def _predicted(cells: list[Cell], result: TuningResult) -> list[Cell]:
+    """The cells, the untried ones with the twin's word where it has one."""
+    untried = {
+        cell: with_workers(result.best, cell.workers, cell.prefetch_factor) for cell in cells if cell.state == "untried"
+    }
+    rates = dict(zip(untried, predicted_rates(result, list(untried.values())), strict=False))
+    return [replace(cell, predicted_samples_per_s=rates.get(cell)) for cell in cells]
 
 
 def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
@@ -61,7 +73,7 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
 
 
 def plot_heatmap(result: TuningResult) -> Figure:
-    """The fastest burst of each pair of workers and prefetch_factor; hatched where nothing was measured."""
+    """The fastest burst of each pair of workers and prefetch_factor; hatched, with the twin's word, where there is none."""
     info = heatmap_info(result)
     size = 1.6 + 0.8 * max(5, len(info.workers)), 1.5 + 0.55 * max(2, len(info.prefetch_factors))
     with canvas("Samples/s by workers and prefetch_factor", *size) as (figure, axes):
@@ -86,7 +98,7 @@ def _draw(axes: Axes, info: HeatmapInfo) -> None:
     axes.set(xlim=(-0.5, len(info.workers) - 0.5), ylim=(-0.5, len(info.prefetch_factors) - 0.5))
     axes.set_xticks(range(len(info.workers)), [str(each) for each in info.workers])
     axes.set_yticks(range(len(info.prefetch_factors)), ["none" if a is None else str(a) for a in info.prefetch_factors])
-    axes.set(xlabel="worker processes (frame: chosen, hatched: not measured)", ylabel="prefetch_factor")
+    axes.set(xlabel="worker processes (frame: chosen, hatched ~: predicted, not measured)", ylabel="prefetch_factor")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
@@ -105,6 +117,10 @@ def _draw_cell(
         axes.add_patch(Rectangle(corner, 0.94, 0.9, facecolor="none", edgecolor=VERMILLION, linewidth=3))
     if cell.samples_per_s is not None:
         axes.text(*position, number_text(cell.samples_per_s), ha="center", va="center", color="w" if is_dark else "k")
-    elif cell.state == "failed":
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        return
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    if cell.state == "failed":
         axes.text(*position, "failed", ha="center", va="center", color=VERMILLION, bbox=box)
+    elif cell.predicted_samples_per_s is not None:
+        text = f"~{number_text(cell.predicted_samples_per_s)}"
+        axes.text(*position, text, ha="center", va="center", color=DARK_GREY, style="italic", bbox=box)

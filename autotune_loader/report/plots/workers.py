@@ -20,7 +20,7 @@ from autotune_loader.report.plots.canvas import (
     thousands,
     whole_numbers,
 )
-from autotune_loader.report.standings import TOLERANCE, rate_of
+from autotune_loader.report.standings import TOLERANCE, predicted_rates, rate_of, with_workers
 from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval
 
@@ -39,6 +39,8 @@ class WorkersInfo:
     """The other bursts."""
     predicted: tuple[tuple[int, float], ...]
     """The twin's highest prediction at each number of workers, made before the burst."""
+    curve: tuple[tuple[int, float], ...]
+    """What the twin says after the last burst, for the chosen configuration with any number of workers."""
     best: tuple[int, Interval] | None
     """The chosen configuration; its rate is that of the finals, where it ran in them."""
     baseline: tuple[int, Interval] | None
@@ -64,11 +66,18 @@ def workers_info(result: TuningResult, tolerance: float = TOLERANCE) -> WorkersI
         fastest=tuple(sorted(fastest.items())),
         others=tuple((workers, rate.value) for workers, rate in measured if rate is not fastest[workers]),
         predicted=tuple(sorted(predicted.items())),
+        curve=_curve(result, max(fastest, default=-1)),
         best=(result.best.num_workers, best) if best else None,
         baseline=(result.baseline.num_workers, baseline) if baseline else None,
         plateau=None if top is None else ((1 - tolerance) * top, top),
         ceiling=result.ceiling,
     )
+
+
+def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
+    counts = range(most + 1)
+    rates = predicted_rates(result, [with_workers(result.best, count) for count in counts])
+    return tuple(zip(counts, rates, strict=False))
 
 
 def plot_workers(result: TuningResult) -> Figure:
@@ -95,8 +104,10 @@ def _draw(axes: Axes, info: WorkersInfo) -> None:
         workers, values, error_bars(list(rates)), fmt="o-", color=BLUE, capsize=3, label="fastest burst, 95 % interval"
     )
     if info.predicted:
-        (line,) = axes.plot(*zip(*info.predicted, strict=True), "D:", color=PURPLE, label="twin's prediction")
+        (line,) = axes.plot(*zip(*info.predicted, strict=True), "D", color=PURPLE, label="predicted before the burst")
         line.set(markerfacecolor="none", markersize=8)
+    if info.curve:
+        axes.plot(*zip(*info.curve, strict=True), ":", color=PURPLE, linewidth=2, label="the twin, chosen settings")
     for point, marker, colour, label in (
         (info.baseline, "s", BLACK, "before tuning"),
         (info.best, "*", VERMILLION, "chosen"),

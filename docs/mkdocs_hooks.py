@@ -1,0 +1,25 @@
+"""MkDocs hook: the command line's reference is made of the commands' own help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARK = "<!-- autotune-loader --help, and that of every command -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page's text, the mark in it replaced by the help of every command."""
+    return markdown.replace(MARK, _help()) if MARK in markdown else markdown
+
+
+def _help() -> str:
+    import click
+
+    from autotune_loader.cli.app import cli
+
+    whole = click.Context(cli, info_name="autotune-loader", max_content_width=100)
+    parts = [f"```text\n{cli.get_help(whole)}\n```"]
+    for name, command in sorted(cli.commands.items()):
+        context = click.Context(command, info_name=name, parent=whole, max_content_width=100)
+        parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```")
+    return "\n\n".join(parts)
