@@ -7,6 +7,7 @@ parallel region. It loads the workload, answers requests until the connection cl
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ def _greet(connection: Connection) -> None:
     sys.path[:] = hello.sys_path
     with contextlib.suppress(OSError):
         os.chdir(hello.working_directory)
+    multiprocessing.set_start_method(hello.start_method, force=True)
     import torch
 
     torch.set_num_threads(hello.threads)

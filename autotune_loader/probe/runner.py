@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -291,7 +292,12 @@ class _Child:
 def _hello() -> wire.Hello:
     import torch
 
-    return wire.Hello(sys_path=tuple(sys.path), working_directory=str(Path.cwd()), threads=torch.get_num_threads())
+    return wire.Hello(
+        sys_path=tuple(sys.path),
+        working_directory=str(Path.cwd()),
+        threads=torch.get_num_threads(),
+        start_method=multiprocessing.get_start_method(allow_none=True),
+    )
 
 
 def _child_environment() -> dict[str, str]:

@@ -27,6 +27,8 @@ class Hello:
     working_directory: str
     threads: int
     """The parent's intra-op threads, so that the child trains as the parent would."""
+    start_method: str | None = None
+    """How the parent starts workers, where it has settled that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
