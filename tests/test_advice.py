@@ -307,3 +307,12 @@ def test_large_batches_that_cost_more_to_hand_over_than_to_make_are_transport():
     verdict = judge(evidence(here, best=LoaderConfig(), trials=trials, ceiling=exactly(6000.0)))
     assert verdict.binding == "transport"
     assert "another 7.0 ms" in verdict.sentence
+
+
+def test_workers_that_only_write_large_batches_are_transport():
+    # GIVEN 32 MiB a batch in 8 ms of CPU: nothing can have been computed meanwhile
+    found = evidence(measured(service_s=0.009, service_cpu_s=0.008, batch_bytes=32 << 20))
+    verdict = judge(found)
+    assert verdict.binding == "transport"
+    assert "8.0 ms of CPU for 32.0 MiB" in verdict.sentence
+    assert "uint8" in advise(found, verdict)[0].action

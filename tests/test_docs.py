@@ -15,8 +15,75 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
-# Frameworks bring data, models and arguments of their own; tests/integrations and test_distributed run such code.
-FRAGMENTS = {"docs/distributed.md", "docs/frameworks.md"}
+# Pages of fragments: what each block takes for granted, block by block.
+TAKEN_FOR_GRANTED: dict[str, list[str]] = {
+    "docs/distributed.md": [
+        """
+import os
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from autotune_loader import load_config, tune
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+join = dist.init_process_group
+dist.init_process_group = lambda backend: join("gloo")  # no GPU is needed to read a page
+""",
+        "dist.destroy_process_group()\ntune = lambda *a, storage, **o: autotune_loader.tune(*a, **o)  # no server here",
+        """
+import autotune_loader.fleet as fleet
+add, load = fleet.add_to_fleet, load_config
+fleet.add_to_fleet = lambda path, result: add(path.replace("/shared/", ""), result)
+load_config = lambda path: load(path.replace("/shared/", ""))
+""",
+    ],
+    "docs/frameworks.md": [
+        """
+import lightning, transformers, accelerate, datasets
+from torch.utils.data import DataLoader
+from transformers import Trainer
+autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
+""",
+        """
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+    def training_step(self, batch, index):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+class MyDataModule(lightning.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(dataset, batch_size=16)
+model = Classifier()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
+""",
+        """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+model = Model()
+collator = lambda rows: {"x": torch.stack([x for x, _ in rows]), "labels": torch.stack([y for _, y in rows])}
+alone = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "num_train_epochs": 1}
+TrainingArguments = lambda folder: transformers.TrainingArguments(folder, save_strategy="no", **alone)
+""",
+        """
+accelerator = accelerate.Accelerator(cpu=True)
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(dataset, batch_size=16)
+""",
+        """
+from autotune_loader import tune
+dataset = datasets.Dataset.from_dict({"x": [[0.5] * 8] * 256, "labels": [0, 1] * 128})
+model = Model()
+""",
+    ],
+}
 QUICK = {"README.md", "docs/index.md", "docs/explanation/twin.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -51,13 +118,15 @@ def name(page: Path) -> str:
 
 
 def pages_with_code() -> list[object]:
-    shown = [page for page in PAGES if blocks(page) and name(page) not in FRAGMENTS]
+    shown = [page for page in PAGES if blocks(page)]
     return [pytest.param(p, id=name(p), marks=() if name(p) in QUICK else (pytest.mark.slow,)) for p in shown]
 
 
 @pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    code = [f"\n# {name(page)}, line {line}\n{block}" for line, block in blocks(page)]
+    found = blocks(page)
+    given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
+    code = [f"\n{first}\n# line {line}\n{block}" for first, (line, block) in zip(given, found, strict=True)]
     script = tmp_path / "page.py"
     script.write_text(PRELUDE + "".join(code), encoding="utf-8")
 

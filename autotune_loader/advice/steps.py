@@ -25,7 +25,7 @@ from autotune_loader.advice.evidence import (
     tail,
     worker_bytes,
 )
-from autotune_loader.advice.verdict import LARGE_BATCH_BYTES, gain_words
+from autotune_loader.advice.verdict import LARGE_BATCH_BYTES, gain_words, only_moves_bytes
 from autotune_loader.result import Advice, Verdict
 
 # A gain below this is not worth anybody's time.
@@ -129,10 +129,14 @@ def _on_transport(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
     seconds = receive_s(measured) if evidence.best.num_workers else 0.0
     if measured.batch_bytes >= LARGE_BATCH_BYTES:
+        whole_s = measured.service_s if only_moves_bytes(evidence) or not seconds else evidence.period_s
+        moved_s = whole_s if whole_s == measured.service_s else seconds
         yield Advice(
             action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
             reason=f"a batch carries {measured.batch_bytes / 2**20:.1f} MiB",
-            expected_gain=_gain_without(evidence, 0.75 * (seconds or measured.service_s), of=evidence.period_s),
+            expected_gain=_gain_without(
+                evidence, 0.75 * moved_s, of=whole_s if evidence.best.num_workers else evidence.period_s
+            ),
         )
     else:
         yield Advice(

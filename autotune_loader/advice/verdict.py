@@ -41,6 +41,8 @@ TRANSPORT_SHARE = 0.3
 HAND_OVER_SHARE = 0.5
 # Below this size the fixed cost of a hand-over counts, not the bytes.
 LARGE_BATCH_BYTES = 1 << 20
+# What a worker puts out faster than this for its CPU seconds it has hardly computed, only moved (bytes per second).
+MOVING_BYTES_PER_S = 1e9
 # Without workers and with fetches shorter than this, for a batch or a sample, the data is practically in memory.
 IN_MEMORY_BATCH_S = 0.002
 IN_MEMORY_SAMPLE_S = 50e-6
@@ -75,9 +77,16 @@ def _binding(evidence: Evidence) -> Binding:
     now = predicted(evidence, evidence.best) if evidence.best.pin_memory else None
     if now is not None and now.binding == "pinning":
         return "pinning"
-    if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s:
+    if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or only_moves_bytes(evidence):
         return "transport"
     return _cpu_or_wait(evidence)
+
+
+def only_moves_bytes(evidence: Evidence) -> bool:
+    """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
+    measured = evidence.measurement
+    moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, MOVING_BYTES_PER_S * measured.service_cpu_s)
+    return moves and computing_share(evidence) > COMPUTING_SHARE
 
 
 def _at_ceiling(evidence: Evidence) -> bool:
@@ -163,6 +172,11 @@ def _hand_over_words(evidence: Evidence) -> str:
         return (
             f"fetching {_mib(measured.batch_bytes)} takes {_ms(measured.service_s)} here, and handing it over from a "
             f"worker would cost another {_ms(hand_over_s(evidence))}"
+        )
+    if only_moves_bytes(evidence):
+        return (
+            f"a worker takes {_ms(measured.service_cpu_s)} of CPU for {_mib(measured.batch_bytes)}, which is what writing "
+            "them takes"
         )
     return f"receiving one takes {_ms(receive_s(measured))} for {_mib(measured.batch_bytes)}"
 

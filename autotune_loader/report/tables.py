@@ -209,6 +209,8 @@ def render_plain(renderable: RenderableType, width: int) -> str:
 
     buffer = io.StringIO()
     # User text (paths, messages) is not markup: "[/]" in a message must not end a style or raise.
-    console = Console(file=buffer, width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
+    # In a notebook rich would show the text itself instead of writing it.
+    console = Console(file=buffer, width=width, force_jupyter=False, **plain)  # type: ignore[arg-type]
     console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").splitlines())

@@ -13,6 +13,7 @@ def main() -> None:
     parser.add_argument("part", choices=("simulated", "real"))
     parser.add_argument("--processes", type=int, default=2, help="of the simulated part")
     parser.add_argument("--size", choices=("small", "large"), help="of the real part; both without it")
+    parser.add_argument("--only", default="", help="bottlenecks of the real part, by commas")
     parser.add_argument("--budget", default="12s", help="of one real tuning run")
     chosen = parser.parse_args()
     if chosen.part == "simulated":
@@ -23,8 +24,9 @@ def main() -> None:
         from studies.verdict import real
 
         sizes = (chosen.size,) if chosen.size else real.SIZES
-        found = [real.study(injected, size, chosen.budget) for size in sizes for injected in real.INJECTED]
-        outcomes.save(found, f"real-{chosen.size or 'all'}.jsonl")
+        wanted = chosen.only.split(",") if chosen.only else real.INJECTED
+        found = [real.study(injected, size, chosen.budget) for size in sizes for injected in wanted]
+        outcomes.save(found, f"real-{chosen.size or 'all'}{'-again' if chosen.only else ''}.jsonl")
     print(outcomes.table(found))
 
 

@@ -1,0 +1,140 @@
+"""Builds and runs the notebooks: `python notebooks/build.py [folder]`. Their text is here, so that a change can be read.
+
+    quickstart       from a dataset to a loader
+    inspect_study    the trials as a frame, the pictures, Optuna's own plots, what-if
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).parent
+MARKDOWN, CODE = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+
+WORKLOAD = """
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from autotune_loader import TuningResult, load_config, tune
+
+
+class Photos(Dataset):
+    \"\"\"Samples that cost a while of waiting and a little of computing, as decoding from a network drive does.\"\"\"
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        pixels = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        return pixels, index % 10
+
+
+dataset = Photos()
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+"""
+
+QUICKSTART = (
+    MARKDOWN(
+        "# Quickstart\\n\\nFrom a dataset and a model to a `DataLoader` that is as fast as this machine allows. The "
+        "classes are defined right here: the workload travels to the measuring process by value.".replace("\\n", "\n")
+    ),
+    CODE(WORKLOAD.strip()),
+    MARKDOWN("## Tune\n\nOne call; interrupting the cell keeps the best so far."),
+    CODE('result = tune(dataset, model, batch_size=32, budget="25s", output="loader.json", progress=False)\nprint(result)'),
+    MARKDOWN("The whole story: what was tried, what binds, what to do next."),
+    CODE("print(result.report())"),
+    MARKDOWN("## Look\n\nWhere the line stops rising, more workers do not help."),
+    CODE("result.plot_workers()"),
+    MARKDOWN("A stall of the training loop is explained by the worker whose batch was not ready yet."),
+    CODE("result.plot_timeline()"),
+    MARKDOWN("## Train with it\n\nIn the training job, a file of plain data is all that is needed."),
+    CODE(
+        'config = load_config("loader.json")\n'
+        "loader = DataLoader(dataset, batch_size=32, shuffle=True, **config.to_kwargs())\n"
+        "config.apply()\n\n"
+        "pixels, labels = next(iter(loader))\n"
+        "config.to_kwargs(), pixels.shape"
+    ),
+)
+
+INSPECT = (
+    MARKDOWN("# Inspect a study\n\nEverything that a tuning run has seen stays open to questions."),
+    CODE(WORKLOAD.strip()),
+    CODE('result = tune(dataset, model, batch_size=32, budget="30s", output="loader.json", progress=False)\nresult.verdict'),
+    MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
+    CODE(
+        "frame = result.to_dataframe()\n"
+        'columns = ["role", "num_workers", "prefetch_factor", "consumer_threads", "samples_per_s", "predicted_samples_per_s"]\n'
+        'frame[[*columns, "wait_share", "service_s", "service_cpu_s", "step_s"]].round(4)'
+    ),
+    MARKDOWN("## The pictures"),
+    *(CODE(f"result.plot_{name}()") for name in ("workers", "heatmap", "memory", "history", "timeline", "speedup")),
+    MARKDOWN("## What if\n\nThe twin answers for what was not run, and for machines that are not here."),
+    CODE(
+        "import pandas as pd\n\n"
+        "def rate(workers, cores=None):\n"
+        "    return round(result.predict(num_workers=workers, cores=cores).samples_per_s.value)\n\n"
+        "counts = [0, 1, 2, 4, 8, 16, 32]\n"
+        'pd.DataFrame({"here": map(rate, counts), "with 16 cores": [rate(n, 16) for n in counts]}, '
+        'index=pd.Index(counts, name="workers"))'
+    ),
+    MARKDOWN("It answers from the file too, from means instead of single batches."),
+    CODE('TuningResult.load("loader.json").predict(num_workers=8).samples_per_s'),
+    MARKDOWN(
+        "## Optuna's own plots\n\n`result.study` is an ordinary Optuna study. Importances of a dozen trials are noise, so they "
+        "are shown only from twenty on."
+    ),
+    CODE(
+        "from optuna.visualization import matplotlib as visualization  # or optuna.visualization, with plotly\n\n"
+        "axes = visualization.plot_optimization_history(result.study)"
+    ),
+    CODE(
+        "import optuna\n\n"
+        "done = [t for t in result.study.trials if t.state == optuna.trial.TrialState.COMPLETE]\n"
+        "if len(done) >= 20:\n"
+        "    print(optuna.importance.get_param_importances(result.study))\n"
+        "else:\n"
+        '    print(f"{len(done)} trials are too few for importances to mean anything.")'
+    ),
+)
+
+NOTEBOOKS = {"quickstart": QUICKSTART, "inspect_study": INSPECT}
+
+
+def make(name: str) -> nbformat.NotebookNode:
+    """The notebook, not run yet."""
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = nbformat.v4.new_notebook(cells=list(NOTEBOOKS[name]), metadata={"kernelspec": kernel})
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"  # the same each time, so that only outputs differ
+    return notebook
+
+
+def run(notebook: nbformat.NotebookNode, folder: Path, timeout_s: int = 120) -> None:
+    """Run every cell in `folder`; an exception in one is raised here."""
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of others' libraries, with paths of this machine in them
+    NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def main(folder: Path) -> None:
+    import tempfile
+
+    for name in NOTEBOOKS:
+        notebook = make(name)
+        with tempfile.TemporaryDirectory() as scratch:
+            run(notebook, Path(scratch))
+        for cell in notebook.cells:
+            cell.metadata.pop("execution", None)  # times of day
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
