@@ -77,12 +77,12 @@ def _binding(evidence: Evidence) -> Binding:
     now = predicted(evidence, evidence.best) if evidence.best.pin_memory else None
     if now is not None and now.binding == "pinning":
         return "pinning"
-    if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or only_moves_bytes(evidence):
+    if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
         return "transport"
     return _cpu_or_wait(evidence)
 
 
-def only_moves_bytes(evidence: Evidence) -> bool:
+def _only_moves_bytes(evidence: Evidence) -> bool:
     """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
     measured = evidence.measurement
     moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, MOVING_BYTES_PER_S * measured.service_cpu_s)
@@ -173,7 +173,7 @@ def _hand_over_words(evidence: Evidence) -> str:
             f"fetching {_mib(measured.batch_bytes)} takes {_ms(measured.service_s)} here, and handing it over from a "
             f"worker would cost another {_ms(hand_over_s(evidence))}"
         )
-    if only_moves_bytes(evidence):
+    if _only_moves_bytes(evidence):
         return (
             f"a worker takes {_ms(measured.service_cpu_s)} of CPU for {_mib(measured.batch_bytes)}, which is what writing "
             "them takes"
