@@ -279,7 +279,9 @@ def test_an_interruption_at_any_moment_keeps_the_trials():
         assert found.interrupted
         assert found.stopped_because == "interrupted"
         assert found.finals is None
-        assert [trial.config for trial in found.trials] == [trial.config for trial in complete.trials[: len(found.trials)]]
+        assert [trial.config for trial in found.trials] == [
+            trial.config for trial in complete.trials[: len(found.trials)]
+        ]
         assert len(found.trials) >= kept
         kept = len(found.trials)
     assert kept == len(complete.trials)
