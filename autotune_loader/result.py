@@ -571,8 +571,9 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     Args:
         path: the file that `tune()` or `result.save()` wrote, or a collection (see `fleet`), of which the entry nearest to
             this machine is taken. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`, else the user's own.
-        on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters: `"warn"`
-            about it, `"clamp"` the configuration to what this machine has (and warn), or `"raise"`.
+        on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters. `"warn"` about
+            it; where it has fewer cores, and fewer than there are workers or step threads, these are reduced as well, and the
+            warning says so. `"clamp"` also takes away what needs an accelerator where there is none. `"raise"`.
 
     Raises:
         ConfigFileError: the file cannot be read, or none was found; the message names the places.
@@ -597,22 +598,29 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(found)}"
     if on_mismatch == "raise":
         raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='clamp'")
-    if on_mismatch == "clamp":
-        clamped = clamp(config, file.fingerprint, here)
-        text += f"; clamped to {clamped}" if clamped != config else "; nothing had to be clamped"
-        config = clamped
+    clamped = (clamp if on_mismatch == "clamp" else within_cores)(config, file.fingerprint, here)
+    if clamped != config:
+        text += f"; clamped to {clamped}"
+    elif on_mismatch == "clamp":
+        text += "; nothing had to be clamped"
     python_warnings.warn(text, stacklevel=2)
-    return config
+    return clamped
+
+
+def within_cores(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
+    """The configuration with fewer workers and step threads where it was made for more cores than there are here.
+
+    Workers that wait may outnumber the cores as they did there; no fewer are left than there are cores to use.
+    """
+    workers, threads = config.num_workers, config.consumer_threads
+    if here.usable_cores < tuned_on.usable_cores:
+        scaled = workers * here.usable_cores // tuned_on.usable_cores
+        workers = max(scaled, min(workers, here.usable_cores))
+        threads = None if threads is None else min(threads, max(1, here.usable_cores))
+    return replace(config, num_workers=workers, consumer_threads=threads)
 
 
 def clamp(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
     """The configuration scaled down to a machine with fewer cores or without the accelerator; never scaled up."""
-    workers = config.num_workers
-    if workers and here.usable_cores < tuned_on.usable_cores:
-        workers = max(1, workers * here.usable_cores // tuned_on.usable_cores)
-    changes: dict[str, Any] = {"num_workers": workers}
-    if config.consumer_threads is not None:
-        changes["consumer_threads"] = min(config.consumer_threads, max(1, here.usable_cores))
-    if not here.gpus:
-        changes |= {"pin_memory": False, "device_prefetch": 0}
-    return replace(config, **changes)
+    config = within_cores(config, tuned_on, here)
+    return config if here.gpus else replace(config, pin_memory=False, device_prefetch=0)

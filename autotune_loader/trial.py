@@ -152,7 +152,7 @@ class Measurement:
     cpu_share: float | None = None
     """CPU use of the probe's process tree as a share of the usable cores."""
     foreign_cpu_share: float | None = None
-    """CPU use of everything else on the machine as a share of the usable cores; noise."""
+    """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     batch_tensors: int = 0
@@ -182,7 +182,7 @@ class Trial:
     """One configuration and what came of it: exactly one of `measurement` and `failure` is there."""
 
     number: int
-    """Position in the study, from 0; the same as Optuna's."""
+    """Position in the result, from 0. Optuna numbers also what was asked for and never told: its numbers may run ahead."""
     config: LoaderConfig
     role: TrialRole
     """Why it was tried: the user's own configuration, torch's defaults, or the search."""

@@ -412,12 +412,31 @@ def test_this_very_machine_loads_in_silence(tmp_path):
 
 
 def test_another_machine_is_warned_about_with_both_values(tmp_path, on_machine):
-    on_machine(replace(HERE, usable_cores=2))
+    on_machine(replace(HERE, usable_cores=3))
     path = saved(finished_run(), tmp_path)
-    with pytest.warns(UserWarning, match="tuned on another machine: usable cores: 4 then, 2 here") as caught:
+    with pytest.warns(UserWarning, match="tuned on another machine: usable cores: 4 then, 3 here") as caught:
         assert load_config(path) == BEST
     assert str(path) in str(caught[0].message)
     assert caught[0].filename == __file__
+
+
+def test_fewer_cores_than_workers_clamp_with_a_warning_and_nothing_else_does(tmp_path, on_machine):
+    # GIVEN a configuration for eight cores and a GPU, with a worker for each core and four threads of the step
+    eight = replace(HERE, usable_cores=8, gpus=("A100",))
+    tuned = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=True, consumer_threads=4)
+    path = saved(replace(finished_run(), best=tuned, fingerprint=eight), tmp_path)
+
+    # WHEN a container with two of the cores loads it
+    on_machine(replace(eight, usable_cores=2))
+    with pytest.warns(UserWarning, match=r"8 then, 2 here.*; clamped to 2 workers"):
+        config = load_config(path)
+    # THEN it gets as many workers and threads as it has cores
+    assert config == replace(tuned, num_workers=2, consumer_threads=2)
+
+    # WHEN a machine without the GPU loads it THEN it is warned, and the configuration stays as it was
+    on_machine(replace(eight, gpus=()))
+    with pytest.warns(UserWarning, match=r"A100 then, none here; the step takes another time$"):
+        assert load_config(path) == tuned
 
 
 def test_another_machine_can_be_refused(tmp_path, on_machine):
@@ -428,9 +447,9 @@ def test_another_machine_can_be_refused(tmp_path, on_machine):
 
 def test_another_machine_can_be_clamped_to(tmp_path, on_machine):
     on_machine(replace(HERE, usable_cores=2))
-    with pytest.warns(UserWarning, match="clamped to 1 worker"):
+    with pytest.warns(UserWarning, match="clamped to 2 workers"):
         config = load_config(saved(finished_run(), tmp_path), on_mismatch="clamp")
-    assert config == replace(BEST, num_workers=1)
+    assert config == replace(BEST, num_workers=2)
 
 
 def test_a_machine_with_more_cores_is_no_reason_for_a_warning(tmp_path, on_machine):
@@ -450,7 +469,10 @@ def test_clamping_never_scales_up_and_always_stays_legal(workers, cores_then, co
     clamped = clamp(config, then, Fingerprint(usable_cores=cores_here, gpus=("A100",) if has_gpu else ()))
     assert clamped.num_workers <= workers
     assert (clamped.num_workers == 0) == (workers == 0)
-    assert (clamped.consumer_threads or 0) <= min(threads or 0, max(1, cores_here))
+    assert (clamped.consumer_threads or 0) <= (threads or 0)
+    if cores_here < cores_then:
+        assert clamped.num_workers >= min(workers, cores_here)
+        assert (clamped.consumer_threads or 0) <= cores_here
     assert (clamped.pin_memory, clamped.device_prefetch) == ((True, 2) if has_gpu else (False, 0))
 
 
