@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,21 @@ def entry_for(path: str | os.PathLike[str], machine: Machine, *, dataset: str | 
         ConfigFileError: it cannot be read, is empty, or has nothing for that dataset.
     """
     entries = read_entries(path)
+    nearest = nearest_entry(entries, machine, dataset=dataset)
+    if nearest is None:
+        known = ", ".join(sorted({entry.fingerprint.dataset for entry in entries if entry.fingerprint})) or "nothing"
+        raise ConfigFileError(f"path={os.fspath(path)!r} has no entry for dataset={dataset!r}; it has {known}")
+    return nearest
+
+
+def nearest_entry(entries: Sequence[LoaderFile], machine: Machine, *, dataset: str | None = None) -> LoaderFile | None:
+    """The one of some entries that was tuned on a machine most like this one; None where there is none for the dataset."""
     wanted = [
         entry
         for entry in entries
         if dataset is None or entry.fingerprint is None or entry.fingerprint.dataset == dataset
     ]
-    if not wanted:
-        known = ", ".join(sorted({entry.fingerprint.dataset for entry in entries if entry.fingerprint})) or "nothing"
-        raise ConfigFileError(f"path={os.fspath(path)!r} has no entry for dataset={dataset!r}; it has {known}")
-    return min(wanted, key=lambda entry: _distance(entry.fingerprint, machine))
-
-
-def _dataset(entry: LoaderFile) -> str | None:
-    return entry.fingerprint.dataset if entry.fingerprint else None
+    return min(wanted, key=lambda entry: _distance(entry.fingerprint, machine), default=None)
 
 
 def _distance(tuned: Fingerprint | None, machine: Machine) -> tuple[float, float, float]:

@@ -19,7 +19,17 @@ def _help() -> str:
 
     whole = click.Context(cli, info_name="autotune-loader", max_content_width=100)
     parts = [f"```text\n{cli.get_help(whole)}\n```"]
-    for name, command in sorted(cli.commands.items()):
-        context = click.Context(command, info_name=name, parent=whole, max_content_width=100)
-        parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```")
+    parts += _help_of_commands(cli, whole, "")
     return "\n\n".join(parts)
+
+
+def _help_of_commands(group: Any, parent: Any, prefix: str) -> list[str]:
+    import click
+
+    parts = []
+    for name, command in sorted(group.commands.items()):
+        context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
+        parts.append(f"## {prefix}{name}\n\n```text\n{command.get_help(context)}\n```")
+        if isinstance(command, click.Group):
+            parts += _help_of_commands(command, context, f"{prefix}{name} ")
+    return parts

@@ -23,7 +23,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.result import TuningResult, loader_schema
 from autotune_loader.version import __version__
 
-COMMANDS = ("apply", "demo", "doctor", "report", "schema", "show", "tune")
+COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")
 
 TRAIN = """
 class Numbers:
@@ -471,6 +471,48 @@ def test_apply_accelerate_makes_its_configuration(loader_json: str, capsys: pyte
 def test_schema_is_that_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(loader_schema()))
+
+
+# fleet
+
+
+def test_fleet_keeps_one_entry_for_each_kind_and_shows_this_machines(
+    loader_json: str, result: TuningResult, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autotune_loader import load_config
+
+    # GIVEN a result of this machine, and one of a much larger kind
+    assert result.fingerprint is not None
+    larger = replace(result.fingerprint, usable_cores=10 * result.fingerprint.usable_cores, gpus=("A100", "A100"))
+    replace(result, best=LoaderConfig(num_workers=40), fingerprint=larger).save(folder / "larger.json")
+    # WHEN both are added, and this machine's once more
+    assert cli.main(["fleet", "add", "fleet.json", "larger.json", loader_json]) == 0
+    assert cli.main(["fleet", "add", "fleet.json", loader_json]) == 0
+    # THEN there are two entries, and the one marked is what a job here loads
+    assert capsys.readouterr().out.endswith("Written to fleet.json, which has 2 entries now.\n")
+    assert cli.main(["fleet", "show", "fleet.json"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "2 x A100" in "\n".join(shown)
+    assert "40 workers" not in next(line for line in shown if line.startswith(">"))
+    assert load_config("fleet.json") == result.best
+    # and the commands that read a loader.json take that entry
+    assert cli.main(["apply", "fleet.json", "--to", "kwargs"]) == 0
+    assert json.loads(capsys.readouterr().out) == result.best.to_kwargs()
+
+
+def test_fleet_refuses_what_is_no_result(
+    loader_json: str, result: TuningResult, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(result, status="fallback").save(folder / "fallback.json")
+    assert cli.main(["fleet", "add", "fleet.json", "fallback.json"]) == 2
+    assert "holds torch's defaults" in capsys.readouterr().err
+    assert cli.main(["fleet", "add", "fleet.json"]) == 2
+    assert "Missing argument 'LOADER.JSON...'" in capsys.readouterr().err
+    assert cli.main(["fleet", "show", "missing.json"]) == 2
+    assert not (folder / "fleet.json").exists()
+    assert cli.main(["fleet", "add", "fleet.json", loader_json]) == 0
+    assert cli.main(["fleet", "show", "fleet.json", "--dataset", "another"]) == 0
+    assert "Nothing in it is for this machine." in capsys.readouterr().out
 
 
 # doctor

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from autotune_loader.cli.collection import fleet_command
 from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
@@ -50,6 +51,7 @@ for _command in (
     show_command,
     report_command,
     apply_command,
+    fleet_command,
     doctor_command,
     demo_command,
     schema_command,

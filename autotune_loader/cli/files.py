@@ -17,9 +17,12 @@ _FILE = click.Path(dir_okay=False)
 
 
 def _load(path: str) -> TuningResult:
+    """The result in a file; of a collection, the one for this machine."""
+    from autotune_loader.fleet import entry_for
+    from autotune_loader.machine.facts import inspect_machine
     from autotune_loader.result import TuningResult
 
-    return TuningResult.load(path)
+    return TuningResult.from_file(entry_for(path, inspect_machine()))
 
 
 @click.command("show")
