@@ -42,6 +42,7 @@ class Setting:
     fingerprint: Fingerprint
     usable_cores: int
     notes: tuple[str, ...]
+    tolerance: float | None = None
 
 
 def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> TuningResult:
@@ -83,6 +84,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         space_hash=setting.space.hash,
         fingerprint=setting.fingerprint,
         twin=_twin_basis(best, found, setting),
+        tolerance=setting.tolerance,
         study=found.study,
         parts=loader_parts(setting.workload),
     )

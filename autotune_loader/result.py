@@ -146,6 +146,22 @@ class TwinBasis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """An earlier result that was checked and used instead of a new search."""
+
+    tuned_at: str
+    """When it was found: ISO 8601, UTC."""
+    samples_per_s: float
+    """Rate of the best configuration in the check."""
+    speedup: float | None
+    """Best over the configuration it was paired with; null where it is that configuration itself."""
+    rounds: int
+    """Paired rounds of the check."""
+    seconds: float
+    """Wall seconds that the search took then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFile:
     """`loader.json`, field by field."""
 
@@ -172,6 +188,10 @@ class LoaderFile:
     trials: tuple[Trial, ...] = ()
     finals: Finals = field(default_factory=Finals)
     twin: TwinBasis | None = None
+    tolerance: float | None = None
+    """Rates this close counted as equally fast; null in files of before it was kept."""
+    reused: Reused | None = None
+    """Set where the result is an earlier one that was found to hold still."""
     created_by: str = f"autotune_loader {__version__}"
 
 
@@ -199,6 +219,10 @@ class TuningResult:
     space_hash: str | None = None
     fingerprint: Fingerprint | None = None
     twin: TwinBasis | None = None
+    tolerance: float | None = None
+    """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
+    reused: Reused | None = None
+    """Set where an earlier result was checked and used instead of a new search."""
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -267,6 +291,8 @@ class TuningResult:
             trials=tuple(_without_traces(trial) for trial in self.trials),
             finals=self.finals,
             twin=self.twin,
+            tolerance=self.tolerance,
+            reused=self.reused,
         )
 
     @classmethod
@@ -288,6 +314,8 @@ class TuningResult:
             space_hash=file.space_hash,
             fingerprint=file.fingerprint,
             twin=file.twin,
+            tolerance=file.tolerance,
+            reused=file.reused,
         )
 
     def predict(
@@ -422,8 +450,8 @@ def _without_traces(trial: Trial) -> Trial:
     return replace(trial, measurement=replace(trial.measurement, traces=()))
 
 
-def write_json(file: Any, path: str | os.PathLike[str]) -> None:
-    """Write a dataclass as JSON, through a temporary one in the same folder and a rename."""
+def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write a dataclass as JSON, through a temporary one in the same folder and a rename; `private` for the owner alone."""
     import msgspec
 
     target = Path(path)
@@ -432,7 +460,8 @@ def write_json(file: Any, path: str | os.PathLike[str]) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         # Not tempfile: its files are private, and the training job may run as somebody else. The umask decides.
-        with temporary.open("xb") as stream:
+        mode = 0o600 if private else 0o666
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             stream.write(text + b"\n")
         temporary.replace(target)
     except BaseException:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from autotune_loader.lockstep import (
 )
 from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine
 from autotune_loader.probe.bench import Readiness
-from autotune_loader.probe.opening import open_probe
+from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.result import TuningResult
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # Persistent workers are proposed when starting workers anew would take more than this share of an epoch.
 STARTUP_WORTH_AVOIDING = 0.005
+# However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them.
+SHORTEST_START_DEADLINE_S = 30.0
 # About what starting one forked worker takes; it only decides whether an epoch is long enough not to care.
 WORKER_STARTUP_S = 0.03
 
@@ -175,8 +178,13 @@ def _tune_with(
     progress = make_progress(settings.progress if leads else "off")
     progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
     memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
+
+    def open_own() -> AbstractContextManager[OpenProbe]:
+        deadline_s = max(SHORTEST_START_DEADLINE_S, settings.budget_s)
+        return open_probe(workload, machine, settings.isolation, memory_bytes, start_deadline_s=deadline_s)
+
     try:
-        with opened_together(ranks, lambda: open_probe(workload, machine, settings.isolation, memory_bytes)) as opened:
+        with opened_together(ranks, open_own) as opened:
             own_space = functools.partial(make_space, workload, opened.readiness, machine, settings)
             space = common_space(ranks, machine.usable_cores, own_space)
             if ranks is not None and not leads:
@@ -190,6 +198,7 @@ def _tune_with(
                 fingerprint=fingerprint,
                 usable_cores=machine.usable_cores,
                 notes=(*notes, *opened.notes),
+                tolerance=settings.tolerance,
             )
             reporter = _Reporter(setting, settings, progress, started)
             search = SearchRun(

@@ -29,6 +29,7 @@ from autotune_loader.result import (
     Finals,
     Measured,
     Predicted,
+    Reused,
     Spent,
     TuningResult,
     Verdict,
@@ -87,6 +88,8 @@ def finished_run():
         spent=Spent(seconds=30.5, bursts=21),
         space_hash="0123456789abcdef",
         fingerprint=HERE,
+        tolerance=0.05,
+        reused=Reused(tuned_at="2026-11-20T12:00:00+00:00", samples_per_s=790.0, speedup=1.9, rounds=2, seconds=30.5),
     )
 
 
@@ -223,6 +226,11 @@ def test_a_newer_major_version_is_refused_with_the_way_out(tmp_path):
         load_config(path)
     for part in (str(path), "schema_version='2.0'", "'1.0'", "pip install -U autotune-loader"):
         assert part in str(caught.value)
+
+
+def test_a_file_of_before_the_tolerance_was_kept_tells_none(tmp_path):
+    result = TuningResult.load(written(tmp_path))
+    assert (result.tolerance, result.reused) == (None, None)
 
 
 @pytest.mark.parametrize("version", [None, 1, "", "one", "-1.0", [], "9" * 5000])

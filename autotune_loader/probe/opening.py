@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autotune_loader.machine.facts import Machine
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.runner import ProcessProbe
+from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
 from autotune_loader.probe.workload import Payload, PayloadTooLargeError, UnpicklableError, Workload
 from autotune_loader.settings import Isolation
 
@@ -35,15 +35,27 @@ class OpenProbe:
 
 @contextlib.contextmanager
 def open_probe(
-    workload: Workload, machine: Machine, isolation: Isolation, memory_budget_bytes: int | None
+    workload: Workload,
+    machine: Machine,
+    isolation: Isolation,
+    memory_budget_bytes: int | None,
+    *,
+    start_deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[OpenProbe]:
     """A warm probe, closed at the end with everything it started.
+
+    Args:
+        workload: what it runs.
+        machine: limits of this machine.
+        isolation: a process of its own, inline, or whichever works.
+        memory_budget_bytes: most memory of the probe's process tree.
+        start_deadline_s: a process of its own must have had its first batch and its warm-up by then.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch.
         ValueError: `isolation="process"` was asked for, but the workload cannot travel.
     """
-    probe, notes = _make_probe(workload, machine, isolation, memory_budget_bytes)
+    probe, notes = _make_probe(workload, machine, isolation, memory_budget_bytes, start_deadline_s)
     try:
         readiness = probe.start()
         if isinstance(probe, InlineProbe):
@@ -56,7 +68,11 @@ def open_probe(
 
 
 def _make_probe(
-    workload: Workload, machine: Machine, isolation: Isolation, memory_budget_bytes: int | None
+    workload: Workload,
+    machine: Machine,
+    isolation: Isolation,
+    memory_budget_bytes: int | None,
+    start_deadline_s: float,
 ) -> tuple[ProcessProbe | InlineProbe, list[str]]:
     if isolation == "inline":
         return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), []
@@ -69,7 +85,8 @@ def _make_probe(
             ) from error
         note = f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
         return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), [note]
-    return ProcessProbe(payload, machine, memory_budget_bytes=memory_budget_bytes), []
+    probe = ProcessProbe(payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
+    return probe, []
 
 
 def _largest_payload(machine: Machine) -> int:

@@ -19,7 +19,7 @@ from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.trial import Failure, Measurement
 
 TOLERANCE = 0.02
-"""Rates this close count as equal where the result does not say otherwise: the default of `tune()`."""
+"""Rates this close count as equal where the result does not tell what it was tuned with: the default of `tune()`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,23 @@ class Standing:
     """Whether the evidence does not tell it from the best, or only by less than the tolerance."""
 
 
-def standings(result: TuningResult, tolerance: float = TOLERANCE) -> tuple[Standing, ...]:
+def standings(result: TuningResult, tolerance: float | None = None) -> tuple[Standing, ...]:
     """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed.
 
     Args:
         result: a finished run.
-        tolerance: relative difference below which rates count as equal.
+        tolerance: relative difference below which rates count as equal; what the result was tuned with if None.
     """
+    tolerance = tolerance_of(result) if tolerance is None else tolerance
     configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
     found = [_standing(config, result, tolerance) for config in configs]
     order = ("finals", "trial", "failure")
     return tuple(sorted(found, key=lambda each: (order.index(each.source), -each.rate.value if each.rate else 0.0)))
+
+
+def tolerance_of(result: TuningResult) -> float:
+    """The tolerance that the result was tuned with, as far as it tells."""
+    return TOLERANCE if result.tolerance is None else result.tolerance
 
 
 def _standing(config: LoaderConfig, result: TuningResult, tolerance: float) -> Standing:

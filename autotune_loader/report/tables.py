@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.report.standings import TOLERANCE, Standing, standings
+from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
@@ -47,7 +47,7 @@ def render_report(result: TuningResult, width: int = 100) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def render_trials(result: TuningResult, width: int = 100, tolerance: float = TOLERANCE) -> str:
+def render_trials(result: TuningResult, width: int = 100, tolerance: float | None = None) -> str:
     """The table of configurations with a legend: the finals, then the search, then what failed and why."""
     rows = standings(result, tolerance)
     if not rows:

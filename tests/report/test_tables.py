@@ -100,6 +100,16 @@ def test_a_single_round_ties_only_within_the_tolerance(small_result: TuningResul
     assert "1,000              -  1 round " in render_trials(replace(small_result, finals=finals))
 
 
+def test_ties_are_judged_by_the_tolerance_that_the_result_was_tuned_with(small_result: TuningResult) -> None:
+    # GIVEN one round in which a rival was 8 % slower than the best
+    finals = replace(small_result.finals, rounds=((1200.0, 1100.0, 400.0),))
+    for tolerance, is_tie in ((None, False), (0.02, False), (0.1, True)):
+        result = replace(small_result, finals=finals, tolerance=tolerance)
+        rows = {row.config.num_workers: row for row in standings(result)}
+        # THEN that is a tie only for somebody who said that 10 % do not matter
+        assert rows[3].ties_with_best is is_tie
+
+
 def test_a_burst_that_tells_nothing_is_no_tie(small_result: TuningResult) -> None:
     # GIVEN a rival whose only burst has an absurdly wide interval
     lost = trial(5, LoaderConfig(num_workers=5), measurement(150.0, half=50_000.0))

@@ -20,7 +20,7 @@ from autotune_loader.report.plots.canvas import (
     thousands,
     whole_numbers,
 )
-from autotune_loader.report.standings import TOLERANCE, predicted_rates, rate_of, with_workers
+from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of, with_workers
 from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval
 
@@ -49,7 +49,7 @@ class WorkersInfo:
     ceiling: Interval | None
 
 
-def workers_info(result: TuningResult, tolerance: float = TOLERANCE) -> WorkersInfo:
+def workers_info(result: TuningResult, tolerance: float | None = None) -> WorkersInfo:
     """Gather what `plot_workers` draws."""
     measured = [(each.config.num_workers, each.measurement.samples_per_s) for each in result.trials if each.measurement]
     fastest: dict[int, Interval] = {}
@@ -60,6 +60,7 @@ def workers_info(result: TuningResult, tolerance: float = TOLERANCE) -> WorkersI
         if trial.predicted_samples_per_s is not None:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
+    tolerance = tolerance_of(result) if tolerance is None else tolerance
     top = max((rate.value for rate in fastest.values()), default=None)
     best, baseline = rate_of(result.best, result), rate_of(result.baseline, result)
     return WorkersInfo(
