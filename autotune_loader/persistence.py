@@ -8,8 +8,9 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any, TypeVar
+
+from autotune_loader.machine.processes import process_start
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def _passes_at_first(error: BaseException) -> bool:
 
 
 def owner() -> str:
-    """This process among those that share a study."""
-    return f"{platform.node()}:{os.getpid()}"
+    """This process among those that share a study: `host:pid@start`, since the system gives IDs out again."""
+    return f"{platform.node()}:{os.getpid()}@{process_start(os.getpid())}"
 
 
 def is_abandoned(owned_by: str | None, started: datetime | None) -> bool:
@@ -94,9 +95,11 @@ def is_abandoned(owned_by: str | None, started: datetime | None) -> bool:
 
     A trial of this very process counts too: only a run that is over can have left it.
     """
-    host, _, pid = (owned_by or "").rpartition(":")
     if owned_by is None or owned_by == owner():
         return True
-    if host == platform.node():
-        return Path("/proc").is_dir() and not Path("/proc", pid).exists()
-    return started is not None and datetime.now() - started > STALE_AFTER
+    host, _, process = owned_by.rpartition(":")
+    if host != platform.node():
+        return started is not None and datetime.now() - started > STALE_AFTER
+    pid, _, began = process.partition("@")
+    now = process_start(int(pid)) if pid.isdigit() else None
+    return now is None or (began not in ("", now))  # an older journal does not tell the start

@@ -23,6 +23,7 @@ import optuna
 import pytest
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.processes import process_start
 from autotune_loader.persistence import is_abandoned, is_connection_loss, open_database, owner, patiently
 from autotune_loader.space import Space
 from autotune_loader.study import Ledger
@@ -100,6 +101,17 @@ def test_a_trial_is_abandoned_when_nobody_will_finish_it() -> None:
     assert is_abandoned(f"{owner().rpartition(':')[0]}:999999999", now)
     assert is_abandoned("elsewhere:1", long_ago)
     assert not is_abandoned("elsewhere:1", now)
+
+
+def test_a_process_that_was_given_the_id_of_a_dead_owner_is_not_that_owner() -> None:
+    # GIVEN a live process that is not this one
+    host, other = owner().rpartition(":")[0], os.getppid()
+    # WHEN a trial was owned by it, THEN it is not abandoned, whether or not its start was noted
+    assert not is_abandoned(f"{host}:{other}@{process_start(other)}", datetime.now())
+    assert not is_abandoned(f"{host}:{other}", datetime.now())
+    # AND one owned by an earlier process of the same ID is
+    assert is_abandoned(f"{host}:{other}@{int(process_start(other) or 0) - 1}", datetime.now())
+    assert is_abandoned(f"{host}:{os.getpid()}@0", datetime.now())
 
 
 def a_ledger(url: str) -> Ledger:

@@ -159,6 +159,26 @@ def tree_cpu_s(pid: int) -> float | None:
     return None if use is None else use.cpu_s
 
 
+def process_start(pid: int, proc: Path = PROC) -> str | None:
+    """When a process began, as a word that tells it from another one with the same ID; None when it has ended.
+
+    On Linux field 22 of `/proc/<pid>/stat`, in ticks since boot: a clock that is set does not change it.
+    """
+    if HAS_PROC:
+        try:
+            text = (proc / str(pid) / "stat").read_text()
+            fields = text[text.rindex(")") + 2 :].split()
+            return None if fields[0] in "ZXx" else fields[19]
+        except (OSError, ValueError, IndexError):
+            return None
+    import psutil
+
+    try:
+        return f"{psutil.Process(pid).create_time():.2f}"
+    except psutil.Error:
+        return None
+
+
 def terminate_tree(pid: int, *, grace_s: float = 3.0) -> tuple[int, ...]:
     """End a process, its descendants and all else in the session it leads: all at once, politely, then by SIGKILL.
 

@@ -182,3 +182,16 @@ def test_terminating_what_is_gone_does_nothing() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     assert processes.terminate_tree(process.pid) == ()
+
+
+def test_the_start_of_a_process_is_its_own_and_does_not_change(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+) -> None:
+    process, _ = start(PARENT)
+
+    began = processes.process_start(process.pid)
+
+    assert began is not None
+    assert processes.process_start(process.pid) == began
+    process.kill()
+    assert wait_until(lambda: processes.process_start(process.pid) is None), "a zombie has ended"
