@@ -13,7 +13,10 @@ import dataclasses
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from autotune_loader.config import LoaderConfig
 
 
 class DevicePrefetcher:
@@ -46,7 +49,7 @@ class DevicePrefetcher:
         self.non_blocking = non_blocking
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
-        self._lane: _Lane | None = None
+        self._lane: Lane | None = None
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -55,11 +58,20 @@ class DevicePrefetcher:
         if self.device.type != "cuda":
             return (move(batch, self.device, non_blocking=self.non_blocking) for batch in self.loader)
         if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = _CudaLane(self.device, non_blocking=self.non_blocking)
+            self._lane = CudaLane(self.device, non_blocking=self.non_blocking)
         return prefetched(self.loader, self._lane, self.depth)
 
 
-class _Lane(Protocol):
+def prefetched_as_tuned(loader: Iterable[Any], config: LoaderConfig, device: Any) -> Iterable[Any]:
+    """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
+    import torch
+
+    if not config.device_prefetch or torch.device(device).type != "cuda":
+        return loader
+    return DevicePrefetcher(loader, device, depth=config.device_prefetch)
+
+
+class Lane(Protocol):
     """A way to the device on which copies are under way while the training loop does something else."""
 
     def open(self) -> None:
@@ -72,7 +84,7 @@ class _Lane(Protocol):
         """The batch on the device, safe to use on the current stream."""
 
 
-def prefetched(loader: Iterable[Any], lane: _Lane, depth: int) -> Iterator[Any]:
+def prefetched(loader: Iterable[Any], lane: Lane, depth: int) -> Iterator[Any]:
     """The loader's batches through `lane`, `depth` of them ahead; its exception comes after what came before it."""
     lane.open()
     ahead: deque[Any] = deque()
@@ -97,7 +109,7 @@ def prefetched(loader: Iterable[Any], lane: _Lane, depth: int) -> Iterator[Any]:
         ahead.clear()
 
 
-class _CudaLane:
+class CudaLane:
     """Copies on a side stream of one device."""
 
     def __init__(self, device: Any, *, non_blocking: bool) -> None:
@@ -105,24 +117,24 @@ class _CudaLane:
 
         self._device = device
         self._non_blocking = non_blocking
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self._is_all_recorded = True
 
     def open(self) -> None:
         import torch
 
         # Whatever already lies on the device was made on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def send(self, batch: Any) -> tuple[Any, Any]:
         import torch
 
         if not self._is_all_recorded:
             # A batch that has been freed is out of use once the steps launched so far are done: copy after them.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
             moved = move(batch, self._device, non_blocking=self._non_blocking)
-            return moved, self._stream.record_event()
+            return moved, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         import torch

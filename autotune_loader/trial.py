@@ -22,7 +22,8 @@ MAIN_PROCESS = -1
 
 FailureKind = Literal[
     "user_exception",  # dataset, collate, worker_init_fn, model or step raised
-    "out_of_memory",  # an allocation failed, on the host or the device
+    "out_of_memory",  # an allocation failed on the host
+    "device_memory",  # an allocation failed on the accelerator
     "oom_killed",  # the kernel or the container killed a process (SIGKILL)
     "memory_guard",  # the tuner stopped the burst before the OOM killer would
     "shared_memory",  # /dev/shm is full or a segment could not be written (bus error included)
@@ -35,6 +36,7 @@ FailureKind = Literal[
 ]
 FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
 TrialRole = Literal["baseline", "default", "search"]
+AccelerationKind = Literal["compile", "amp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,11 @@ class GpuUse:
     memory_bytes: int | None = None
     """Peak memory used on the device."""
     reason: str | None = None
-    """Why a value is missing."""
+    """Why utilisation or memory is missing."""
+    allocated_bytes: int | None = None
+    """Peak of what torch itself allocated there for model, step and batches; None off CUDA."""
+    copy_s: float | None = None
+    """Mean seconds that a batch took to the device, by its own clock; None off CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,8 @@ class Measurement:
     """CPU use of the probe's process tree as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
+    steal_share: float | None = None
+    """Share of the same CPUs that a hypervisor gave to others; noise too."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     batch_tensors: int = 0
@@ -175,6 +183,28 @@ class Failure:
     """Whether the same configuration may well work the next time."""
     traceback: str | None = None
     """The user's own traceback, where user code raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceleration:
+    """What a change to the training step itself would bring, measured on a cached batch: the loader plays no part in it."""
+
+    kind: AccelerationKind
+    name: str
+    """As a user writes it: "torch.compile", "autocast(bfloat16)"."""
+    speedup: Interval | None = None
+    """Rate of the changed step over the plain one, from paired rounds; None where it was not measured."""
+    loss_difference: float | None = None
+    """Largest relative difference of the losses of the first steps, from the same weights on the same batch; None
+    where the step returns no loss, or a loss that is no number."""
+    loss_noise: float | None = None
+    """The same between two runs of the plain step with other random numbers, as dropout makes it."""
+    is_same_loss: bool | None = None
+    """Whether the difference is what rounding and noise explain; None where there is no loss to compare."""
+    warm_up_s: float | None = None
+    """Seconds that the first steps took: for torch.compile mostly the compiling."""
+    note: str | None = None
+    """Why it was not measured, or what else to know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

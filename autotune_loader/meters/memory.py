@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune_loader.machine.gpus import GpuDevice, Gpus, GpuSample
 from autotune_loader.machine.host import HostCpu, host_cpu
@@ -20,7 +20,7 @@ from autotune_loader.meters.cpu import cpu_shares
 from autotune_loader.meters.gpu import NO_GPU, gpu_use
 from autotune_loader.meters.guard import MemoryGuard
 from autotune_loader.meters.sampler import Sampler
-from autotune_loader.trial import GpuUse, Memory
+from autotune_loader.trial import GpuUse, Measurement, Memory
 
 PERIOD_S = 0.25
 """Between looks: 4 Hz, below the 5 Hz at which reading RSS begins to cost."""
@@ -57,6 +57,17 @@ class TreeReading:
     """CPU time that a hypervisor gave to others, as a share of those CPUs."""
     gpu: GpuUse
 
+    def added_to(self, measured: Measurement) -> Measurement:
+        """The measurement with what was seen from outside; what the burst itself knows of the GPU stays."""
+        return replace(
+            measured,
+            memory=self.memory,
+            cpu_share=self.cpu_share,
+            foreign_cpu_share=self.foreign_cpu_share,
+            steal_share=self.steal_share,
+            gpu=replace(self.gpu, allocated_bytes=measured.gpu.allocated_bytes, copy_s=measured.gpu.copy_s),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
@@ -74,6 +85,7 @@ class TreeMeter:
         pid: Root of the tree.
         usable_cores: What CPU use is a share of.
         memory_budget_bytes: The tree may not outgrow 90 % of it; None for no alarm.
+        memory_held_bytes: What the tree held before anything was run; it comes on top of the budget.
         on_memory_limit: Called once, on the meter's thread, when it does; it should end the burst.
         gpus: Where to ask about the GPU; None leaves it unwatched.
         cuda_index: Which GPU, as CUDA counts.
@@ -87,6 +99,7 @@ class TreeMeter:
         *,
         usable_cores: float,
         memory_budget_bytes: int | None = None,
+        memory_held_bytes: int = 0,
         on_memory_limit: Callable[[], None] = lambda: None,
         gpus: Gpus | None = None,
         cuda_index: int = 0,
@@ -101,7 +114,7 @@ class TreeMeter:
         self._cuda_index = cuda_index
         self._gpu = _watched(gpus, cuda_index)
         budget = memory_budget_bytes
-        self._guard = None if budget is None else MemoryGuard(budget, on_memory_limit)
+        self._guard = None if budget is None else MemoryGuard(budget, on_memory_limit, memory_held_bytes)
         self._pss: list[PssSample] = []
         self._next_pss_s = FIRST_PSS_S
         self._sampler = Sampler(self._look, period_s=PERIOD_S, clock=clock)

@@ -6,20 +6,36 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.probe.burst import Announce, BatchShape, make_traced_loader, run_burst, run_step_ceiling
+from autotune_loader.machine.gpus import Gpus
+from autotune_loader.probe.burst import (
+    Announce,
+    BatchShape,
+    make_traced_loader,
+    run_burst,
+    run_step_ceiling,
+    step_threads,
+)
 from autotune_loader.probe.canary import workers_repeat_each_other
+from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.traced import forget_open_batch
 from autotune_loader.probe.workload import DataSide, TrainingSide
-from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
+
+if TYPE_CHECKING:
+    import torch
 
 # The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
 WARM_UP_STEPS = 3
 WARM_UP_S = 1.0
+# On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
+# warm when two steps in a row take the same time, and not before the second.
+MOST_WARM_UP_STEPS = 10
+SETTLED = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +57,14 @@ class Readiness:
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
+    device_uuid: str | None = None
+    """CUDA's UUID of the device that the step runs on; None for a CPU."""
+
+
+def gpus_of(readiness: Readiness | None) -> Gpus | None:
+    """The one GPU that a bench trains on, as its meter wants it; None for a CPU."""
+    uuid = readiness.device_uuid if readiness is not None else None
+    return None if uuid is None else Gpus(cuda_uuids=[uuid])
 
 
 class Bench:
@@ -59,6 +83,7 @@ class Bench:
         self._private_data = private_data
         self._training = training
         self._step: TrainingStep | None = None
+        self._timeline: Timeline | None = None
         self._batch: Any = None
         self._samples = 0
 
@@ -77,7 +102,8 @@ class Bench:
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
-            _warm_up(self._step, self._batch)
+            self._timeline = timeline_of(self._step.device)
+            warm_up(self._step, self._batch, self._timeline)
         except StopIteration:
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
         except Exception as error:
@@ -98,6 +124,7 @@ class Bench:
             first_fetch_cpu_s=fetch[4],
             shardable=not repeats,
             default_threads=torch.get_num_threads(),
+            device_uuid=_uuid_of(self._step.device),
         )
 
     def burst(
@@ -105,17 +132,63 @@ class Bench:
     ) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
         data = self._data if config.num_workers else self._private_data
-        return run_burst(data(), self._step, config, plan, announce)
+        return run_burst(data(), self._step, config, plan, announce, self._timeline)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
-        return run_step_ceiling(self._batch, self._samples, self._step, consumer_threads, plan)
+        return run_step_ceiling(self._batch, self._samples, self._step, consumer_threads, plan, self._timeline)
+
+    def acceleration(
+        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
+    ) -> Acceleration | Failure:
+        from autotune_loader.probe.acceleration import measure_acceleration
+
+        assert self._step is not None, "prepare() comes first"
+        with step_threads(consumer_threads):
+            return measure_acceleration(kind, self._training, self._batch, self._step, plan)
+
+    def close(self) -> None:
+        """Let go of model, optimizer and batch, and of the device memory that they took."""
+        self._step, self._batch, self._training = None, None, TrainingSide()
+        if self._timeline is not None:
+            self._timeline.release()
 
 
-def _warm_up(step: TrainingStep, batch: Any) -> None:
+def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
+    """Run the step until it takes what it will take from now on."""
+    if timeline is not None:
+        _warm_up_device(step, batch, timeline)
+        return
     begun = time.monotonic()
     for _ in range(WARM_UP_STEPS):
         step.run(batch)
-        step.synchronize()
         if time.monotonic() - begun > WARM_UP_S:
             break
+
+
+def _warm_up_device(step: TrainingStep, batch: Any, timeline: Timeline) -> None:
+    timeline.open()
+    took: list[float] = []
+    while len(took) < MOST_WARM_UP_STEPS and not _is_warm(took):
+        begun = timeline.now()
+        step.run(batch)
+        timeline.synchronize()
+        took.append(timeline.now() - begun)
+
+
+def _is_warm(took: list[float]) -> bool:
+    """Whether steps on a device have settled, or are so long that waiting for it costs more than it tells."""
+    if len(took) < 2:
+        return False
+    if len(took) * min(took) > WARM_UP_S:
+        return True
+    return len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
+
+
+def _uuid_of(device: torch.device) -> str | None:
+    import torch
+
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)

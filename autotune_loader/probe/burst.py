@@ -23,12 +23,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.meters.history import Fetch, History
 from autotune_loader.meters.trace import is_enough, summarise
+from autotune_loader.prefetch import prefetched
+from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, tensors_in
 from autotune_loader.probe.traced import (
     EndlessBatches,
-    Fetch,
     TracedCollate,
     TracedDataset,
     TracedIterable,
@@ -36,7 +38,7 @@ from autotune_loader.probe.traced import (
     forget_open_batch,
 )
 from autotune_loader.probe.workload import DataSide
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, FailurePhase, GpuUse, Measurement
 
 # Workers get this long to finish the batch they are on; then they are terminated. Torch alone waits 5 s for each in turn.
 SHUTDOWN_GRACE_S = 1.0
@@ -105,10 +107,19 @@ def run_burst(
     config: LoaderConfig,
     plan: BurstPlan,
     announce: Announce = lambda phase: None,
+    timeline: Timeline | None = None,
 ) -> Measurement | Failure:
     """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`.
 
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
+
+    Args:
+        data: what is loaded.
+        step: what is done with a batch.
+        config: the loader's configuration.
+        plan: how long, and which samples.
+        announce: told which phase begins.
+        timeline: of the device that the step runs on, where that works behind the host; None for a CPU.
     """
     phase: FailurePhase = "start"
 
@@ -121,9 +132,9 @@ def run_burst(
     open_loader = OpenLoader()
     try:
         try:
-            with _consumer_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
+            with step_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
                 enter("start")
-                return _measure(open_loader, data, step, config, plan, enter)
+                return _measure(open_loader, data, step, config, plan, enter, timeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
             if not isinstance(error, Exception):
@@ -139,6 +150,8 @@ def run_burst(
             open_loader.close(before)
         except RuntimeError:  # or here; torch tells it once
             open_loader.close(before)
+        if timeline is not None:
+            timeline.release()
         forget_open_batch()
 
 
@@ -149,7 +162,10 @@ def _measure(
     config: LoaderConfig,
     plan: BurstPlan,
     enter: Announce,
+    timeline: Timeline | None,
 ) -> Measurement | Failure:
+    if timeline is not None:
+        timeline.open()
     loader = make_traced_loader(data, config, plan.seed)
     started = time.monotonic()
     open_loader.iterator = iter(loader)
@@ -157,25 +173,39 @@ def _measure(
     if plan.pause_s:
         time.sleep(plan.pause_s)
     enter("first_batch")
-    run = _Run(plan, config.num_workers, started)
+    run = _Run(plan, config.num_workers, started, enter)
+    if timeline is not None:
+        lane = timeline.make_lane() if config.device_prefetch else None
+        run = _DeviceRun(plan, config.num_workers, started, enter, timeline, lane)
+        if lane is not None:
+            open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
         pass
-    return run.measurement(step)
+    return run.measurement()
 
 
 class _Run:
     """The state of one running burst: the batches so far and when to stop."""
 
-    def __init__(self, plan: BurstPlan, workers: int, started: float) -> None:
+    def __init__(
+        self,
+        plan: BurstPlan,
+        workers: int,
+        started: float,
+        enter: Announce,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._plan = plan
         self._workers = workers
         self._started = started
-        self._traces: list[BatchTrace] = []
-        self._shape = BatchShape()
+        self._history = History()
+        self._shape: BatchShape | None = None
         self._next_check = 0.0
+        self._enter = enter
+        self._clock = clock
 
     def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
         """Take one batch and train on it; False when the loader has ended."""
@@ -185,25 +215,35 @@ class _Run:
         except StopIteration:
             return False
         received = time.monotonic()
-        if not self._traces:
+        if self._shape is None:
             self._shape = BatchShape.of(batch)
-        step.run(batch)
-        self._traces.append(_trace_of(fetch, requested, received, time.monotonic()))
+        try:
+            step.run(batch)
+        except Exception:
+            self._enter("step")
+            raise
+        self._history.note((fetch, requested, received, time.monotonic()))
         return True
 
     def knows_enough(self) -> bool:
-        now = time.monotonic()
-        if now < self._next_check:
+        now = self._clock()
+        if now < self._next_check or not self._settled():
             return False
-        enough = is_enough(self._traces, self._plan, workers=self._workers, started=self._started, now=now)
-        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (time.monotonic() - now))
+        enough = is_enough(self._history, self._plan, workers=self._workers, started=self._started, now=now)
+        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
         return enough
 
-    def measurement(self, step: TrainingStep) -> Measurement:
-        """What the run amounts to, once the device has finished what it was given."""
-        step.synchronize()
-        self._traces[-1] = replace(self._traces[-1], step_end=time.monotonic())
-        summary = summarise(self._traces, workers=self._workers, started=self._started)
+    def _settled(self) -> bool:
+        """Whether there is anything to judge by."""
+        return len(self._history) > 0
+
+    def _gpu(self) -> GpuUse:
+        return GpuUse(reason="not measured")
+
+    def measurement(self) -> Measurement:
+        """What the run amounts to."""
+        traces, shape = self._history[:], self._shape or BatchShape()
+        summary = summarise(traces, workers=self._workers, started=self._started)
         return Measurement(
             samples_per_s=summary.samples_per_s,
             samples=summary.samples,
@@ -215,10 +255,76 @@ class _Run:
             service_cpu_s=summary.service_cpu_s,
             receive_s=summary.receive_s,
             step_s=summary.step_s,
-            batch_bytes=self._shape.bytes,
-            batch_tensors=self._shape.tensors,
-            traces=tuple(_worth_keeping(self._traces)),
+            batch_bytes=shape.bytes,
+            batch_tensors=shape.tensors,
+            gpu=self._gpu(),
+            traces=tuple(_worth_keeping(traces)),
         )
+
+
+class _DeviceRun(_Run):
+    """A run whose step is done by a device that works behind the host."""
+
+    def __init__(
+        self,
+        plan: BurstPlan,
+        workers: int,
+        started: float,
+        enter: Announce,
+        timeline: Timeline,
+        lane: CopyLane | None = None,
+    ) -> None:
+        super().__init__(plan, workers, started, enter, timeline.now)
+        self._timeline = timeline
+        self._times = DeviceTimes(timeline)
+        self._lane = lane
+
+    def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
+        """Take one batch and hand it to the device; False when the loader has ended."""
+        timeline = self._timeline
+        requested = timeline.now()
+        try:
+            batch, fetch = next(iterator)
+        except StopIteration:
+            return False
+        received, before = timeline.now(), timeline.mark()
+        if self._shape is None:
+            self._shape = BatchShape.of(batch)
+        try:
+            on_device = step.move(batch)
+            copied = timeline.mark()
+            step.train(on_device)
+        except Exception:
+            self._enter("step")
+            raise
+        self._times.note(
+            Passage(
+                fetch=fetch,
+                requested=requested,
+                received=received,
+                before=before,
+                copied=copied,
+                done=timeline.mark(),
+                step_end=timeline.now(),
+            )
+        )
+        return True
+
+    def _settled(self) -> bool:
+        for trace in self._times.settled():
+            self._history.note(trace)
+        return super()._settled()
+
+    def _gpu(self) -> GpuUse:
+        return replace(
+            super()._gpu(), allocated_bytes=self._timeline.peak_bytes(), copy_s=self._times.copy_s(self._lane)
+        )
+
+    def measurement(self) -> Measurement:
+        """What the run amounts to, once the device has finished what it was given."""
+        self._timeline.synchronize()
+        self._settled()
+        return super().measurement()
 
 
 def _worth_keeping(traces: list[BatchTrace]) -> list[BatchTrace]:
@@ -244,36 +350,39 @@ class BatchShape:
         )
 
 
-def _trace_of(fetch: Fetch, requested: float, received: float, step_end: float) -> BatchTrace:
-    worker, fetch_start, fetch_end, collate_end, cpu_s, samples = fetch
-    return BatchTrace(
-        worker=worker,
-        fetch_start=fetch_start,
-        fetch_end=fetch_end,
-        collate_end=collate_end,
-        cpu_s=cpu_s,
-        requested=requested,
-        received=received,
-        step_end=step_end,
-        samples=samples,
-    )
-
-
 def run_step_ceiling(
-    batch: Any, samples: int, step: TrainingStep, consumer_threads: int | None, plan: BurstPlan
+    batch: Any,
+    samples: int,
+    step: TrainingStep,
+    consumer_threads: int | None,
+    plan: BurstPlan,
+    timeline: Timeline | None = None,
 ) -> Measurement | Failure:
-    """Step on one batch again and again: the rate no loader can exceed, and the g of the twin without contention."""
-    run = _Run(plan, workers=0, started=time.monotonic())
-    cached = _again_and_again(batch, samples)
+    """Step on one batch again and again: the rate no loader can exceed, and the g of the twin without contention.
+
+    The batch is on the device beforehand: a loader that copies ahead of the step can hide the copy.
+    """
+    started = time.monotonic()
     try:
-        with _consumer_threads(consumer_threads):
+        if timeline is not None:
+            timeline.open()
+        run = _Run(plan, 0, started, _nobody) if timeline is None else _DeviceRun(plan, 0, started, _nobody, timeline)
+        cached = _again_and_again(step.move(batch), samples)
+        with step_threads(consumer_threads):
             run.deliver(cached, step)
             while not run.knows_enough():
                 run.deliver(cached, step)
-            return run.measurement(step)
+            return run.measurement()
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         return failure_of(error, "step")
+    finally:
+        if timeline is not None:
+            timeline.release()
+
+
+def _nobody(phase: FailurePhase) -> None:
+    """Told of phases where nobody listens."""
 
 
 def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:
@@ -322,7 +431,8 @@ def _end(children: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _consumer_threads(threads: int | None) -> Iterator[None]:
+def step_threads(threads: int | None) -> Iterator[None]:
+    """Within the block this process computes with so many intra-op threads; None changes nothing."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

@@ -9,9 +9,12 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import Failure, FailureKind, FailurePhase
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+
+DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
 
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
@@ -22,6 +25,8 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
     ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
+    ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
+    ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
@@ -45,6 +50,11 @@ def failure_of(error: BaseException, phase: FailurePhase) -> Failure:
         retryable=kind in ("crashed", "descriptors"),
         traceback=user_traceback(error),
     )
+
+
+def is_device_broken(outcome: object) -> bool:
+    """Whether a kernel failed: from then on every CUDA call of that process fails, whatever it asks."""
+    return isinstance(outcome, Failure) and "CUDA error" in outcome.message
 
 
 def _diagnosis(error: BaseException) -> tuple[FailureKind, str, str]:
@@ -121,3 +131,13 @@ def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: st
         kind, message = "crashed", f"the probe process exited with status {exit_code}"
     tail = stderr_tail.strip()
     return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=tail or None)
+
+
+def failure_of_memory_guard(config: LoaderConfig, budget_bytes: int | None) -> Failure:
+    """The failure of a burst that was stopped because it took too much memory."""
+    return Failure(
+        kind="memory_guard",
+        phase="batches",
+        message=f"{config} took more than 90 % of the memory budget of {(budget_bytes or 0) / 2**20:.0f} MiB "
+        "and was stopped; use fewer workers or raise max_host_memory",
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autotune_loader.prefetch import move
 from autotune_loader.probe.workload import TrainingSide
 
 
@@ -15,16 +16,19 @@ from autotune_loader.probe.workload import TrainingSide
 class TrainingStep:
     """One optimisation step on one batch, as the training loop would do it."""
 
-    run: Callable[[Any], None]
-    """Takes a batch as the loader delivers it; moves it to the device and trains on it."""
+    train: Callable[[Any], None]
+    """Takes a batch on the device and trains on it."""
     description: str
     """What is done with a batch, in words: the inference is never silent."""
     device: torch.device
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given; nothing to do on a CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def move(self, batch: Any) -> Any:
+        """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
+        return move(batch, self.device)
+
+    def run(self, batch: Any) -> None:
+        """Take a batch as the loader delivers it, move it to the device and train on it."""
+        self.train(move(batch, self.device))
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
@@ -39,22 +43,23 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     """
     device = torch.device(side.device)
     if side.model is None and side.train_step is None:
-        return TrainingStep(lambda batch: None, "no model: the loader alone", device)
+        alone = "no model: the loader alone" + ("" if device.type == "cpu" else f", with the copy to {device}")
+        return TrainingStep(lambda batch: None, alone, device)
     model = side.model
     if isinstance(model, torch.nn.Module):
         model.to(device).train()
-    forward, description = _loss_of(side, first_batch)
+    forward, description = loss_of(side, first_batch)
     optimize = _optimize(side)
 
-    def run(batch: Any) -> None:
-        loss = forward(to_device(batch, device))
+    def train(batch: Any) -> None:
+        loss = forward(batch)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             optimize(loss)
 
-    return TrainingStep(run, description, device)
+    return TrainingStep(train, description, device)
 
 
-def _loss_of(side: TrainingSide, batch: Any) -> tuple[Callable[[Any], Any], str]:
+def loss_of(side: TrainingSide, batch: Any) -> tuple[Callable[[Any], Any], str]:
     """A function batch -> loss (or None when the user's step did everything itself) and its description."""
     model, train_step, loss_fn = side.model, side.train_step, side.loss_fn
     if train_step is not None:
@@ -124,7 +129,7 @@ def _optimize(side: TrainingSide) -> Callable[[torch.Tensor], None]:
 def _optimizer_of(side: TrainingSide) -> Any:
     """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
     if side.optimizer is not None and hasattr(side.optimizer, "step"):
-        return side.optimizer
+        return _beside_its_parameters(side.optimizer)
     parameters = [p for p in _parameters(side.model) if p.requires_grad]
     if not parameters:
         return None
@@ -133,6 +138,15 @@ def _optimizer_of(side: TrainingSide) -> Any:
     if _is_lightning_module(side.model):
         return _lightning_optimizer(side.model)
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+def _beside_its_parameters(optimizer: Any) -> Any:
+    """The optimizer with its state (momenta, say) on the device of the parameters, which were moved in place."""
+    state, groups = getattr(optimizer, "state", None), getattr(optimizer, "param_groups", ())
+    devices = {parameter.device for group in groups for parameter in group["params"]}
+    if state and devices - {torch.device("cpu")}:
+        optimizer.load_state_dict(optimizer.state_dict())  # casts, and knows which tensors belong on the host
+    return optimizer
 
 
 def _parameters(model: Any) -> Iterator[torch.nn.Parameter]:
@@ -145,30 +159,6 @@ def _lightning_optimizer(model: Any) -> Any:
     made = made[0] if isinstance(made, tuple) else made
     made = made[0] if isinstance(made, list) else made
     return made["optimizer"] if isinstance(made, Mapping) else made
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device`; on the same device nothing is copied."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
-        return _like(batch, moved)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(item, device) for item in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(item, device) for item in batch)
-    if hasattr(batch, "to") and callable(batch.to):
-        return batch.to(device)
-    return batch
-
-
-def _like(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """The moved items in a mapping of the original's type where that can be built, else in a dict."""
-    try:
-        return type(original)(moved)  # type: ignore[call-arg]
-    except TypeError:
-        return moved
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

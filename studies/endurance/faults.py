@@ -127,7 +127,7 @@ MIX: tuple[tuple[str, float, frozenset[str]], ...] = (
     ("start raise", 3, frozenset({"user_exception"})),
     ("start nap", 3, frozenset({"ok"})),
     ("start kill", 2, frozenset({"oom_killed"})),
-    ("step oom", 5, frozenset({"out_of_memory"})),
+    ("step oom", 5, frozenset({"device_memory"})),
     ("getitem host-oom", 2, frozenset({"out_of_memory"})),
     ("getitem-worker files", 1, frozenset({"descriptors"})),
     ("getitem-worker shm", 1, frozenset({"shared_memory"})),

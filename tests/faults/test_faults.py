@@ -61,7 +61,7 @@ def probe(shared_probe: ProcessProbe, trouble_file: Path) -> Iterator[ProcessPro
         pytest.param(2, "exit", "crashed", "exited unexpectedly", id="pain 2: a worker exits"),
         pytest.param(2, "allocate", "out_of_memory", "allocate memory", id="pain 2: an allocation fails"),
         pytest.param(31, "segfault", "crashed", "a worker died", id="pain 31: a worker segfaults"),
-        pytest.param(10, "oom", "out_of_memory", "smaller batch", id="pain 10: out of device memory"),
+        pytest.param(10, "oom", "device_memory", "smaller batch", id="pain 10: out of device memory"),
         pytest.param(11, "files", "descriptors", "ulimit -n", id="pain 11: too many open files"),
         pytest.param(14, "cuda", "user_exception", "0 workers", id="pain 14: CUDA in a forked worker"),
     ],

@@ -1,0 +1,206 @@
+"""The GPU that a step runs on, as a burst sees it: when it did what, how much memory it took, and letting go of it.
+
+A GPU runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
+has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
+
+    host     batch 1 ── hand over ── batch 2 ── hand over ── batch 3 ...
+    device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
+                       before  copied             done=before copied              done
+
+Here is all that knows of CUDA in a burst; a step on the CPU has no timeline, its host's clock tells everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from autotune_loader.meters.history import Fetch
+from autotune_loader.prefetch import CudaLane, Lane
+from autotune_loader.trial import BatchTrace
+
+
+class Timeline(Protocol):
+    """A device that works behind the host. Times are seconds of the host's clock."""
+
+    def now(self) -> float:
+        """The host's clock."""
+
+    def open(self) -> None:
+        """The window's first edge: wait until the device is idle, and begin to count its time."""
+
+    def mark(self) -> Any:
+        """A mark behind all that the device was given so far; costs no waiting."""
+
+    def passed(self, mark: Any) -> float | None:
+        """When the device passed a mark; None while it has not."""
+
+    def synchronize(self) -> None:
+        """The window's last edge: wait until the device has done all it was given."""
+
+    def make_lane(self) -> CopyLane:
+        """A way to copy batches ahead of the step."""
+
+    def peak_bytes(self) -> int | None:
+        """Most memory that was taken on the device since `open`; None where it does not tell."""
+
+    def release(self) -> None:
+        """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
+
+
+class CopyLane(Lane, Protocol):
+    """A lane that lays marks before and behind each copy."""
+
+    def copies(self) -> list[tuple[Any, Any]]:
+        """The marks of every copy so far."""
+
+
+class CudaTimeline:
+    """A CUDA device, by events on the current stream.
+
+    Args:
+        device: such as `torch.device("cuda:1")`; without an index it is the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero: Any = None
+        self._zero_s = 0.0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def open(self) -> None:
+        if self._device.index is not None:
+            # The pinning thread uses the current device; on another one it would open a context, which takes memory.
+            torch.cuda.set_device(self._device)
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._zero = self.mark()
+        self._zero.synchronize()
+        self._zero_s = self.now()
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def passed(self, mark: Any) -> float | None:
+        if not mark.query():
+            return None
+        return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def make_lane(self) -> CopyLane:
+        return _TimedLane(self._device)
+
+    def peak_bytes(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def release(self) -> None:
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # after a failed kernel every call fails
+            torch.cuda.empty_cache()
+
+
+class _TimedLane(CudaLane):
+    """Copies on a side stream, with events before and behind each."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, non_blocking=True)
+        self._copies: list[tuple[Any, Any]] = []
+
+    def send(self, batch: Any) -> tuple[Any, Any]:
+        before = self.stream.record_event(torch.cuda.Event(enable_timing=True))
+        sent = super().send(batch)
+        self._copies.append((before, self.stream.record_event(torch.cuda.Event(enable_timing=True))))
+        return sent
+
+    def copies(self) -> list[tuple[Any, Any]]:
+        return self._copies
+
+
+def timeline_of(device: torch.device) -> Timeline | None:
+    """The timeline of a device; None for a CPU, and for devices whose time cannot be told."""
+    return CudaTimeline(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One batch as the host saw it, with the marks that the device passes later."""
+
+    fetch: Fetch
+    requested: float
+    received: float
+    before: Any
+    """Mark before the batch's copy."""
+    copied: Any
+    done: Any
+    """Mark behind the step."""
+    step_end: float
+    """When the host was through with the step."""
+
+
+class DeviceTimes:
+    """Passages on their way to become traces, in order.
+
+    The trace of a batch tells what the device saw: asked for when the device was free, received when it lay on the device,
+    done when device and host were through with it. A host that runs ahead of its device thus shows no waiting.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._on_the_way: deque[Passage] = deque()
+        self._free = 0.0
+        self._copy_s: list[float] = []
+
+    def note(self, passage: Passage) -> None:
+        self._on_the_way.append(passage)
+
+    def settled(self) -> list[BatchTrace]:
+        """The traces of batches that the device has done since this was last asked."""
+        traces = []
+        while self._on_the_way:
+            trace = self._trace_of(self._on_the_way[0])
+            if trace is None:
+                break
+            self._on_the_way.popleft()
+            traces.append(trace)
+        return traces
+
+    def copy_s(self, lane: CopyLane | None) -> float | None:
+        """Mean seconds of the copy to the device, by the lane's marks where copies ran ahead; None before any ran."""
+        seconds = self._copy_s if lane is None else self._copies_of(lane)
+        return sum(seconds) / len(seconds) if seconds else None
+
+    def _copies_of(self, lane: CopyLane) -> list[float]:
+        ends = [(self._timeline.passed(before), self._timeline.passed(behind)) for before, behind in lane.copies()]
+        return [behind - before for before, behind in ends if before is not None and behind is not None]
+
+    def _trace_of(self, seen: Passage) -> BatchTrace | None:
+        done = self._timeline.passed(seen.done)
+        before, copied = self._timeline.passed(seen.before), self._timeline.passed(seen.copied)
+        if done is None or before is None or copied is None:
+            return None
+        self._copy_s.append(max(0.0, copied - before))
+        worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch
+        requested = max(seen.requested, self._free)
+        received = max(seen.received, requested, copied)
+        self._free = max(seen.step_end, received, done)
+        return BatchTrace(
+            worker=worker,
+            fetch_start=fetch_start,
+            fetch_end=fetch_end,
+            collate_end=collate_end,
+            cpu_s=cpu_s,
+            requested=requested,
+            received=received,
+            step_end=self._free,
+            samples=samples,
+        )
