@@ -18,7 +18,7 @@ NVML_PERIOD_S = 1.0
 MIN_SAMPLES = 3
 """Utilisation from fewer samples is chance."""
 
-NO_GPU = GpuUse(reason="no GPU is being watched")
+NO_GPU = GpuUse(reason="the step does not run on an NVIDIA GPU")
 
 
 def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:

@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.probe.burst import (
-    Announce,
-    BatchShape,
-    make_traced_loader,
-    run_burst,
-    run_step_ceiling,
-    step_threads,
-)
+from autotune_loader.probe.burst import make_traced_loader, run_burst, run_step_ceiling, step_threads
 from autotune_loader.probe.canary import workers_repeat_each_other
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.run import Announce, BatchShape
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.traced import forget_open_batch
 from autotune_loader.probe.workload import DataSide, TrainingSide
@@ -73,15 +67,16 @@ class Bench:
     Args:
         data: gives the data side that workers inherit; the main process never fetches from it.
         private_data: gives a data side that the main process may fetch from, filled caches and open handles and all.
-        training: model and step; changed by training.
+        training: makes model, step and optimizer, as training would begin with them.
     """
 
     def __init__(
-        self, data: Callable[[], DataSide], private_data: Callable[[], DataSide], training: TrainingSide
+        self, data: Callable[[], DataSide], private_data: Callable[[], DataSide], training: Callable[[], TrainingSide]
     ) -> None:
         self._data = data
         self._private_data = private_data
-        self._training = training
+        self._fresh_training = training
+        self._training = training()
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
         self._batch: Any = None
@@ -145,11 +140,12 @@ class Bench:
 
         assert self._step is not None, "prepare() comes first"
         with step_threads(consumer_threads):
-            return measure_acceleration(kind, self._training, self._batch, self._step, plan)
+            return measure_acceleration(kind, self._fresh_training, self._batch, self._step, plan)
 
     def close(self) -> None:
         """Let go of model, optimizer and batch, and of the device memory that they took."""
         self._step, self._batch, self._training = None, None, TrainingSide()
+        self._fresh_training = TrainingSide
         if self._timeline is not None:
             self._timeline.release()
 

@@ -14,8 +14,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.meters.history import Fetch, History
-from autotune_loader.meters.trace import is_enough, summarise
+from autotune_loader.meters.history import Fetch
 from autotune_loader.prefetch import prefetched
-from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
+from autotune_loader.probe.device import Timeline
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.step import TrainingStep, tensors_in
+from autotune_loader.probe.run import Announce, DeviceRun, Run
+from autotune_loader.probe.step import TrainingStep
 from autotune_loader.probe.traced import (
     EndlessBatches,
     TracedCollate,
@@ -38,22 +37,12 @@ from autotune_loader.probe.traced import (
     forget_open_batch,
 )
 from autotune_loader.probe.workload import DataSide
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, FailurePhase, GpuUse, Measurement
+from autotune_loader.trial import MAIN_PROCESS, BurstPlan, Failure, FailurePhase, Measurement
 
 # Workers get this long to finish the batch they are on; then they are terminated. Torch alone waits 5 s for each in turn.
 SHUTDOWN_GRACE_S = 1.0
 # A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this.
 NEWS_OF_DEATH_S = 0.3
-# How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
-STOP_CHECK_S = 0.05
-# After a check that took t seconds the next one waits this many t, so that checking never costs more than 1 %.
-STOP_CHECK_COST = 100.0
-
-# A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
-KEPT_TRACES = 2048
-
-Announce = Callable[[FailurePhase], None]
-"""Told which phase begins, so that a parent can name it when the process hangs or dies."""
 
 
 def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int) -> DataLoader[Any]:
@@ -173,10 +162,10 @@ def _measure(
     if plan.pause_s:
         time.sleep(plan.pause_s)
     enter("first_batch")
-    run = _Run(plan, config.num_workers, started, enter)
+    run = Run(plan, config.num_workers, started, enter)
     if timeline is not None:
         lane = timeline.make_lane() if config.device_prefetch else None
-        run = _DeviceRun(plan, config.num_workers, started, enter, timeline, lane)
+        run = DeviceRun(plan, config.num_workers, started, timeline, lane, enter)
         if lane is not None:
             open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
     if not run.deliver(open_loader.iterator, step):
@@ -185,169 +174,6 @@ def _measure(
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
         pass
     return run.measurement()
-
-
-class _Run:
-    """The state of one running burst: the batches so far and when to stop."""
-
-    def __init__(
-        self,
-        plan: BurstPlan,
-        workers: int,
-        started: float,
-        enter: Announce,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._started = started
-        self._history = History()
-        self._shape: BatchShape | None = None
-        self._next_check = 0.0
-        self._enter = enter
-        self._clock = clock
-
-    def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
-        """Take one batch and train on it; False when the loader has ended."""
-        requested = time.monotonic()
-        try:
-            batch, fetch = next(iterator)
-        except StopIteration:
-            return False
-        received = time.monotonic()
-        if self._shape is None:
-            self._shape = BatchShape.of(batch)
-        try:
-            step.run(batch)
-        except Exception:
-            self._enter("step")
-            raise
-        self._history.note((fetch, requested, received, time.monotonic()))
-        return True
-
-    def knows_enough(self) -> bool:
-        now = self._clock()
-        if now < self._next_check or not self._settled():
-            return False
-        enough = is_enough(self._history, self._plan, workers=self._workers, started=self._started, now=now)
-        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
-        return enough
-
-    def _settled(self) -> bool:
-        """Whether there is anything to judge by."""
-        return len(self._history) > 0
-
-    def _gpu(self) -> GpuUse:
-        return GpuUse(reason="not measured")
-
-    def measurement(self) -> Measurement:
-        """What the run amounts to."""
-        traces, shape = self._history[:], self._shape or BatchShape()
-        summary = summarise(traces, workers=self._workers, started=self._started)
-        return Measurement(
-            samples_per_s=summary.samples_per_s,
-            samples=summary.samples,
-            window_s=summary.window_s,
-            batch_size=summary.batch_size,
-            first_batch_s=summary.first_batch_s,
-            wait_share=summary.wait_share,
-            service_s=summary.service_s,
-            service_cpu_s=summary.service_cpu_s,
-            receive_s=summary.receive_s,
-            step_s=summary.step_s,
-            batch_bytes=shape.bytes,
-            batch_tensors=shape.tensors,
-            gpu=self._gpu(),
-            traces=tuple(_worth_keeping(traces)),
-        )
-
-
-class _DeviceRun(_Run):
-    """A run whose step is done by a device that works behind the host."""
-
-    def __init__(
-        self,
-        plan: BurstPlan,
-        workers: int,
-        started: float,
-        enter: Announce,
-        timeline: Timeline,
-        lane: CopyLane | None = None,
-    ) -> None:
-        super().__init__(plan, workers, started, enter, timeline.now)
-        self._timeline = timeline
-        self._times = DeviceTimes(timeline)
-        self._lane = lane
-
-    def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
-        """Take one batch and hand it to the device; False when the loader has ended."""
-        timeline = self._timeline
-        requested = timeline.now()
-        try:
-            batch, fetch = next(iterator)
-        except StopIteration:
-            return False
-        received, before = timeline.now(), timeline.mark()
-        if self._shape is None:
-            self._shape = BatchShape.of(batch)
-        try:
-            on_device = step.move(batch)
-            copied = timeline.mark()
-            step.train(on_device)
-        except Exception:
-            self._enter("step")
-            raise
-        self._times.note(
-            Passage(
-                fetch=fetch,
-                requested=requested,
-                received=received,
-                before=before,
-                copied=copied,
-                done=timeline.mark(),
-                step_end=timeline.now(),
-            )
-        )
-        return True
-
-    def _settled(self) -> bool:
-        for trace in self._times.settled():
-            self._history.note(trace)
-        return super()._settled()
-
-    def _gpu(self) -> GpuUse:
-        return replace(
-            super()._gpu(), allocated_bytes=self._timeline.peak_bytes(), copy_s=self._times.copy_s(self._lane)
-        )
-
-    def measurement(self) -> Measurement:
-        """What the run amounts to, once the device has finished what it was given."""
-        self._timeline.synchronize()
-        self._settled()
-        return super().measurement()
-
-
-def _worth_keeping(traces: list[BatchTrace]) -> list[BatchTrace]:
-    """The start and the end of a long burst: enough to draw and to model, bounded for the pipe."""
-    return traces if len(traces) <= KEPT_TRACES else traces[: KEPT_TRACES // 8] + traces[-(KEPT_TRACES * 7 // 8) :]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How much one batch carries between processes."""
-
-    bytes: int = 0
-    tensors: int = 0
-    on_accelerator: bool = False
-
-    @classmethod
-    def of(cls, batch: Any) -> BatchShape:
-        tensors = list(tensors_in(batch))
-        return cls(
-            bytes=sum(tensor.nbytes for tensor in tensors),
-            tensors=len(tensors),
-            on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
-        )
 
 
 def run_step_ceiling(
@@ -366,7 +192,7 @@ def run_step_ceiling(
     try:
         if timeline is not None:
             timeline.open()
-        run = _Run(plan, 0, started, _nobody) if timeline is None else _DeviceRun(plan, 0, started, _nobody, timeline)
+        run = Run(plan, 0, started) if timeline is None else DeviceRun(plan, 0, started, timeline)
         cached = _again_and_again(step.move(batch), samples)
         with step_threads(consumer_threads):
             run.deliver(cached, step)
@@ -379,10 +205,6 @@ def run_step_ceiling(
     finally:
         if timeline is not None:
             timeline.release()
-
-
-def _nobody(phase: FailurePhase) -> None:
-    """Told of phases where nobody listens."""
 
 
 def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autotune_loader.probe.bench import Bench, Readiness
-    from autotune_loader.probe.burst import Announce
-    from autotune_loader.trial import Failure, FailurePhase
+    from autotune_loader.probe.run import Announce
+    from autotune_loader.probe.wire import Message, Request
+    from autotune_loader.trial import Acceleration, Failure, FailurePhase, Measurement
 
 # A data side larger than this is not copied for bursts that fetch in the main process: it shares the one workers inherit.
 PRIVATE_COPY_BYTES = 256 << 20
@@ -65,14 +66,25 @@ def _serve(connection: Connection) -> None:
     send(connection, Message(ready=readiness))
     while True:
         request = receive_request(connection)
-        if request.what == "burst":
-            outcome = bench.burst(request.config, request.plan, announce)
-        else:
-            outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
-        if isinstance(outcome, Failure):
-            send(connection, Message(failure=outcome))
-        else:
-            send(connection, Message(measurement=outcome))
+        send(connection, _answer(bench, request, announce))
+
+
+def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
+    from autotune_loader.probe.wire import Message
+    from autotune_loader.trial import Acceleration, Failure
+
+    outcome: Measurement | Acceleration | Failure
+    if request.what == "burst":
+        outcome = bench.burst(request.config, request.plan, announce)
+    elif request.what == "step_ceiling":
+        outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+    else:
+        assert request.acceleration is not None
+        announce("step")
+        outcome = bench.acceleration(request.acceleration, request.config.consumer_threads, request.plan)
+    if isinstance(outcome, Acceleration):
+        return Message(acceleration=outcome)
+    return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
 def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, Readiness | Failure]:
@@ -87,7 +99,7 @@ def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | Non
         shared = pickle.loads(data)
         small = len(data) <= PRIVATE_COPY_BYTES
         private = (lambda: pickle.loads(data)) if small else (lambda: shared)
-        bench = Bench(data=lambda: shared, private_data=private, training=pickle.loads(training))
+        bench = Bench(data=lambda: shared, private_data=private, training=lambda: pickle.loads(training))
     except Exception as error:
         return None, failure_of(error, "start")
     readiness = bench.prepare(announce)

@@ -25,6 +25,10 @@ from autotune_loader.meters.history import Fetch
 from autotune_loader.prefetch import CudaLane, Lane
 from autotune_loader.trial import BatchTrace
 
+# Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
+# steps that are still to be waited for when the burst is over; this many keep any device busy.
+MOST_AHEAD = 16
+
 
 class Timeline(Protocol):
     """A device that works behind the host. Times are seconds of the host's clock."""
@@ -40,6 +44,9 @@ class Timeline(Protocol):
 
     def passed(self, mark: Any) -> float | None:
         """When the device passed a mark; None while it has not."""
+
+    def wait(self, mark: Any) -> None:
+        """Wait until the device has passed a mark; what was given to it after that goes on."""
 
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
@@ -87,12 +94,15 @@ class CudaTimeline:
         self._zero_s = self.now()
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+        return torch.cuda.current_stream(self._device).record_event(_event())
 
     def passed(self, mark: Any) -> float | None:
         if not mark.query():
             return None
         return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3)
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -109,6 +119,11 @@ class CudaTimeline:
             torch.cuda.empty_cache()
 
 
+def _event() -> Any:
+    # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
+    return torch.cuda.Event(enable_timing=True, blocking=True)
+
+
 class _TimedLane(CudaLane):
     """Copies on a side stream, with events before and behind each."""
 
@@ -117,9 +132,9 @@ class _TimedLane(CudaLane):
         self._copies: list[tuple[Any, Any]] = []
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        before = self.stream.record_event(torch.cuda.Event(enable_timing=True))
+        before = self.stream.record_event(_event())
         sent = super().send(batch)
-        self._copies.append((before, self.stream.record_event(torch.cuda.Event(enable_timing=True))))
+        self._copies.append((before, self.stream.record_event(_event())))
         return sent
 
     def copies(self) -> list[tuple[Any, Any]]:
@@ -161,7 +176,10 @@ class DeviceTimes:
         self._copy_s: list[float] = []
 
     def note(self, passage: Passage) -> None:
+        """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
         self._on_the_way.append(passage)
+        if len(self._on_the_way) > MOST_AHEAD:
+            self._timeline.wait(self._on_the_way[-MOST_AHEAD].done)
 
     def settled(self) -> list[BatchTrace]:
         """The traces of batches that the device has done since this was last asked."""

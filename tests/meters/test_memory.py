@@ -173,7 +173,7 @@ child.kill()
     assert reading.memory.rss_bytes > 50_000_000
     assert reading.cpu_share is not None
     assert reading.cpu_share > 0.05
-    assert (reading.gpu.util, reading.gpu.reason) == (None, "no GPU is being watched")
+    assert (reading.gpu.util, reading.gpu.reason) == (None, "the step does not run on an NVIDIA GPU")
 
 
 def test_a_tree_that_dies_during_the_burst_keeps_what_was_seen() -> None:

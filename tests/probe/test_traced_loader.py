@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.probe.burst import BatchShape, make_traced_loader
+from autotune_loader.probe.burst import make_traced_loader
+from autotune_loader.probe.run import BatchShape
 from autotune_loader.probe.traced import forget_open_batch
 from autotune_loader.probe.workload import DataSide
 

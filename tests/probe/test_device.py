@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeLane, FakeStep, FakeTimeline, made_in_time
+from torch.utils.data import TensorDataset
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.meters.gpu import NO_GPU
+from autotune_loader.meters.memory import TreeReading
+from autotune_loader.prefetch import prefetched
+from autotune_loader.probe.bench import Bench, Readiness, gpus_of, warm_up
+from autotune_loader.probe.burst import run_burst, run_step_ceiling
+from autotune_loader.probe.device import timeline_of
+from autotune_loader.probe.failures import is_device_broken
+from autotune_loader.probe.run import DeviceRun
+from autotune_loader.probe.step import TrainingStep, build_step
+from autotune_loader.probe.workload import DataSide, TrainingSide
+from autotune_loader.testing import FakeClock
+from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement
+
+PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
+QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2)
+HOST_S = 0.001
+
+
+def measured(
+    *, fetch_s: float, step_s: float, copy_s: float = 0.0, ahead: int = 0, host_s: float = HOST_S
+) -> tuple[Measurement, FakeTimeline]:
+    """A run on a device that works behind the host, on a clock that moves only when told to."""
+    clock = FakeClock()
+    timeline = FakeTimeline(clock, clock.sleep, copy_s)
+    step: Any = FakeStep(timeline, step_s=step_s, copy_s=0.0 if ahead else copy_s, host_s=host_s)
+    lane = FakeLane(timeline) if ahead else None
+    timeline.open()
+    run = DeviceRun(PLAN, 0, clock(), timeline, lane)
+    batches: Iterator[Any] = made_in_time(clock, fetch_s)
+    batches = batches if lane is None else prefetched(batches, lane, ahead)
+    run.deliver(batches, step)
+    while not run.knows_enough():
+        run.deliver(batches, step)
+    return run.measurement(), timeline
+
+
+def test_a_host_that_runs_ahead_of_a_busy_device_shows_no_waiting() -> None:
+    # GIVEN batches that come faster than the device steps, and a host that hands steps over in a millisecond
+    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
+    # THEN the rate is the device's, and so are the step and the copy
+    assert found.samples_per_s.value == pytest.approx(4 / 0.012, rel=1e-3)
+    assert (found.step_s, found.receive_s) == (pytest.approx(0.010), pytest.approx(0.002))
+    assert found.gpu.copy_s == pytest.approx(0.002)
+    # THEN only the copy keeps the device from its step
+    assert found.wait_share == pytest.approx(0.002 / 0.012, rel=1e-3)
+
+
+def test_a_slow_loader_shows_as_waiting_of_the_device() -> None:
+    found, _ = measured(fetch_s=0.040, step_s=0.010)
+    assert found.samples_per_s.value == pytest.approx(4 / 0.040, rel=1e-3)
+    assert found.step_s == pytest.approx(0.010)
+    assert found.wait_share == pytest.approx(0.75, rel=0.01)
+
+
+def test_a_step_that_takes_the_host_longer_than_the_device_takes_the_hosts_time() -> None:
+    found, _ = measured(fetch_s=0.001, step_s=0.002, host_s=0.010)
+    assert found.step_s == pytest.approx(0.010)
+    assert found.samples_per_s.value == pytest.approx(4 / 0.010, rel=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_copies_ahead_of_the_step_are_hidden_behind_it(ahead: int) -> None:
+    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.006, ahead=ahead)
+    assert found.samples_per_s.value == pytest.approx(4 / 0.010, rel=0.01)
+    # THEN what a copy takes is known all the same
+    assert found.gpu.copy_s == pytest.approx(0.006)
+
+
+def test_copies_that_take_longer_than_the_step_bind() -> None:
+    found, _ = measured(fetch_s=0.002, step_s=0.005, copy_s=0.020, ahead=2)
+    assert found.samples_per_s.value == pytest.approx(4 / 0.020, rel=0.02)
+    assert (found.step_s, found.wait_share) == (pytest.approx(0.005), pytest.approx(0.75, rel=0.05))
+
+
+def test_the_device_is_waited_for_at_the_edges_of_the_window_only() -> None:
+    _, timeline = measured(fetch_s=0.002, step_s=0.010)
+    assert timeline.events == ["open", "synchronize"]
+
+
+def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
+    # GIVEN a device that takes 100 ms for what costs the host next to nothing, on a window of a second
+    found, timeline = measured(fetch_s=1e-4, step_s=0.1, host_s=1e-4)
+    # THEN little more is left to wait for than the window was long
+    assert timeline.busy_until < 1.0 + 2.0
+    assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
+
+
+def rows() -> DataSide:
+    return DataSide.from_dataset(TensorDataset(torch.arange(64.0)), batch_size=4)
+
+
+def step_of(train: Any) -> TrainingStep:
+    return TrainingStep(train, "a step", torch.device("cpu"))
+
+
+def test_a_burst_measures_on_the_device_and_lets_go_of_its_memory() -> None:
+    # GIVEN a device that takes 5 ms for a step and tells its peak
+    timeline = FakeTimeline()
+
+    def train(batch: Any) -> None:
+        timeline.launch(0.005)
+        timeline.peak = max(timeline.peak, 123)
+
+    # WHEN a burst runs with a worker and copies ahead
+    found = run_burst(rows(), step_of(train), LoaderConfig(num_workers=1, device_prefetch=2), QUICK, timeline=timeline)
+    # THEN
+    assert isinstance(found, Measurement)
+    assert found.step_s == pytest.approx(0.005, rel=0.3)
+    assert found.gpu.allocated_bytes == 123
+    assert timeline.events == ["open", "lane", "synchronize", "release"]
+
+
+def test_without_tuned_prefetch_no_lane_is_opened() -> None:
+    timeline = FakeTimeline()
+    run_burst(rows(), step_of(lambda batch: timeline.launch(0.001)), LoaderConfig(), QUICK, timeline=timeline)
+    assert "lane" not in timeline.events
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
+
+
+def test_a_step_that_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_the_next_burst_works() -> None:
+    # GIVEN a step that runs out of memory on its third batch
+    timeline, steps = FakeTimeline(), iter([None, None, out_of_memory])
+
+    def train(batch: Any) -> None:
+        timeline.launch(0.001)
+        trouble = next(steps, None)
+        if trouble:
+            trouble()
+
+    # WHEN two bursts run
+    first = run_burst(rows(), step_of(train), LoaderConfig(num_workers=1), QUICK, timeline=timeline)
+    second = run_burst(rows(), step_of(train), LoaderConfig(num_workers=1), QUICK, timeline=timeline)
+    # THEN the first says what to do, its memory was released, and the second is measured
+    assert isinstance(first, Failure)
+    assert (first.kind, first.phase) == ("device_memory", "step")
+    assert "smaller batch" in first.message
+    assert timeline.events[:3] == ["open", "release", "open"]
+    assert isinstance(second, Measurement)
+
+
+def test_a_copy_ahead_that_runs_out_of_device_memory_is_one_too() -> None:
+    timeline = FakeTimeline()
+    lane = FakeLane(timeline)
+    lane.send = out_of_memory  # type: ignore[method-assign]
+    timeline.make_lane = lambda: lane  # type: ignore[method-assign]
+    failure = run_burst(rows(), step_of(lambda batch: None), LoaderConfig(device_prefetch=1), QUICK, timeline=timeline)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "device_memory"
+    assert timeline.events[-1] == "release"
+
+
+def test_ctrl_c_releases_the_devices_memory_too() -> None:
+    timeline = FakeTimeline()
+
+    def interrupted(batch: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_burst(rows(), step_of(interrupted), LoaderConfig(), QUICK, timeline=timeline)
+    assert timeline.events == ["open", "release"]
+
+
+def test_the_ceilings_batch_lies_on_the_device_beforehand() -> None:
+    # GIVEN a device other than the host's
+    timeline, seen = FakeTimeline(), []
+
+    def train(batch: torch.Tensor) -> None:
+        seen.append(batch)
+        timeline.launch(0.002)
+
+    step = TrainingStep(train, "a step", torch.device("meta"))
+    # WHEN the ceiling is measured
+    found = run_step_ceiling(torch.ones(4), 4, step, None, QUICK, timeline)
+    # THEN every step had the very same tensor: it was copied once, outside the window
+    assert isinstance(found, Measurement)
+    assert {id(batch) for batch in seen} == {id(seen[0])}
+    assert seen[0].device.type == "meta"
+
+
+def test_a_ceiling_that_does_not_fit_the_device_is_a_failure_and_releases() -> None:
+    timeline = FakeTimeline()
+    failure = run_step_ceiling(torch.ones(4), 4, step_of(out_of_memory), None, QUICK, timeline)
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.phase, timeline.events[-1]) == ("device_memory", "step", "release")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [
+        ([5.0, 0.5, 0.2, 0.01, 0.01, 0.01], 5),  # compiled, compiled again, a graph recorded, settled
+        ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
+        ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
+        ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
+        ([0.1 * 2**-i for i in range(20)], 10),  # never settles
+    ],
+)
+def test_the_step_is_warmed_up_until_it_has_settled(seconds: list[float], steps: int) -> None:
+    # GIVEN steps that take so long, in turn
+    clock = FakeClock()
+    timeline, ran = FakeTimeline(clock, clock.sleep), []
+
+    def train(batch: Any) -> None:
+        timeline.launch(seconds[len(ran)])
+        ran.append(batch)
+
+    # WHEN warmed up THEN that many were run
+    warm_up(step_of(train), torch.ones(1), timeline)
+    assert len(ran) == steps
+
+
+def test_an_optimizer_with_a_state_follows_its_model_to_the_device() -> None:
+    # GIVEN a model that lies on a device, and its optimizer, whose state came from the host
+    model = torch.nn.Linear(2, 1, device="meta")
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.state[model.weight] = {name: torch.zeros(1, 2) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[model.weight]["step"] = torch.tensor(3.0)
+    # WHEN the step is built for that device
+    build_step(TrainingSide(model=model, optimizer=optimizer, device="meta"), torch.ones(1, 2))
+    # THEN the momenta are there; the step count, which torch keeps on the host, is not
+    (state, *_) = optimizer.state.values()
+    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
+
+
+def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
+    # GIVEN a warm bench
+    import gc
+    import weakref
+
+    model = torch.nn.Linear(1, 1)
+    watched = weakref.ref(model)
+    sides = [TrainingSide(model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())]
+    bench = Bench(rows, rows, sides.pop)
+    assert isinstance(bench.prepare(), Readiness)
+    # WHEN it is closed and the caller's own model is gone
+    bench.close()
+    del model
+    gc.collect()
+    # THEN nothing keeps a copy alive
+    assert watched() is None
+
+
+def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
+    broken = Failure(
+        kind="user_exception", phase="step", message="RuntimeError: CUDA error: device-side assert triggered"
+    )
+    full = Failure(
+        kind="device_memory", phase="step", message="OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    )
+    assert [is_device_broken(each) for each in (broken, full, None)] == [True, False, False]
+
+
+def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
+    # GIVEN a burst that knows its copies, and a meter that saw utilisation
+    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
+    found = replace(found, gpu=replace(found.gpu, allocated_bytes=7))
+    reading = TreeReading(
+        memory=None,
+        cpu_share=0.5,
+        foreign_cpu_share=0.1,
+        steal_share=0.02,
+        gpu=GpuUse(util=0.9, memory_bytes=99),
+    )
+    # WHEN they are put together THEN nothing is lost
+    whole = reading.added_to(found)
+    assert whole.gpu == GpuUse(util=0.9, memory_bytes=99, allocated_bytes=7, copy_s=found.gpu.copy_s)
+    assert (whole.cpu_share, whole.foreign_cpu_share, whole.steal_share) == (0.5, 0.1, 0.02)
+
+
+def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
+    bench = Bench(rows, rows, TrainingSide)
+    readiness = bench.prepare()
+    assert isinstance(readiness, Readiness)
+    assert (timeline_of(torch.device("cpu")), gpus_of(readiness), readiness.device_uuid) == (None, None, None)
+    assert GpuUse(reason="the step does not run on an NVIDIA GPU") == NO_GPU
