@@ -146,7 +146,7 @@ def test_pain_17_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -
 
 @pytest.mark.slow
 def test_pain_17_a_sharded_stream_may_have_more_workers() -> None:
-    result = quick(Stream(sharded=True), batch_size=4, max_workers=4, max_trials=4, budget=4)
+    result = quick(Stream(sharded=True), batch_size=4, max_workers=4, max_trials=4, budget=30)
 
     assert max(trial.config.num_workers for trial in result.trials) > 1
     assert not any("same samples" in warning for warning in result.warnings)
