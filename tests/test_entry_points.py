@@ -16,9 +16,11 @@ from autotune_loader import TuningResult
 
 # No `if __name__` guard, classes in the script itself, workers started by the method that the environment names.
 SCRIPT = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
 from torch.utils.data import DataLoader, Dataset
 from autotune_loader import tune
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 
 class Squares(Dataset):
     def __len__(self):

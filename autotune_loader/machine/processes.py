@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 # How long SIGKILL may take; only a process stuck in the kernel needs longer.
 _KILL_WAIT_S = 3.0
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +180,21 @@ def process_start(pid: int, proc: Path = PROC) -> str | None:
         return f"{psutil.Process(pid).create_time():.2f}"
     except psutil.Error:
         return None
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as its parent ends, however it ends; without effect outside Linux.
+
+    `prctl(PR_SET_PDEATHSIG, SIGKILL)`, prctl(2). Python's handlers would not run in a process that hangs.
+    """
+    if not HAS_PROC:
+        return
+    import ctypes
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
 
 
 def terminate_tree(pid: int, *, grace_s: float = 3.0) -> tuple[int, ...]:

@@ -25,12 +25,14 @@ class MemoryGuard:
     budget_bytes: int
     alarm: Callable[[], None]
     """Ends the burst; called once."""
+    held_bytes: int = 0
+    """What the tree held before anything was run; it comes on top of the budget."""
     is_raised: bool = field(default=False, init=False)
     _quiet_until: float = field(default=-math.inf, init=False)
 
     def check(self, now: float, rss_bytes: int, pss_bytes: Callable[[], int | None]) -> None:
         """Raise the alarm if it is time to; `pss_bytes` is only called on suspicion, and once a second at most."""
-        limit_bytes = GUARD_SHARE * self.budget_bytes
+        limit_bytes = self.held_bytes + GUARD_SHARE * self.budget_bytes
         if self.is_raised or rss_bytes <= limit_bytes or now < self._quiet_until:
             return
         used = pss_bytes()

@@ -7,13 +7,15 @@ that is possible, and every piece of global state that a DataLoader or a trainin
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import multiprocessing
 import os
 import random
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -22,26 +24,44 @@ from typing import Any
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import WorkloadError
 from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.processes import die_with_parent, tree_pss_bytes, tree_rss_bytes
 from autotune_loader.meters.memory import TreeMeter
-from autotune_loader.probe.bench import Bench, Readiness
+from autotune_loader.probe.bench import Bench, Readiness, gpus_of
 from autotune_loader.probe.copying import NotCopiedError, copied
+from autotune_loader.probe.failures import failure_of_memory_guard
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, Measurement
+
+log = logging.getLogger(__name__)
 
 # A data side larger than this is not copied: bursts without workers then use it as it is.
 MAX_COPY_BYTES = 256 << 20
 
 
 class InlineProbe:
-    """A `Probe` that runs every burst in this process, without a deadline: a hang here cannot be broken from outside."""
+    """A `Probe` that runs every burst in this process, without a deadline: a hang here cannot be broken from outside.
+
+    Args:
+        workload: what is run; it is copied as far as that is possible.
+        machine: limits of this machine.
+        memory_budget_bytes: a burst is stopped once this process and its workers take 90 % of it on top of what they
+            held before; None sets no limit.
+    """
 
     def __init__(self, workload: Workload, machine: Machine, *, memory_budget_bytes: int | None = None) -> None:
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
+        self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
+        self._readiness: Readiness | None = None
         self.notes: list[str] = []
-        data, training = self._copied_data(workload.data), self._copied_training(workload.training)
-        self._bench = Bench(data=lambda: data, private_data=lambda: self._copied_data(data), training=training)
+        data = self._copied_data(workload.data)
+        for_workers = replace(data, worker_init_fn=DyingWithParent(data.worker_init_fn))
+        self._bench = Bench(
+            data=lambda: for_workers,
+            private_data=lambda: self._copied_data(data),
+            training=lambda: self._copied_training(workload.training),
+        )
 
     def start(self) -> Readiness:
         """Warm the workload up.
@@ -53,34 +73,51 @@ class InlineProbe:
             outcome = self._bench.prepare()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
+        self._readiness = outcome
         return outcome
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        stop = _Stop()
         meter = TreeMeter(
             os.getpid(),
             usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
-            on_memory_limit=lambda: None,
+            memory_held_bytes=self._held_bytes,
+            on_memory_limit=stop.now,
+            gpus=gpus_of(self._readiness),
         )
-        with untouched_process_state(), meter:
-            outcome = self._bench.burst(config, plan)
+        outcome: Measurement | Failure | None = None
+        try:
+            with untouched_process_state(), meter:
+                outcome = self._bench.burst(config, plan)
+        except StoppedError:
+            log.debug("the burst was over when it was stopped")
+        if stop.was_asked or outcome is None:
+            return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
             return outcome
-        reading = meter.reading
-        return replace(
-            outcome,
-            memory=reading.memory,
-            cpu_share=reading.cpu_share,
-            foreign_cpu_share=reading.foreign_cpu_share,
-            gpu=reading.gpu,
-        )
+        return meter.reading.added_to(outcome)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_process_state():
             return self._bench.step_ceiling(consumer_threads, plan)
 
+    def acceleration(
+        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
+    ) -> Acceleration | Failure:
+        """Time the step with one change to it; compiling is left out, because here nothing could end it."""
+        if kind == "compile":
+            note = "compiling may take minutes, and inside this process nothing could end it; isolation='process' would work"
+            return Acceleration(kind=kind, name="torch.compile", note=note)
+        with untouched_process_state():
+            return self._bench.acceleration(kind, consumer_threads, plan)
+
     def close(self) -> None:
-        """End the server that the start method "forkserver" leaves running; workers were ended by their bursts."""
+        """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.
+
+        Workers were ended by their bursts.
+        """
+        self._bench.close()
         _stop_servers(except_for=self._servers_before)
 
     def _copied_data(self, data: DataSide) -> DataSide:
@@ -110,6 +147,49 @@ class InlineProbe:
             self.notes.append(note)
 
 
+class DyingWithParent:
+    """Runs in each new worker before the user's own `worker_init_fn`: it must not outlive this process, not even in a hang.
+
+    Torch's workers look for their parent every 5 s, and only between batches; a group of their own, as the probe process
+    has, they cannot have here: Ctrl-C on the terminal has to reach them.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        die_with_parent()
+        if self._inner is not None:
+            self._inner(worker)
+
+
+class StoppedError(RuntimeError):
+    """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
+
+
+class _Stop:
+    """Ends the burst that the thread which made it is running, from any other thread."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self._thread = threading.get_ident()
+        self._children_before = {child.pid for child in multiprocessing.active_children()}
+
+    def now(self) -> None:
+        """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
+        self.was_asked = True
+        workers = [child for child in multiprocessing.active_children() if child.pid not in self._children_before]
+        for worker in workers:
+            worker.kill()
+        if not workers:  # Python's only way to reach a thread that runs the user's code
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+
+
+def _held_bytes() -> int:
+    """Memory of this process and its children, before anything was run."""
+    return tree_pss_bytes(os.getpid()) or tree_rss_bytes(os.getpid()) or 0
+
+
 @contextlib.contextmanager
 def untouched_process_state() -> Iterator[None]:
     """Put back what loading and training change globally: random states, threads, modes, environment, signals, warnings."""
@@ -118,6 +198,7 @@ def untouched_process_state() -> Iterator[None]:
 
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
     sharing = torch.multiprocessing.get_sharing_strategy()
     cudnn = {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "enabled")}
@@ -132,6 +213,8 @@ def untouched_process_state() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if cuda_states is not None:
             torch.cuda.set_rng_state_all(cuda_states)
+        if cuda_device is not None:
+            torch.cuda.set_device(cuda_device)
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)

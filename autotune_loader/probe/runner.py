@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -30,10 +29,10 @@ from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.shm import remove_segments_of
 from autotune_loader.meters.memory import TreeMeter
 from autotune_loader.probe import wire
-from autotune_loader.probe.bench import Readiness
-from autotune_loader.probe.failures import failure_of_death
+from autotune_loader.probe.bench import Readiness, gpus_of
+from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
 from autotune_loader.probe.workload import Payload
-from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +84,20 @@ class ProcessProbe:
         return outcome.readiness
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        return self._run(wire.Request(what="burst", plan=plan, config=config))
+        return _rate(self._run(wire.Request(what="burst", plan=plan, config=config)))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         config = LoaderConfig(consumer_threads=consumer_threads)
-        return self._run(wire.Request(what="step_ceiling", plan=plan, config=config))
+        return _rate(self._run(wire.Request(what="step_ceiling", plan=plan, config=config)))
+
+    def acceleration(
+        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
+    ) -> Acceleration | Failure:
+        """Time the step with one change to it against the step as it is; the loader plays no part."""
+        config = LoaderConfig(consumer_threads=consumer_threads)
+        outcome = self._run(wire.Request(what="acceleration", plan=plan, config=config, acceleration=kind))
+        assert not isinstance(outcome, Measurement)
+        return outcome
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -111,7 +119,7 @@ class ProcessProbe:
         self.close()
         return failure
 
-    def _run(self, request: wire.Request) -> Measurement | Failure:
+    def _run(self, request: wire.Request) -> Measurement | Acceleration | Failure:
         child = self._started_child()
         if isinstance(child, Failure):
             return child
@@ -120,11 +128,11 @@ class ProcessProbe:
         except BaseException:
             self.close()  # Ctrl-C: no orphan may outlive it
             raise
-        if child.is_lost:
+        if child.is_lost or is_device_broken(outcome):
             self.close()
         return outcome
 
-    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Failure:
+    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Acceleration | Failure:
         over_budget = threading.Event()
 
         def on_memory_limit() -> None:
@@ -136,30 +144,20 @@ class ProcessProbe:
             usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
             on_memory_limit=on_memory_limit,
+            gpus=gpus_of(child.readiness),
         )
         with meter:
             outcome = child.ask(request)
         if over_budget.is_set():
-            return _over_budget(request, self._memory_budget_bytes)
-        if isinstance(outcome, Failure):
+            return failure_of_memory_guard(request.config, self._memory_budget_bytes)
+        if not isinstance(outcome, Measurement):
             return outcome
-        reading = meter.reading
-        return replace(
-            outcome,
-            memory=reading.memory,
-            cpu_share=reading.cpu_share,
-            foreign_cpu_share=reading.foreign_cpu_share,
-            gpu=reading.gpu,
-        )
+        return meter.reading.added_to(outcome)
 
 
-def _over_budget(request: wire.Request, budget: int | None) -> Failure:
-    return Failure(
-        kind="memory_guard",
-        phase="batches",
-        message=f"{request.config} took more than 90 % of the memory budget of {(budget or 0) / 2**20:.0f} MiB "
-        "and was stopped; use fewer workers or raise max_host_memory",
-    )
+def _rate(outcome: Measurement | Acceleration | Failure) -> Measurement | Failure:
+    assert not isinstance(outcome, Acceleration)
+    return outcome
 
 
 class _Child:
@@ -207,7 +205,7 @@ class _Child:
         self.readiness = message.ready
         return message.failure
 
-    def ask(self, request: wire.Request) -> Measurement | Failure:
+    def ask(self, request: wire.Request) -> Measurement | Acceleration | Failure:
         self._phase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
@@ -218,7 +216,7 @@ class _Child:
         message = self._answer(request.plan.deadline_s)
         if isinstance(message, Failure):
             return message
-        outcome = message.measurement or message.failure
+        outcome = message.measurement or message.acceleration or message.failure
         assert outcome is not None
         return outcome
 
