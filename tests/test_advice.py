@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from autotune_loader.advice import Evidence, advise, judge
+from autotune_loader.advice.acceleration import acceleration_sentence, measure_allowed
 from autotune_loader.config import LoaderConfig
 from autotune_loader.policy import TwinInputs, fit_twin
+from autotune_loader.result import Verdict
 from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, Measurement, Memory, Trial
+from autotune_loader.trial import MAIN_PROCESS, Acceleration, BatchTrace, BurstPlan, Failure, Measurement, Memory, Trial
 
 BEST = LoaderConfig(num_workers=4)
 
@@ -87,6 +90,112 @@ def test_advice_is_sentences_with_reasons(binding, found, words):
     for advice in advise(found, judge(found)):
         assert advice.action.endswith((".", ")."))
         assert advice.reason
+
+
+# What a change of the step brings
+
+
+def accelerated(**changes):
+    values = {
+        "kind": "amp",
+        "name": "autocast(bfloat16)",
+        "speedup": Interval(value=1.31, low=1.25, high=1.38, count=12),
+        "loss_difference": 0.002,
+        "loss_noise": 0.0,
+        "is_same_loss": True,
+        "warm_up_s": 0.4,
+        **changes,
+    }
+    return Acceleration(**values)
+
+
+class ChangingProbe:
+    """A probe that answers with what it is given, and remembers what it was asked."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.asked = []
+
+    def acceleration(self, kind, consumer_threads, plan):
+        self.asked.append((kind, consumer_threads, plan.deadline_s))
+        return self.answer
+
+
+STEP = Verdict(binding="step", sentence="The step binds.")
+
+
+def test_what_is_allowed_is_measured_where_the_step_binds_each_under_its_deadline():
+    probe = ChangingProbe(accelerated())
+    found = measure_allowed({"compile", "amp", "in_order"}, STEP, probe, 2, lambda: 100.0)
+    assert found == (probe.answer, probe.answer)
+    assert probe.asked == [("amp", 2, 60.0), ("compile", 2, 100.0)]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "probe", "seconds_left", "reason"),
+    [
+        (Verdict(binding="cpu", sentence=""), ChangingProbe(None), 60.0, "does not bind (the verdict is 'cpu')"),
+        (STEP, None, 60.0, "several ranks tune together"),
+        (STEP, ChangingProbe(None), 3.0, "3 s were left of the budget, and it takes at least 6 s"),
+    ],
+)
+def test_what_is_not_measured_says_why(verdict, probe, seconds_left, reason):
+    (found,) = measure_allowed({"amp"}, verdict, probe, None, lambda: seconds_left)
+    assert found.speedup is None
+    assert reason in acceleration_sentence(found)
+
+
+def test_a_change_that_fails_is_a_note():
+    failure = Failure(kind="user_exception", phase="step", message="InvalidCxxCompiler: No working C++ compiler\nmore")
+    (found,) = measure_allowed({"compile"}, STEP, ChangingProbe(failure), None, lambda: 60.0)
+    assert acceleration_sentence(found) == "torch.compile: it failed: InvalidCxxCompiler: No working C++ compiler"
+
+
+SENTENCES = [
+    ({}, "autocast(bfloat16): 1.31x (1.25x to 1.38x) the rate of the step alone, loss differs by 0.2 %"),
+    ({"loss_noise": 0.01}, "loss differs by 0.2 % (other random numbers: 1 %)"),
+    ({"loss_difference": 0.3, "is_same_loss": False}, "loss differs by 30 %, which is more than rounding explains"),
+    ({"loss_difference": math.inf, "is_same_loss": False}, "the loss is no number any more"),
+    ({"loss_difference": None, "is_same_loss": None}, "the step returns none"),
+    ({"warm_up_s": 12.4}, "the first steps took 12 s"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), SENTENCES)
+def test_what_a_change_brings_is_one_sentence(changes, words):
+    assert words in acceleration_sentence(accelerated(**changes))
+
+
+def test_a_change_that_is_faster_and_trains_the_same_is_advised_as_far_as_the_loader_keeps_up():
+    # GIVEN workers that fetch 20 % more than the step takes, and a step that autocast makes 31 % faster
+    found = evidence(measured(service_s=4 * 32 / 1200.0), ceiling=exactly(1020.0), accelerations=(accelerated(),))
+    # WHEN the user asks what to do
+    (advice, *_) = advise(found, judge(found))
+    # THEN it is autocast, and no more is promised than the workers deliver
+    assert advice.action == (
+        "Train in mixed precision: with torch.autocast(device_type, dtype=torch.bfloat16) around the forward pass and the loss."
+    )
+    assert "1.31x" in advice.reason
+    assert "then the loader binds" in advice.reason
+    assert advice.expected_gain == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_same_loss": False, "loss_difference": 0.3},
+        {"speedup": Interval(value=1.3, low=0.9, high=1.9, count=4)},
+        {"speedup": Interval(value=1.02, low=1.01, high=1.03, count=12)},
+    ],
+)
+def test_a_change_that_is_not_shown_to_help_is_not_advised(changes):
+    found = evidence(ceiling=exactly(1020.0), accelerations=(accelerated(**changes),))
+    assert advise(found, judge(found))[0].action.startswith("Leave the step as it is")
+
+
+def test_a_step_that_binds_points_to_what_may_be_allowed():
+    found = evidence(ceiling=exactly(1020.0))
+    assert "allow=('compile', 'amp')" in advise(found, judge(found))[0].reason
 
 
 def test_headroom_is_the_ceiling_over_the_rate():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune_loader.ceilings import MIN_BATCHES, Limit, cpu_limit
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Interval
-from autotune_loader.trial import FailureKind, Measurement, Trial
+from autotune_loader.trial import Acceleration, FailureKind, Measurement, Trial
 from autotune_loader.twin import Prediction, Twin
 
 # A slow tail is judged from at least so many batches.
@@ -35,6 +35,8 @@ class Evidence:
     twin: Twin | None = None
     cached_steps: Sequence[Measurement] = ()
     """The step on a cached batch, with any number of threads."""
+    accelerations: Sequence[Acceleration] = ()
+    """What allowed changes of the step would bring, where that was measured."""
 
     @property
     def period_s(self) -> float:
@@ -124,6 +126,16 @@ def startup_share(evidence: Evidence) -> float:
     epoch_s = evidence.epoch_batches * evidence.period_s
     starting_s = max(0.0, evidence.measurement.first_batch_s - evidence.measurement.service_s)
     return starting_s / (starting_s + epoch_s)
+
+
+def loaders_gain(evidence: Evidence) -> float | None:
+    """Relative gain that the workers could keep up with, by what they fetched in any burst; None without workers."""
+    rates = [
+        config.num_workers * burst.batch_size / burst.service_s
+        for config, burst in measured_trials(evidence)
+        if config.num_workers and burst.service_s > 0
+    ]
+    return max(rates) / evidence.rate.value - 1 if rates else None
 
 
 def stopped_by_memory(evidence: Evidence) -> list[Trial]:

@@ -6,9 +6,10 @@ ceiling. Where neither can be said, nothing is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autotune_loader.advice.acceleration import advise_on
 from autotune_loader.advice.evidence import (
     Evidence,
     collate_share,
@@ -16,6 +17,7 @@ from autotune_loader.advice.evidence import (
     cores_limit,
     cores_per_worker,
     hand_over_s,
+    loaders_gain,
     missed_gain,
     predicted,
     predicted_gain,
@@ -27,6 +29,7 @@ from autotune_loader.advice.evidence import (
 )
 from autotune_loader.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
 from autotune_loader.result import Advice, Verdict
+from autotune_loader.trial import Acceleration
 
 # A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
@@ -65,10 +68,25 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
-    yield Advice(
-        action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
-        reason=f"the loop waits for data only {evidence.measurement.wait_share:.0%} of the time",
-    )
+    waits = f"the loop waits for data only {evidence.measurement.wait_share:.0%} of the time"
+    measured = [each for each in evidence.accelerations if each.speedup is not None]
+    worth = [advice for each in measured if (advice := advise_on(each, loaders_gain(evidence))) is not None]
+    yield from worth
+    if measured and not worth:
+        yield Advice(
+            action=f"Leave the step as it is, or make the model smaller: {_names(measured)} would not gain enough.",
+            reason=waits,
+        )
+    elif not measured:
+        yield Advice(
+            action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
+            reason=waits
+            + ("" if evidence.accelerations else "; allow=('compile', 'amp') measures what these would bring"),
+        )
+
+
+def _names(found: Sequence[Acceleration]) -> str:
+    return " and ".join(each.name for each in found)
 
 
 def _on_cpu(evidence: Evidence) -> Iterator[Advice]:

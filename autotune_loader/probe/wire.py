@@ -16,7 +16,7 @@ import msgspec
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.probe.bench import Readiness
-from autotune_loader.trial import BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,11 @@ class Hello:
 class Request:
     """One thing to run."""
 
-    what: Literal["burst", "step_ceiling"]
+    what: Literal["burst", "step_ceiling", "acceleration"]
     plan: BurstPlan
     config: LoaderConfig
+    acceleration: AccelerationKind | None = None
+    """What to change in the step, where that is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Message:
     phase: FailurePhase | None = None
     ready: Readiness | None = None
     measurement: Measurement | None = None
+    acceleration: Acceleration | None = None
     failure: Failure | None = None
 
 
