@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader import policy
 from autotune_loader.advice import Evidence, advise, judge
+from autotune_loader.advice.acceleration import acceleration_sentence
+from autotune_loader.cache import Entry
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.probe.bench import Readiness
@@ -17,12 +20,14 @@ from autotune_loader.result import (
     Finals,
     Measured,
     Predicted,
+    Reused,
     Spent,
     Status,
     TuningResult,
     TwinBasis,
     Verdict,
 )
+from autotune_loader.reuse import Check
 from autotune_loader.search import Found
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
@@ -85,9 +90,67 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         fingerprint=setting.fingerprint,
         twin=_twin_basis(best, found, setting),
         tolerance=setting.tolerance,
+        accelerations=found.accelerations,
         study=found.study,
         parts=loader_parts(setting.workload),
     )
+
+
+def assemble_reused(
+    entry: Entry, seen: Check, setting: Setting, baseline: LoaderConfig, seconds: float, study: Any
+) -> TuningResult:
+    """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
+
+    Args:
+        entry: the earlier result.
+        seen: the check that it passed.
+        setting: workload, space and machine of now.
+        baseline: what the caller has now; the speed-up is over it.
+        seconds: wall seconds since the call.
+        study: the Optuna study of the earlier trials.
+    """
+    earlier, rate = entry.result, seen.rate()
+    assert rate is not None
+    measured = earlier.measured
+    if baseline != earlier.baseline:
+        now = seen.rate("partner") if seen.partner == baseline else rate
+        unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
+        speedup = seen.speedup if seen.partner == baseline else None
+        measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)
+    ratio = None if seen.speedup is None else seen.speedup.value
+    paired = "" if ratio is None else f", {ratio:.2f}x as fast as {seen.partner}"
+    reused = Reused(
+        tuned_at=entry.note.tuned_at,
+        samples_per_s=rate,
+        speedup=ratio,
+        rounds=len(seen.rounds),
+        seconds=earlier.spent.seconds,
+    )
+    summary = (
+        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
+        f"{rate:,.0f} samples/s{paired}.",
+        f"Use {earlier.best}: {_rate_words(measured.samples_per_s)}.",
+        _speedup_sentence(earlier.best, baseline, measured.speedup),
+        earlier.verdict.sentence,
+        f"Step: {setting.readiness.step}.",
+    )
+    return replace(
+        earlier,
+        baseline=baseline,
+        measured=measured,
+        summary=tuple(sentence for sentence in summary if sentence),
+        warnings=tuple(dict.fromkeys([*setting.notes, *earlier.warnings])),
+        spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
+        space_hash=setting.space.hash,
+        fingerprint=setting.fingerprint,
+        reused=reused,
+        study=study,
+        parts=loader_parts(setting.workload),
+    )
+
+
+def counted_rounds(count: int) -> str:
+    return f"{count} paired round" + ("" if count == 1 else "s")
 
 
 def _best(found: Found) -> LoaderConfig:
@@ -132,6 +195,7 @@ def _evidence(best: LoaderConfig, measurement: Measurement, rate: Interval, foun
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
         twin=policy.fit_twin(found.trials, found.inputs),
         cached_steps=tuple(found.ceilings.values()),
+        accelerations=found.accelerations,
     )
 
 
@@ -204,6 +268,7 @@ def _summary(
     sentences.append(
         f"Step: {setting.readiness.step}. Search ended because {found.stopped_because or 'it was asked to'}."
     )
+    sentences += [f"{acceleration_sentence(each)}." for each in found.accelerations]
     if status == "partial":
         sentences.insert(0, "Interrupted: this is the best found so far.")
     return tuple(sentence for sentence in sentences if sentence)

@@ -24,7 +24,7 @@ from autotune_loader.settings import Settings
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
 from autotune_loader.study import Ledger, journal_beside, role_of
-from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
+from autotune_loader.trial import Acceleration, BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
 
 if TYPE_CHECKING:
     import optuna
@@ -52,6 +52,9 @@ EXPLORE_EVERY = 4
 # A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
 TAKEN_PATIENCE_S = 15.0
 TAKEN_PAUSE_S = 0.05
+# Why a search ends that would have gone on with more of it.
+OUT_OF_BUDGET = "the rest of the budget is kept for the finals"
+OUT_OF_TRIALS = "max_trials={} were run"
 # The sampler may repeat itself; so many repeats in a row mean it has nothing new to say.
 MOST_REPEATS = 20
 
@@ -78,12 +81,19 @@ class Found:
     interrupted: bool = False
     bursts: int = 0
     stopped_because: str = ""
+    accelerations: tuple[Acceleration, ...] = ()
+    """What allowed changes of the step would bring, measured after the finals."""
 
     @property
     def ceiling(self) -> Interval | None:
         """Rate of the step on a cached batch with the best thread count: no loader can exceed it."""
         rates = [measured.samples_per_s for measured in self.ceilings.values()]
         return max(rates, key=lambda rate: rate.value, default=None)
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether more time or trials would have been used."""
+        return self.stopped_because == OUT_OF_BUDGET or self.stopped_because.startswith(OUT_OF_TRIALS.split("{")[0])
 
     def fastest(self) -> Trial | None:
         """The successful trial with the highest measured rate."""
@@ -106,6 +116,8 @@ class SearchRun:
         started: when the user's budget began, on that clock.
         listener: told what happens.
         name: of the Optuna study.
+        has_step: whether anything is done with a batch.
+        suggestions: tried right after the user's own configuration and torch's default, such as an earlier run's best.
     """
 
     def __init__(
@@ -123,6 +135,7 @@ class SearchRun:
         listener: Listener,
         name: str = "autotune",
         has_step: bool = True,
+        suggestions: Sequence[LoaderConfig] = (),
     ) -> None:
         self._probe = probe
         self._space = space
@@ -133,6 +146,7 @@ class SearchRun:
         self._started = started
         self._listener = listener
         self._has_step = has_step
+        self._suggestions = tuple(config for config in suggestions if space.veto(config) is None)
         self._repeats = 0
         self._passed_over: dict[LoaderConfig, float] = {}
         consumer_cores = float(min(default_threads, usable_cores)) if step_uses_cores else 1.0
@@ -223,7 +237,7 @@ class SearchRun:
         tried = {trial.config for trial in self.found.trials}
         first = [self._own_config] if self._own_config is not None else []
         scouts = policy.scouts(self._space, self._usable_cores) if self._settings.search == "auto" else ()
-        for config in dict.fromkeys([*first, LoaderConfig(), *scouts]):
+        for config in dict.fromkeys([*first, LoaderConfig(), *self._suggestions, *scouts]):
             if config not in tried:
                 yield config
         if self._settings.search == "auto":
@@ -330,9 +344,9 @@ class SearchRun:
 
     def _reason_to_stop(self) -> str:
         if self._settings.max_trials is not None and len(self.found.trials) >= self._settings.max_trials:
-            return f"max_trials={self._settings.max_trials} were run"
+            return OUT_OF_TRIALS.format(self._settings.max_trials)
         if self.seconds_left() < max(self._settings.budget_s * FINALS_SHARE, self._least_finals_s()):
-            return "the rest of the budget is kept for the finals"
+            return OUT_OF_BUDGET
         if self._repeats >= MOST_REPEATS:
             return "the sampler repeats itself"
         if self._settings.search == "auto" and self._at_ceiling():

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader import cache
+from autotune_loader.advice.acceleration import KINDS, StepProbe, measure_allowed
 from autotune_loader.arguments import make_workload
-from autotune_loader.assembly import Setting, assemble, loader_parts
+from autotune_loader.assembly import Setting, assemble, assemble_reused, loader_parts
 from autotune_loader.config import LoaderConfig
 from autotune_loader.distributed import Ranks, joined_ranks
 from autotune_loader.lockstep import (
@@ -31,10 +33,11 @@ from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.result import TuningResult
+from autotune_loader.reuse import check, study_of
 from autotune_loader.search import Found, SearchRun
 from autotune_loader.settings import Isolation, Search, Settings, parse_settings
 from autotune_loader.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
-from autotune_loader.trial import Trial
+from autotune_loader.trial import Acceleration, Probe, Trial
 
 if TYPE_CHECKING:
     import torch
@@ -107,14 +110,16 @@ def tune(
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
             "persistent_workers" (where the dataset knows its epoch), "multiprocessing_context", "sharing_strategy",
-            "drop_last".
+            "drop_last". "compile" and "amp" change nothing: where the step binds, they have torch.compile and autocast
+            timed against it, with a check that the losses stay the same.
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
         isolation: "process", "inline" (in this process, for debugging) or "auto".
         storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
         study_name: name of the study in the storage.
-        reuse: use a valid earlier result for the same machine and workload.
+        reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
+            it still holds; otherwise its best is tried early. False tunes anew; either way the result is kept for later.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 
@@ -176,7 +181,7 @@ def _tune_with(
     fingerprint = machine.fingerprint(dataset=_describe(workload.data.dataset))
     leads = ranks is None or ranks.leads
     progress = make_progress(settings.progress if leads else "off")
-    progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
+    progress.announce(f"starting the probe on {machine.usable_cores} usable cores{_gpu_notice(machine)}")
     memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
 
     def open_own() -> AbstractContextManager[OpenProbe]:
@@ -200,6 +205,13 @@ def _tune_with(
                 notes=(*notes, *opened.notes),
                 tolerance=settings.tolerance,
             )
+            memory = _Memory(setting, settings, progress, 1 if ranks is None else ranks.world_size)
+            earlier = memory.recall(probe, started)
+            if earlier is not None:
+                if settings.output is not None:
+                    earlier.save(settings.output)
+                return share(probe, earlier)
+            setting = memory.setting
             reporter = _Reporter(setting, settings, progress, started)
             search = SearchRun(
                 probe,
@@ -214,16 +226,84 @@ def _tune_with(
                 listener=reporter,
                 name=settings.study_name or _study_name(space, fingerprint),
                 has_step=workload.training.model is not None or workload.training.train_step is not None,
+                suggestions=memory.suggestions,
             )
             reporter.found = search.found
             search.run()
+            search.found.accelerations = _accelerations(
+                search, setting, settings, opened.probe if ranks is None else None
+            )
         result = assemble(search.found, setting, time.monotonic() - started, final=True)
         if settings.output is not None:
             result.save(settings.output)
         search.finish()
+        memory.keep(result, cut_short=search.found.was_cut_short)
         return share(probe, result)
     finally:
         progress.close()
+
+
+class _Memory:
+    """What was found earlier for the same workload on the same machine: recalled if it still holds, and kept for later."""
+
+    def __init__(self, setting: Setting, settings: Settings, progress: Progress, ranks: int) -> None:
+        step = setting.readiness.step
+        self._identity = cache.Identity.of(setting.workload, setting.fingerprint, settings, step=step, ranks=ranks)
+        self._folder = cache.cache_folder()
+        self._settings = settings
+        self._progress = progress
+        self._without_objection = setting.notes
+        self.setting = setting
+        """With a note on why the earlier result was not used, if there was one."""
+        self.suggestions: tuple[LoaderConfig, ...] = ()
+        """Configurations to try early."""
+
+    def recall(self, probe: Probe, started: float) -> TuningResult | None:
+        """The earlier result, checked; None where there is none, or none that holds."""
+        # A study that is kept on purpose is to be gone on with, not passed over.
+        if not self._settings.reuse or self._settings.storage is not None:
+            return None
+        entry = cache.find(self._identity, self._folder)
+        if entry is None:
+            return None
+        self.suggestions = (entry.result.best,)
+        if not entry.is_enough_for(self._settings):
+            log.info("the earlier result of %s had less time or fewer trials; tuning anew", entry.note.tuned_at)
+            return None
+        baseline = self.setting.workload.own_config or LoaderConfig()
+        self._progress.announce(f"checking the result of {entry.note.tuned_at}: {entry.result.best}")
+        seen = check(probe, entry, baseline, self.setting.space, self._settings.tolerance)
+        if seen.objection:
+            self._object(entry, seen.objection)
+            return None
+        study = study_of(entry.result, self.setting.space, self._settings, self.setting.readiness.default_threads)
+        return assemble_reused(entry, seen, self.setting, baseline, time.monotonic() - started, study)
+
+    def keep(self, result: TuningResult, *, cut_short: bool) -> None:
+        """Keep the result of a search for the next call."""
+        objections = set(self.setting.notes) - set(self._without_objection)
+        lasting = tuple(warning for warning in result.warnings if warning not in objections)
+        result = replace(result, warnings=lasting)
+        cache.keep(self._identity, result, self._settings, self._folder, cut_short=cut_short)
+
+    def _object(self, entry: cache.Entry, objection: str) -> None:
+        text = f"the result of {entry.note.tuned_at} ({entry.result.best}) was not reused: {objection}"
+        log.warning("%s; tuning anew", text)
+        self.setting = replace(self.setting, notes=(*self.setting.notes, text))
+
+
+def _accelerations(
+    search: SearchRun, setting: Setting, settings: Settings, probe: StepProbe | None
+) -> tuple[Acceleration, ...]:
+    """What allowed changes of the step would bring; Ctrl-C ends that, and keeps what the search found."""
+    if search.found.interrupted or not settings.allow & set(KINDS):
+        return ()
+    so_far = assemble(search.found, setting, 0.0, final=True)
+    try:
+        return measure_allowed(settings.allow, so_far.verdict, probe, so_far.best.consumer_threads, search.seconds_left)
+    except KeyboardInterrupt:
+        search.found.interrupted = True
+        return ()
 
 
 class _Reporter:
@@ -307,6 +387,11 @@ def _start_methods(workload: Workload, settings: Settings) -> tuple[str | None, 
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _gpu_notice(machine: Machine) -> str:
+    """Why there will be no figures of a GPU, said once; nothing where there will be."""
+    return "" if machine.gpu_reason is None else f"; no GPU is watched ({machine.gpu_reason})"
 
 
 def _describe(dataset: Any) -> str:

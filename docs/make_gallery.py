@@ -24,7 +24,7 @@ def main(budget: str) -> None:
     from autotune_loader.demo import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
 
     make_jpegs(cache_folder())
-    result = tune(JpegFolder(cache_folder()), SmallCnn(), batch_size=BATCH_SIZE, budget=budget)
+    result = tune(JpegFolder(cache_folder()), SmallCnn(), batch_size=BATCH_SIZE, budget=budget, reuse=False)
     for name in PICTURES:
         draw(result, name)
     sys.path.insert(0, str(DOCS.parent / "tests"))

@@ -93,7 +93,7 @@ def plain() -> Framework:
     own = DataLoader(dataset(), batch_size=BATCH, shuffle=True)
     return Framework(
         name="plain PyTorch",
-        tune=lambda: tune(own, Net(), budget=BUDGET_S, progress=False).best,
+        tune=lambda: tune(own, Net(), budget=BUDGET_S, reuse=False, progress=False).best,
         train=lambda config: loop(own if config is None else rebuild(own, config)),
     )
 
@@ -104,7 +104,7 @@ def torchdata() -> Framework:
     own = StatefulDataLoader(dataset(), batch_size=BATCH, shuffle=True)
     return Framework(
         name="torchdata",
-        tune=lambda: tune(own, Net(), budget=BUDGET_S, progress=False).best,
+        tune=lambda: tune(own, Net(), budget=BUDGET_S, reuse=False, progress=False).best,
         train=lambda config: loop(own if config is None else rebuild(own, config)),
     )
 
@@ -132,7 +132,12 @@ def lightning() -> Framework:
         trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **options)
         module, loader = Module(), DataLoader(dataset(), batch_size=BATCH, shuffle=True)
         data = tuned(
-            module, loader, config=config or (None if budget else LoaderConfig()), budget=budget or 1, progress=False
+            module,
+            loader,
+            config=config or (None if budget else LoaderConfig()),
+            budget=budget or 1,
+            reuse=False,
+            progress=False,
         )
         trainer.fit(module, datamodule=data)
         return module.net.times, data.result
@@ -164,7 +169,7 @@ def transformers() -> Framework:
 
     return Framework(
         name="HF Trainer",
-        tune=lambda: tune_trainer(trainer(None), budget=BUDGET_S, progress=False).best,
+        tune=lambda: tune_trainer(trainer(None), budget=BUDGET_S, reuse=False, progress=False).best,
         train=train,
     )
 
@@ -182,7 +187,9 @@ def accelerate() -> Framework:
         return loop(loader)
 
     def tuned() -> LoaderConfig:
-        return tune_before_prepare(Accelerator(cpu=True), own(), Net(), budget=BUDGET_S, progress=False)[1].best
+        return tune_before_prepare(Accelerator(cpu=True), own(), Net(), budget=BUDGET_S, reuse=False, progress=False)[
+            1
+        ].best
 
     return Framework(name="Accelerate", tune=tuned, train=train)
 
@@ -201,7 +208,7 @@ def datasets(iterable: bool) -> Framework:
         own = DataLoader(rows.with_transform(Delay()), batch_size=BATCH, shuffle=True)
     return Framework(
         name="HF datasets, " + ("iterable, 16 shards" if iterable else "map-style"),
-        tune=lambda: tune(own, Net(), budget=BUDGET_S, progress=False).best,
+        tune=lambda: tune(own, Net(), budget=BUDGET_S, reuse=False, progress=False).best,
         train=lambda config: loop(own if config is None else rebuild(own, config)),
     )
 

@@ -1,6 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test finds what another one, or the user, has tuned; also not in the processes that it starts."""
+    folder = tmp_path_factory.mktemp("autotune-cache")
+    monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

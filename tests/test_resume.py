@@ -58,7 +58,7 @@ def test_a_run_that_came_to_its_end_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "loader.json"
     first = quick(path)
 
-    second = quick(path)
+    second = quick(path, reuse=False)
 
     assert (first.status, second.status) == ("complete", "complete")
     assert first.trials[0].seconds != second.trials[0].seconds

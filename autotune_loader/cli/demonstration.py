@@ -30,7 +30,7 @@ def demo_command(output: str, budget: str) -> int:
     click.echo(
         f"The training job: JPEG files in {demo.cache_folder()}, decoded and augmented, and a small CNN.", err=True
     )
-    result = tuner.tune(**demo.demo_factory(), budget=budget, output=output, progress="on")
+    result = tuner.tune(**demo.demo_factory(), budget=budget, output=output, reuse=False, progress="on")
     click.echo(result.report())
     click.echo(f"\nWritten to {output}. Now a second process loads it and trains, as a training job would:\n")
     sys.stdout.flush()  # or the other process' lines would come first

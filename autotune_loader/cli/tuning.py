@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 @click.option("--isolation", type=click.Choice(ISOLATIONS), help="Where bursts run.  [default: auto]")
 @click.option("--storage", help="Keep the Optuna study: a journal file's path, or a database URL.")
 @click.option("--study-name", help="Name of the study in the storage.")
-@click.option("--no-reuse", is_flag=True, help="Tune anew even if a valid earlier result is there.")
+@click.option(
+    "--reuse/--no-reuse",
+    default=None,
+    help="Use an earlier result that a check of about 2 s confirms, or tune anew.  [default: --reuse]",
+)
 @click.option("--batch-size", type=int, help="Samples per batch, where the factory does not say.")
 @click.option("--device", help="Where the step runs, such as cpu or cuda:1.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="Print only the result on stdout, as loader.json has it.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def tune_command(factory: str, as_json: bool, quiet: bool, no_reuse: bool, **options: Any) -> int:
+def tune_command(factory: str, as_json: bool, quiet: bool, **options: Any) -> int:
     """Tune the workload that FACTORY makes.
 
     FACTORY is package.module:function or path/to/file.py:function. The function takes no arguments and returns a
@@ -61,7 +65,6 @@ def tune_command(factory: str, as_json: bool, quiet: bool, no_reuse: bool, **opt
     from autotune_loader.cli.factories import load_workload
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    given |= {"reuse": False} if no_reuse else {}
     with _stdout_kept_for_us(as_json):
         arguments = load_workload(factory) | given
         result = tuner.tune(**arguments, **_progress(arguments, quiet=quiet))

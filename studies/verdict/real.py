@@ -93,7 +93,14 @@ class Job:
         model = nn.Linear(32, 10) if self.step_s is None else nn.Identity()
         step = {} if self.step_s is None else {"train_step": AccelStep(self.step_s)}
         return tune(
-            self.dataset, model, batch_size=self.batch_size, budget=budget, progress=False, **step, **self.options
+            self.dataset,
+            model,
+            batch_size=self.batch_size,
+            budget=budget,
+            reuse=False,
+            progress=False,
+            **step,
+            **self.options,
         )
 
 

@@ -1,0 +1,283 @@
+"""Earlier results on disk: found by what was tuned and where, private, bounded, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from autotune_loader import cache, load_config
+from autotune_loader.cache import CACHE_VARIABLE, MOST_ENTRIES, Identity, cache_folder, find, keep
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import Fingerprint, inspect_machine
+from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
+from autotune_loader.result import Measured, TuningResult
+from autotune_loader.settings import Settings
+from autotune_loader.stats import Interval
+
+HERE = Fingerprint(usable_cores=4, dataset="rows[64]", gpus=("A100",))
+BEST = LoaderConfig(num_workers=3, prefetch_factor=4)
+RATE = Interval(value=800.0, low=780.0, high=820.0, count=9)
+
+
+def rows(length: int = 64) -> TensorDataset:
+    return TensorDataset(torch.zeros(length, 3))
+
+
+def identity(
+    length: int = 64,
+    batch_size: int = 8,
+    model: Any = None,
+    machine: Fingerprint = HERE,
+    step: str = "no model",
+    ranks: int = 1,
+    own: LoaderConfig | None = None,
+    collate_fn: Any = None,
+    loss_fn: Any = None,
+    **options: Any,
+) -> Identity:
+    data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=collate_fn)
+    workload = Workload(data=data, training=TrainingSide(model=model, loss_fn=loss_fn), own_config=own)
+    return Identity.of(workload, machine, Settings(**options), step=step, ranks=ranks)
+
+
+def a_result(**changes: Any) -> TuningResult:
+    best = TuningResult(
+        best=BEST,
+        status="complete",
+        baseline=LoaderConfig(),
+        measured=Measured(samples_per_s=RATE),
+        summary=("Use 3 workers.",),
+        fingerprint=HERE,
+    )
+    return replace(best, **changes)
+
+
+def kept(folder: Path, who: Identity | None = None, result: TuningResult | None = None, **settings: Any) -> Path:
+    """The file of an entry that was just kept."""
+    who = who or identity()
+    keep(who, result or a_result(), Settings(**settings), folder, cut_short=False)
+    return folder / f"{who.key}.json"
+
+
+def collate(samples: list[Any]) -> Any:
+    return samples
+
+
+def test_what_was_kept_is_found_by_the_same_identity(tmp_path: Path) -> None:
+    # GIVEN a complete result
+    kept(tmp_path / "new" / "cache")
+
+    # WHEN the same workload is tuned on the same machine again
+    entry = find(identity(), tmp_path / "new" / "cache")
+
+    # THEN it is there
+    assert entry is not None
+    assert entry.result == a_result()
+    assert entry.note.tuned_at.endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"length": 65},
+        {"batch_size": 16},
+        {"model": torch.nn.Linear(3, 2)},
+        {"machine": replace(HERE, usable_cores=8)},
+        {"machine": replace(HERE, gpus=("H100",))},
+        {"machine": replace(HERE, torch="2.6")},
+        {"step": "train_step(model, batch)"},
+        {"ranks": 2},
+        {"own": LoaderConfig(num_workers=1, multiprocessing_context="spawn")},
+        {"collate_fn": collate},
+        {"loss_fn": torch.nn.MSELoss()},
+        {"allow": frozenset({"in_order"})},
+        {"max_workers": 2},
+        {"max_host_memory_bytes": 1 << 30},
+        {"tolerance": 0.05},
+        {"search": "tpe"},
+    ],
+    ids=str,
+)
+def test_another_workload_machine_or_limit_is_another_identity(other: dict[str, Any]) -> None:
+    assert identity(**other).key != identity().key
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"budget_s": 5.0},
+        {"seed": 7},
+        {"output": "loader.json"},
+        {"own": LoaderConfig(num_workers=2)},
+        {"machine": replace(HERE, driver="570")},
+    ],
+    ids=str,
+)
+def test_what_does_not_change_the_answer_does_not_change_the_identity(other: dict[str, Any]) -> None:
+    assert identity(**other).key == identity().key
+
+
+def test_models_of_one_class_are_told_apart_by_their_size_and_callables_by_their_names() -> None:
+    assert identity(model=torch.nn.Linear(3, 2)).key != identity(model=torch.nn.Linear(3, 4)).key
+    assert identity(collate_fn=partial(collate)).key == identity(collate_fn=collate).key
+    assert identity(model=torch.nn.LazyLinear(2)).workload["parameters"] is None
+
+
+def test_entries_are_private(tmp_path: Path) -> None:
+    path = kept(tmp_path / "cache")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_entry_is_an_ordinary_loader_json(tmp_path: Path) -> None:
+    here = inspect_machine().fingerprint()
+    assert load_config(kept(tmp_path, result=a_result(fingerprint=here)), on_mismatch="raise") == BEST
+
+
+def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def to_link(path: Path) -> None:
+    other = path.with_suffix(".other")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:200]),
+    "empty": lambda path: path.write_bytes(b""),
+    "not text": lambda path: path.write_bytes(b"\xff" * 99),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "newer": rewritten(lambda content: content.update(schema_version="9.0")),
+    "partial": rewritten(lambda content: content.update(status="partial")),
+    "not measured": rewritten(lambda content: content.update(measured={})),
+    "no note": rewritten(lambda content: content.pop("cache")),
+    "foreign": rewritten(lambda content: content["cache"]["identity"]["workload"].update(batch_size=99)),
+    "other types": rewritten(lambda content: content.update(cache=[1, 2])),
+    "illegal": rewritten(lambda content: content["dataloader_kwargs"].update(num_workers=-1)),
+    "a link": to_link,
+    "a folder": to_folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_entry_that_cannot_be_used_is_ignored_with_a_line_in_the_log(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # GIVEN an entry that something has damaged, or that somebody has put there
+    path = kept(tmp_path)
+    DAMAGES[damage](path)
+
+    # WHEN it is looked up THEN there is none, and the log says why
+    with caplog.at_level(logging.WARNING):
+        assert find(identity(), tmp_path) is None
+    assert f"{path} is ignored" in caplog.text
+
+
+def test_an_entry_of_another_user_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept(tmp_path)
+    monkeypatch.setattr(cache.os, "geteuid", lambda: os.getuid() + 1)
+    assert find(identity(), tmp_path) is None
+    assert "another user" in caplog.text
+
+
+def test_where_nothing_was_kept_nothing_is_found_and_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert find(identity(), tmp_path / "missing") is None
+        assert find(identity(), None) is None
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("status", ["partial", "fallback"])
+def test_only_a_complete_result_is_kept(status: Any, tmp_path: Path) -> None:
+    kept(tmp_path, result=a_result(status=status))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    kept(tmp_path / "cache")
+    assert "not kept for reuse" in caplog.text
+
+
+def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    # GIVEN a full cache, whose oldest entry was used again, a file of somebody else, and one of a killed run
+    oldest = kept(tmp_path)
+    for number in range(MOST_ENTRIES):
+        path = tmp_path / f"{number:032x}.json"
+        path.write_text("{}")
+        os.utime(path, (1000 + number, 1000 + number))
+    os.utime(oldest, (1, 1))
+    find(identity(), tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    torn = tmp_path / ".0.json.1-aa.tmp"
+    torn.write_text("{")
+    os.utime(torn, (1, 1))
+
+    # WHEN another one is kept
+    newest = kept(tmp_path, identity(batch_size=4))
+
+    # THEN the two that were used the longest ago are gone, and the killed run's file; nothing else
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == MOST_ENTRIES + 1
+    assert {oldest.name, newest.name, "notes.txt"} <= left
+    assert not {f"{number:032x}.json" for number in (0, 1)} & left
+
+
+@pytest.mark.parametrize("off", ["", "0", "off", "OFF", "none", " no "])
+def test_the_variable_turns_the_cache_off(off: str) -> None:
+    assert cache_folder({CACHE_VARIABLE: off}) is None
+
+
+def test_the_variable_moves_the_cache_which_is_the_users_own_otherwise(tmp_path: Path) -> None:
+    assert cache_folder({CACHE_VARIABLE: str(tmp_path)}) == tmp_path / "results"
+    assert "autotune-loader" in str(cache_folder({}))
+
+
+@pytest.mark.parametrize(
+    ("cut_short", "had", "wants", "enough"),
+    [
+        (False, {"budget_s": 5.0}, {"budget_s": 60.0}, True),
+        (True, {"budget_s": 5.0}, {"budget_s": 60.0}, False),
+        (True, {"budget_s": 60.0}, {"budget_s": 60.0}, True),
+        (True, {"budget_s": 60.0, "max_trials": 3}, {"budget_s": 60.0}, False),
+        (True, {"budget_s": 60.0, "max_trials": 3}, {"budget_s": 60.0, "max_trials": 2}, True),
+        (True, {"budget_s": 60.0}, {"budget_s": 60.0, "max_trials": 2}, True),
+    ],
+)
+def test_a_search_that_was_cut_short_is_not_enough_for_a_caller_who_grants_more(
+    cut_short: bool, had: dict[str, Any], wants: dict[str, Any], enough: bool, tmp_path: Path
+) -> None:
+    keep(identity(), a_result(), Settings(**had), tmp_path, cut_short=cut_short)
+    entry = find(identity(), tmp_path)
+    assert entry is not None
+    assert entry.is_enough_for(Settings(**wants)) is enough
