@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from autotune_loader.meters.history import History
 from autotune_loader.stats import Interval, correlated_mean_interval, mean_interval, student_t_quantile
 from autotune_loader.trial import BatchTrace, BurstPlan
 
@@ -185,12 +186,17 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
     round_ = max(workers, 1)
     count = len(traces) - first
     stride = 1 if count <= MAX_POINTS else round_ * math.ceil(count / MAX_POINTS / round_)
-    ends = [trace.step_end for trace in traces[first - 1 :: stride]]
+    ends, sizes = _ends_and_sizes(traces, first, stride)
     seconds = [b - a for a, b in pairwise(ends)]
     # With strides of whole rounds the bursts of W no longer show.
     period = round_ if stride == 1 else 1
-    samples = _mean([trace.samples for trace in traces[first :: max(1, stride)]])
-    return _rate(correlated_mean_interval(seconds, period), samples * stride, count)
+    return _rate(correlated_mean_interval(seconds, period), _mean(sizes) * stride, count)
+
+
+def _ends_and_sizes(traces: Sequence[BatchTrace], first: int, stride: int) -> tuple[list[float], list[int]]:
+    if isinstance(traces, History):
+        return traces.step_ends(first - 1, stride), traces.samples(first, stride)
+    return [t.step_end for t in traces[first - 1 :: stride]], [t.samples for t in traces[first::stride]]
 
 
 def _made(traces: Sequence[BatchTrace], workers: int) -> Interval:

@@ -13,26 +13,34 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
+from autotune_loader.meters.history import Fetch
 from autotune_loader.trial import MAIN_PROCESS
 
-Fetch = tuple[int, float, float, float, float, int]
-"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples"""
 
-# When the batch that is being made in this process was begun: (wall seconds, CPU seconds). One batch at a time is made in
-# a process, so one slot is enough.
-_begun: list[tuple[float, float]] = []
+class _Process:
+    """What one process knows of the batch that it is making; one is made at a time, so one slot is enough.
+
+    Kept in one place and looked up once per batch: with the records as plain tuples, tracing stays near a microsecond,
+    which is what 1 % of a batch from memory leaves.
+    """
+
+    __slots__ = ("begun", "cpu_clock", "worker")
+
+    def __init__(self) -> None:
+        self.begun: tuple[float, float] | None = None
+        """Wall seconds and CPU seconds at the begin."""
+        self.worker = MAIN_PROCESS
+        # In the main process the training step's threads must not count; in a worker every thread works for the batch.
+        self.cpu_clock: Callable[[], float] = time.thread_time
+
+    def becomes(self, worker: int) -> None:
+        """A new worker, which must not inherit what a fork copied."""
+        self.begun, self.worker, self.cpu_clock = None, worker, time.process_time
 
 
-def _begin() -> None:
-    if not _begun:
-        _begun.append((time.monotonic(), _cpu_s()))
-
-
-def _cpu_s() -> float:
-    # In a worker every thread works for the batch; in the main process the training step's threads must not count.
-    return time.process_time() if get_worker_info() is not None else time.thread_time()
+_here = _Process()
 
 
 class TracedCollate:
@@ -44,12 +52,12 @@ class TracedCollate:
 
     def __call__(self, samples: Any) -> tuple[Any, Fetch]:
         fetch_end = time.monotonic()
-        start, cpu_start = _begun.pop() if _begun else (fetch_end, _cpu_s())
+        here = _here
+        start, cpu_start = here.begun or (fetch_end, here.cpu_clock())
+        here.begun = None
         count = len(samples) if self._batched else 1
         batch = self._collate_fn(samples)
-        info = get_worker_info()
-        worker = info.id if info is not None else MAIN_PROCESS
-        return batch, (worker, start, fetch_end, time.monotonic(), _cpu_s() - cpu_start, count)
+        return batch, (here.worker, start, fetch_end, time.monotonic(), here.cpu_clock() - cpu_start, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _loads, (_dumps((type(self), self._collate_fn, self._batched)),)
@@ -89,16 +97,22 @@ class TracedDataset(_Traced):
     would have run itself, so the cost of tracing is two clock readings per batch.
     """
 
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        # A failing look-up costs more than a clock reading, so it is not repeated for every batch.
+        object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
+
     def __getitem__(self, index: Any) -> Any:
-        _begin()
+        _here.begun = (time.monotonic(), _here.cpu_clock())
         return object.__getattribute__(self, "_inner")[index]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        _begin()
-        inner = object.__getattribute__(self, "_inner")
-        if getattr(inner, "__getitems__", None):
-            samples: list[Any] = inner.__getitems__(indices)
+        here = _here
+        here.begun = (time.monotonic(), here.cpu_clock())
+        if self._fetch_many:
+            samples: list[Any] = self._fetch_many(indices)
             return samples
+        inner = self._inner
         return [inner[index] for index in indices]
 
     def __len__(self) -> int:
@@ -109,20 +123,21 @@ class TracedIterable(_Traced, IterableDataset[Any]):
     """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
-        inner = object.__getattribute__(self, "_inner")
+        inner, here = object.__getattribute__(self, "_inner"), _here
         delivered = True
         while delivered:
             delivered = False
             samples = iter(inner)
             while True:
-                _begin()
+                if here.begun is None:
+                    here.begun = (time.monotonic(), here.cpu_clock())
                 try:
                     sample = next(samples)
                 except StopIteration:
                     break
                 delivered = True
                 yield sample
-        _begun.clear()
+        here.begun = None
 
 
 class EndlessBatches:
@@ -142,7 +157,7 @@ class EndlessBatches:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _begun.clear()
+    _here.begun = None
 
 
 class TracedWorkerInit:
@@ -152,7 +167,7 @@ class TracedWorkerInit:
         self._inner = inner
 
     def __call__(self, worker: int) -> None:
-        forget_open_batch()
+        _here.becomes(worker)
         if self._inner is not None:
             self._inner(worker)
 
