@@ -25,6 +25,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import MissingExtraError, TunerError
 from autotune_loader.machine.host import host_cpu
 from autotune_loader.machine.limits import affinity
+from autotune_loader.prefetch import move, prefetched_as_tuned
 
 try:
     from PIL import Image, ImageDraw
@@ -186,7 +187,8 @@ def train_one_epoch(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], model: 
     samples, start = 0, time.perf_counter()
     for pictures, labels in loader:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(pictures.to(device)), labels.to(device))
+        pictures, labels = move((pictures, labels), device)
+        loss = nn.functional.cross_entropy(model(pictures), labels)
         loss.backward()
         optimizer.step()
         samples += len(labels)
@@ -205,18 +207,18 @@ def compare_epochs(
     """
     for path in dataset.paths:
         path.read_bytes()
-    default = _epoch_rate(DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True), device)
+    default = _epoch_rate(DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True), dataset, device)
     with _process_settings_restored():
         config.apply()
         loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, **config.to_kwargs())
-        tuned = _epoch_rate(loader, device)
+        tuned = _epoch_rate(prefetched_as_tuned(loader, config, device), dataset, device)
     return default, tuned
 
 
-def _epoch_rate(loader: DataLoader[Any], device: torch.device | str) -> float:
+def _epoch_rate(loader: Iterable[Any], dataset: JpegFolder, device: torch.device | str) -> float:
     torch.manual_seed(0)
     model = SmallCnn().to(device)
-    few = Subset(loader.dataset, range(min(WARM_UP_BATCHES * BATCH_SIZE, len(loader.dataset))))  # type: ignore[arg-type]
+    few = Subset(dataset, range(min(WARM_UP_BATCHES * BATCH_SIZE, len(dataset))))
     train_one_epoch(DataLoader(few, batch_size=BATCH_SIZE), model)
     return train_one_epoch(loader, model)
 

@@ -13,10 +13,13 @@ import dataclasses
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from autotune_loader.config import LoaderConfig
+
+
+_Loader = TypeVar("_Loader", bound=Iterable[Any])
 
 
 class DevicePrefetcher:
@@ -62,7 +65,7 @@ class DevicePrefetcher:
         return prefetched(self.loader, self._lane, self.depth)
 
 
-def prefetched_as_tuned(loader: Iterable[Any], config: LoaderConfig, device: Any) -> Iterable[Any]:
+def prefetched_as_tuned(loader: _Loader, config: LoaderConfig, device: Any) -> _Loader | DevicePrefetcher:
     """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
     import torch
 

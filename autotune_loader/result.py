@@ -14,14 +14,15 @@ import warnings as python_warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError, MachineMismatchError
 from autotune_loader.lookup import find_loader_file
 from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
+from autotune_loader.prefetch import DevicePrefetcher, prefetched_as_tuned
 from autotune_loader.stats import Interval
-from autotune_loader.trial import Trial
+from autotune_loader.trial import Acceleration, Trial
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class LoaderFile:
     warnings: tuple[str, ...] = ()
     verdict: Verdict | None = None
     advice: tuple[Advice, ...] = ()
+    accelerations: tuple[Acceleration, ...] = ()
+    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     measured: Measured = field(default_factory=Measured)
     predicted: Predicted = field(default_factory=Predicted)
     budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
@@ -212,6 +215,8 @@ class TuningResult:
         default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
     )
     advice: tuple[Advice, ...] = ()
+    accelerations: tuple[Acceleration, ...] = ()
+    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     summary: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     finals: Finals = field(default_factory=Finals)
@@ -238,11 +243,17 @@ class TuningResult:
         """Samples/s of the training step on a cached batch: no loader can exceed it."""
         return self.measured.ceiling_samples_per_s
 
-    def make_loader(self, dataset: Any, **kwargs: Any) -> DataLoader[Any]:
+    @overload
+    def make_loader(self, dataset: Any, *, device: None = None, **kwargs: Any) -> DataLoader[Any]: ...
+    @overload
+    def make_loader(self, dataset: Any, *, device: Any, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher: ...
+    def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher:
         """A DataLoader over `dataset` with the best configuration.
 
         Args:
             dataset: any dataset that DataLoader takes.
+            device: where the step runs. On CUDA, and where copying ahead was found to pay, the loader comes inside a
+                `DevicePrefetcher`, whose batches lie on the device already; without it, plain.
             **kwargs: further DataLoader arguments, such as `shuffle=True`; they win over the tuned ones. Without
                 `batch_size`, the batch size that was tuned with.
         """
@@ -256,7 +267,8 @@ class TuningResult:
             arguments["batch_size"] = self.batch_size.value
         if arguments.get("batch_sampler") is not None or arguments.get("batch_size", 1) is None:
             arguments.pop("drop_last", None)
-        return DataLoader(dataset, **arguments)
+        loader: DataLoader[Any] = DataLoader(dataset, **arguments)
+        return loader if device is None else prefetched_as_tuned(loader, self.best, device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it."""
@@ -282,6 +294,7 @@ class TuningResult:
             warnings=self.warnings,
             verdict=self.verdict,
             advice=self.advice,
+            accelerations=self.accelerations,
             measured=self.measured,
             predicted=self.predicted,
             budget=self.spent,
@@ -307,6 +320,7 @@ class TuningResult:
             predicted=file.predicted,
             verdict=file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict."),
             advice=file.advice,
+            accelerations=file.accelerations,
             summary=file.summary,
             warnings=file.warnings,
             finals=file.finals,

@@ -13,7 +13,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.prefetch import DevicePrefetcher, move, prefetched
+from autotune_loader.config import LoaderConfig
+from autotune_loader.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -182,6 +183,20 @@ def test_a_depth_of_another_type_is_refused(depth: Any) -> None:
 def test_cuda_without_cuda_is_refused_at_once() -> None:
     with pytest.raises(RuntimeError, match=r"device='cuda' needs CUDA"):
         DevicePrefetcher([], "cuda")
+
+
+@pytest.mark.parametrize(("depth", "device"), [(0, "cpu"), (2, "cpu"), (0, "cuda")])
+def test_without_tuned_prefetch_or_off_cuda_a_loader_stays_itself(depth: int, device: str) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
+
+
+@pytest.mark.gpu
+def test_a_tuned_depth_is_applied_on_cuda() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    ahead = prefetched_as_tuned(loader, LoaderConfig(device_prefetch=2), "cuda")
+    assert isinstance(ahead, DevicePrefetcher)
+    assert (ahead.depth, [int(x) for (x,) in ahead]) == (2, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,17 @@ def test_the_result_makes_loaders_and_its_file_gives_the_same_configuration(tmp_
     assert (written.best, written.status, len(written.trials)) == (result.best, "complete", len(result.trials))
 
 
+@pytest.mark.skipif(inspect_machine().gpu_reason is None, reason="needs a machine without a driver")
+def test_a_machine_without_a_driver_says_so_once_and_has_no_gpu_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    result = quick(Rows(), torch.nn.Linear(3, 2), batch_size=8, progress=True)
+
+    assert capsys.readouterr().err.count("no GPU is watched (") == 1
+    assert not any("GPU" in warning for warning in result.warnings)
+    measured = result.measured
+    assert (measured.gpu_util, measured.gpu_memory_bytes) == (None, None)
+    assert measured.gpu_util_reason == "the step does not run on an NVIDIA GPU"
+
+
 def test_pain_39_the_file_is_rewritten_after_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loader.json"
     seen: list[tuple[str, int]] = []

@@ -21,14 +21,16 @@ class TrainingStep:
     description: str
     """What is done with a batch, in words: the inference is never silent."""
     device: torch.device
+    moves: bool = True
+    """Whether batches are brought to the device; without a model on a CPU they stay where the dataset put them."""
 
     def move(self, batch: Any) -> Any:
         """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
-        return move(batch, self.device)
+        return move(batch, self.device) if self.moves else batch
 
     def run(self, batch: Any) -> None:
         """Take a batch as the loader delivers it, move it to the device and train on it."""
-        self.train(move(batch, self.device))
+        self.train(move(batch, self.device) if self.moves else batch)
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
@@ -43,8 +45,9 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     """
     device = torch.device(side.device)
     if side.model is None and side.train_step is None:
-        alone = "no model: the loader alone" + ("" if device.type == "cpu" else f", with the copy to {device}")
-        return TrainingStep(lambda batch: None, alone, device)
+        moves = device.type != "cpu"
+        alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")
+        return TrainingStep(lambda batch: None, alone, device, moves)
     model = side.model
     if isinstance(model, torch.nn.Module):
         model.to(device).train()

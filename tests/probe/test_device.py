@@ -17,6 +17,7 @@ from autotune_loader.probe.bench import Bench, Readiness, gpus_of, warm_up
 from autotune_loader.probe.burst import run_burst, run_step_ceiling
 from autotune_loader.probe.device import timeline_of
 from autotune_loader.probe.failures import is_device_broken
+from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.run import DeviceRun
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.workload import DataSide, TrainingSide
@@ -287,3 +288,12 @@ def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     assert isinstance(readiness, Readiness)
     assert (timeline_of(torch.device("cpu")), gpus_of(readiness), readiness.device_uuid) == (None, None, None)
     assert GpuUse(reason="the step does not run on an NVIDIA GPU") == NO_GPU
+
+
+def test_a_model_that_is_on_a_device_already_is_told_what_its_copy_costs() -> None:
+    # GIVEN a model of 4 MiB on a device, and one on the host
+    there, here = torch.nn.Linear(1024, 1024, bias=False, device="meta"), torch.nn.Linear(2, 2)
+    # THEN only the first is worth a note
+    (note,) = model_on_device_notes(TrainingSide(model=there))
+    assert note.startswith("the model is on meta already (4 MiB): while tuning a copy of it is there too")
+    assert model_on_device_notes(TrainingSide(model=here)) == model_on_device_notes(TrainingSide()) == []
