@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader import cache
-from autotune_loader.advice.acceleration import KINDS, StepProbe, measure_allowed
+from autotune_loader.advice.acceleration import KINDS, StepProbe, budget_of_search, measure_allowed
 from autotune_loader.arguments import make_workload
 from autotune_loader.assembly import Setting, assemble, assemble_reused, loader_parts
 from autotune_loader.config import LoaderConfig
@@ -216,7 +216,7 @@ def _tune_with(
             search = SearchRun(
                 probe,
                 space,
-                settings,
+                replace(settings, budget_s=budget_of_search(settings.budget_s, settings.allow)),
                 own_config=workload.own_config,
                 usable_cores=machine.usable_cores,
                 default_threads=opened.readiness.default_threads,
@@ -231,7 +231,7 @@ def _tune_with(
             reporter.found = search.found
             search.run()
             search.found.accelerations = _accelerations(
-                search, setting, settings, opened.probe if ranks is None else None
+                search.found, setting, settings, opened.probe if ranks is None else None, started
             )
         result = assemble(search.found, setting, time.monotonic() - started, final=True)
         if settings.output is not None:
@@ -293,16 +293,20 @@ class _Memory:
 
 
 def _accelerations(
-    search: SearchRun, setting: Setting, settings: Settings, probe: StepProbe | None
+    found: Found, setting: Setting, settings: Settings, probe: StepProbe | None, started: float
 ) -> tuple[Acceleration, ...]:
     """What allowed changes of the step would bring; Ctrl-C ends that, and keeps what the search found."""
-    if search.found.interrupted or not settings.allow & set(KINDS):
+    if found.interrupted or not settings.allow & set(KINDS):
         return ()
-    so_far = assemble(search.found, setting, 0.0, final=True)
+    so_far = assemble(found, setting, 0.0, final=True)
+
+    def seconds_left() -> float:
+        return settings.budget_s - (time.monotonic() - started)
+
     try:
-        return measure_allowed(settings.allow, so_far.verdict, probe, so_far.best.consumer_threads, search.seconds_left)
+        return measure_allowed(settings.allow, so_far.verdict, probe, so_far.best.consumer_threads, seconds_left)
     except KeyboardInterrupt:
-        search.found.interrupted = True
+        found.interrupted = True
         return ()
 
 

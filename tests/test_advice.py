@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune_loader.advice import Evidence, advise, judge
-from autotune_loader.advice.acceleration import acceleration_sentence, measure_allowed
+from autotune_loader.advice.acceleration import acceleration_sentence, budget_of_search, measure_allowed
 from autotune_loader.config import LoaderConfig
 from autotune_loader.policy import TwinInputs, fit_twin
 from autotune_loader.result import Verdict
@@ -136,13 +136,19 @@ def test_what_is_allowed_is_measured_where_the_step_binds_each_under_its_deadlin
     [
         (Verdict(binding="cpu", sentence=""), ChangingProbe(None), 60.0, "does not bind (the verdict is 'cpu')"),
         (STEP, None, 60.0, "several ranks tune together"),
-        (STEP, ChangingProbe(None), 3.0, "3 s were left of the budget, and it takes at least 6 s"),
+        (STEP, ChangingProbe(None), 3.0, "3 s were left of the budget, and it takes at least 4 s"),
     ],
 )
 def test_what_is_not_measured_says_why(verdict, probe, seconds_left, reason):
     (found,) = measure_allowed({"amp"}, verdict, probe, None, lambda: seconds_left)
     assert found.speedup is None
     assert reason in acceleration_sentence(found)
+
+
+def test_the_search_leaves_time_for_what_is_allowed():
+    assert budget_of_search(60.0, {"in_order"}) == 60.0
+    assert budget_of_search(60.0, {"amp"}) == 52.0
+    assert budget_of_search(10.0, {"amp", "compile"}) == 6.0
 
 
 def test_a_change_that_fails_is_a_note():

@@ -19,10 +19,18 @@ NAMES: dict[AccelerationKind, str] = {"amp": "autocast", "compile": "torch.compi
 ROUNDS_S = 4.0
 DEADLINE_S: dict[AccelerationKind, float] = {"amp": 60.0, "compile": 180.0}
 # With less than this left of the budget it is not begun: two models to warm up, and for torch.compile a compiler to load.
-LEAST_S: dict[AccelerationKind, float] = {"amp": 6.0, "compile": 20.0}
+LEAST_S: dict[AccelerationKind, float] = {"amp": 4.0, "compile": 15.0}
+# So much of the budget the search leaves for each, and no more than this share of it for both.
+KEPT_S: dict[AccelerationKind, float] = {"amp": 8.0, "compile": 25.0}
+KEPT_SHARE = 0.4
 # A gain below this is not worth changing the training for.
 WORTH_CHANGING = 0.05
-# Where the step binds only just, a step this much faster leaves the loader behind: then the loader's own rate bounds the gain.
+
+
+def budget_of_search(budget_s: float, allow: Collection[str]) -> float:
+    """Seconds of the budget that the search may use, where what is allowed wants a part of it."""
+    wanted = sum(KEPT_S[kind] for kind in KINDS if kind in allow)
+    return budget_s - min(wanted, KEPT_SHARE * budget_s)
 
 
 class StepProbe(Protocol):

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autotune_loader.advice.acceleration import acceleration_sentence
 from autotune_loader.config import LoaderConfig
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
@@ -153,6 +154,7 @@ def _facts(result: TuningResult) -> list[str]:
         )
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
+    facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
     spent = result.spent
     if spent.bursts:
         facts.append(f"Spent: {seconds_text(spent.seconds)} on {counted(spent.bursts, 'burst')}.")
