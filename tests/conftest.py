@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test finds what another one, or the user, has tuned; also not in the processes that it starts."""
     folder = tmp_path_factory.mktemp("autotune-cache")
-    monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
+        patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
+        yield folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
