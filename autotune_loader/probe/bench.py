@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.probe.burst import make_traced_loader, run_burst, run_step_ceiling, step_threads
-from autotune_loader.probe.canary import workers_repeat_each_other
+from autotune_loader.probe.canary import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.run import Announce, BatchShape
@@ -49,6 +49,8 @@ class Readiness:
     first_fetch_cpu_s: float
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
+    same_in_workers: bool = True
+    """Whether workers read the samples that a process alone reads; False where they share an open file, say."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
     device_uuid: str | None = None
@@ -89,7 +91,8 @@ class Bench:
         phase: FailurePhase = "first_batch"
         try:
             announce(phase)
-            loader = make_traced_loader(self._private_data(), LoaderConfig(), seed=0)
+            private = self._private_data()
+            loader = make_traced_loader(private, LoaderConfig(), seed=0)
             begun = time.monotonic()
             self._batch, fetch = next(iter(loader))
             self._samples = fetch[5]
@@ -109,6 +112,8 @@ class Bench:
         shape = BatchShape.of(self._batch)
         data = self._data()
         repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, first_fetch_s)
+        sample_s = first_fetch_s / max(self._samples, 1)
+        differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
         return Readiness(
             step=self._step.description,
             samples=self._samples,
@@ -118,6 +123,7 @@ class Bench:
             first_fetch_s=first_fetch_s,
             first_fetch_cpu_s=fetch[4],
             shardable=not repeats,
+            same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(self._step.device),
         )

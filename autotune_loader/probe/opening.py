@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from autotune_loader.machine.facts import Machine
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
-from autotune_loader.probe.workload import Payload, PayloadTooLargeError, UnpicklableError, Workload
+from autotune_loader.probe.workload import Payload, PayloadTooLargeError, TrainingSide, UnpicklableError, Workload
 from autotune_loader.settings import Isolation
 
 # A workload larger than this share of the available memory would be copied more often than is polite.
@@ -20,6 +22,12 @@ LARGEST_PAYLOAD_BYTES = 4 << 30
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id"
+)
+
+OTHER_SAMPLES = (
+    "{dataset}: two workers read other samples than one process does, at the same indices. Most often they share a file or "
+    "database handle that was opened before they were started (open(), h5py, LMDB), and training gets wrong data without a "
+    "word; open it on first use in each worker, or in worker_init_fn"
 )
 
 
@@ -62,6 +70,8 @@ def open_probe(
             notes = [*notes, *probe.notes]
         if not readiness.shardable:
             notes = [*notes, REPEATED_SAMPLES]
+        if not readiness.same_in_workers:
+            notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
         yield OpenProbe(probe=probe, readiness=readiness, notes=notes)
     finally:
         probe.close()
@@ -75,7 +85,8 @@ def _make_probe(
     start_deadline_s: float,
 ) -> tuple[ProcessProbe | InlineProbe, list[str]]:
     if isolation == "inline":
-        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), []
+        notes = model_on_device_notes(workload.training)
+        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), notes
     try:
         payload = Payload.of(workload, _largest_payload(machine))
     except (UnpicklableError, PayloadTooLargeError) as error:
@@ -86,7 +97,21 @@ def _make_probe(
         note = f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
         return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), [note]
     probe = ProcessProbe(payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
-    return probe, []
+    return probe, model_on_device_notes(workload.training)
+
+
+def model_on_device_notes(training: TrainingSide) -> list[str]:
+    """What a model that lies on a device already costs: tuning trains a copy, which takes as much memory there again."""
+    held: dict[str, int] = {}
+    if isinstance(training.model, torch.nn.Module):
+        for tensor in (*training.model.parameters(), *training.model.buffers()):
+            if tensor.device.type != "cpu":
+                held[str(tensor.device)] = held.get(str(tensor.device), 0) + tensor.nbytes
+    return [
+        f"the model is on {device} already ({size / 2**20:.0f} MiB): while tuning a copy of it is there too, with "
+        "gradients of its own, sent through host memory; tune() before moving it where that is too much"
+        for device, size in held.items()
+    ]
 
 
 def _largest_payload(machine: Machine) -> int:

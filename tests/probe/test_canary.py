@@ -1,0 +1,162 @@
+"""The canaries: do workers read what they should? On real workers; every dataset here is tiny."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, SequentialSampler, get_worker_info
+
+from autotune_loader import tune
+from autotune_loader.probe import canary
+from autotune_loader.probe.canary import digest, workers_read_otherwise
+from autotune_loader.probe.workload import DataSide
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+RECORD_BYTES = 8
+SAMPLE_S = 0.002
+
+
+class Records(Dataset[Any]):
+    """Record i of a file whose one descriptor, and so whose one position, is inherited by every forked worker."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(read_record(self.file, index))
+
+
+def read_record(file: int, index: int) -> int:
+    os.lseek(file, index * RECORD_BYTES, os.SEEK_SET)
+    time.sleep(SAMPLE_S)  # where the other worker moves it
+    return int.from_bytes(os.read(file, RECORD_BYTES), "little")
+
+
+class OpenedOnFirstUse(Records):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if os.getpid() not in self.files:
+            self.files[os.getpid()] = os.open(self.path, os.O_RDONLY)
+        return torch.tensor(read_record(self.files[os.getpid()], index))
+
+
+def reopen(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.file = os.open(info.dataset.path, os.O_RDONLY)
+
+
+class Augmented(Dataset[Any]):
+    """Random, from the generators that torch seeds in each worker."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(2), np.random.rand(2), index  # noqa: NPY002
+
+
+class AugmentedByItself(Augmented):
+    """Random now and then, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return index + (self.random.random() < 0.2)
+
+
+class Failing(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None:
+            raise LookupError("not in a worker")
+        return index
+
+
+class Slow(Augmented):
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        Slow.reads += 1
+        return index
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(number.to_bytes(RECORD_BYTES, "little") for number in range(64)))
+    return path
+
+
+def reads_otherwise(dataset: Any, sample_s: float = SAMPLE_S, **parts: Any) -> bool:
+    data = DataSide.from_dataset(dataset, batch_size=4, **parts)
+    return workers_read_otherwise(data, data, sample_s)
+
+
+def test_pain_31_workers_that_share_the_position_of_a_file_are_found_out(path: Path) -> None:
+    assert reads_otherwise(Records(path))
+    assert reads_otherwise(Records(path), sampler=SequentialSampler(range(64)))
+
+
+def test_pain_31_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None:
+    assert not reads_otherwise(OpenedOnFirstUse(path))
+    assert not reads_otherwise(Records(path), worker_init_fn=reopen)
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), AugmentedByItself(), Failing(), list(range(64))], ids=repr)
+def test_random_failing_and_plain_data_are_not_blamed_on_the_workers(dataset: Any) -> None:
+    assert not reads_otherwise(dataset)
+
+
+def test_slow_samples_are_few_or_left_alone() -> None:
+    Slow.reads = 0
+    reads_otherwise(Slow(), sample_s=0.04)
+    assert Slow.reads == 2
+    reads_otherwise(Slow(), sample_s=1.0)
+    assert Slow.reads == 2
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+def test_pain_31_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any) -> None:
+    result = tune(
+        Records(path), batch_size=4, budget=1, max_trials=1, max_workers=1, isolation=isolation, progress=False
+    )
+
+    (warning,) = [warning for warning in result.warnings if "at the same indices" in warning]
+    assert warning.startswith("Records: ")
+    assert "worker_init_fn" in warning
+
+
+def test_equal_batches_have_equal_digests_and_others_do_not() -> None:
+    batch = {"x": torch.arange(4.0), "y": [np.array(["a", None], dtype=object), (1, b"2")]}
+    again = {"x": torch.arange(4.0), "y": [np.array(["a", None], dtype=object), (1, b"2")]}
+
+    assert digest(batch) == digest(again)
+    assert digest(batch) != digest({**again, "x": torch.arange(4.0) + 1})
+
+
+def test_a_sample_of_too_many_parts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "MOST_PARTS", 10)
+
+    with pytest.raises(ValueError, match="parts"):
+        digest(list(range(100)))
