@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
 
 Kind = Literal["wait", "cpu", "mixed", "transport", "memory", "step", "start-up"]
 TrainStep = Callable[[nn.Module, Any], Any]
@@ -31,18 +31,22 @@ class StudyWorkload:
 
     name: str
     dataset: Dataset[Any]
-    model: nn.Module
+    model: nn.Module | None
+    """None is a job that only reads, such as taking statistics."""
     train_step: TrainStep | None
     """None leaves it to `tune()` to infer the step from model and batch."""
     batch_size: int
     description: str
     kind: Kind
     """What binds with torch's defaults, by construction."""
+    sampler: Sampler[int] | None = None
+    """None shuffles."""
 
     def to_tune_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `tune()`."""
         kwargs = {"dataset_or_loader": self.dataset, "model": self.model, "batch_size": self.batch_size}
-        return kwargs if self.train_step is None else {**kwargs, "train_step": self.train_step}
+        optional = {"train_step": self.train_step, "sampler": self.sampler}
+        return {**kwargs, **{name: value for name, value in optional.items() if value is not None}}
 
 
 class AccelStep:
@@ -134,6 +138,107 @@ class TextDataset(Dataset[dict[str, torch.Tensor]]):
         for _ in range(self.repeats):  # a real tokeniser does more than one look-up a word
             rows = [[self.words[word] for word in sentence.split()] for sentence in sentences]
         return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row[-1])} for row in rows]
+
+
+class Repeated(Dataset[Any]):
+    """A dataset shown several times in one epoch, so that a study's epoch is long although its data are few."""
+
+    def __init__(self, dataset: Any, times: int) -> None:
+        self.dataset, self.times = dataset, times
+
+    def __len__(self) -> int:
+        return len(self.dataset) * self.times
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index % len(self.dataset)]
+
+
+class RepeatedBatched(Repeated):
+    """The same for a dataset that fetches a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self.dataset.__getitems__([index % len(self.dataset) for index in indices])  # type: ignore[no-any-return]
+
+
+def repeated(dataset: Any, times: int) -> Repeated:
+    return (RepeatedBatched if hasattr(dataset, "__getitems__") else Repeated)(dataset, times)
+
+
+class MemmapDataset(Dataset[tuple[torch.Tensor, int]]):
+    """Pictures in one memory-mapped file of bytes, flipped, shifted and normalised with numpy."""
+
+    def __init__(self, path: Path, length: int, side: int) -> None:
+        self.path, self.length, self.side = path, length, side
+        self._pixels: Any = None
+        if not path.exists() or path.stat().st_size != length * 3 * side * side:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(np.random.default_rng(0).integers(0, 256, length * 3 * side * side, np.uint8).tobytes())
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self._pixels is None:
+            self._pixels = np.memmap(self.path, np.uint8, "r", shape=(self.length, 3, self.side, self.side))
+        flip, down, across = torch.randint(0, 8, (3,)).tolist()
+        picture = self._pixels[index].astype(np.float32) / 255
+        picture = np.roll(picture[:, :, ::-1] if flip < 4 else picture, (down, across), axis=(1, 2))
+        return torch.from_numpy(np.ascontiguousarray((picture - 0.45) / 0.22)), index % 10
+
+
+class SpectrumDataset(Dataset[tuple[torch.Tensor, int]]):
+    """Sound turned into logarithmic spectra with numpy; one class is rare."""
+
+    def __init__(self, length: int, seconds: float = 1.0) -> None:
+        self.length = length
+        self.sound = np.random.default_rng(0).standard_normal(int(16000 * (seconds + 1))).astype(np.float32)
+        self.labels = (np.arange(length) % 50 == 0).astype(int)
+        self.count = int(16000 * seconds)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        start = index * 37 % (len(self.sound) - self.count)
+        frames = np.lib.stride_tricks.sliding_window_view(self.sound[start : start + self.count], 512)[::160]
+        power = np.abs(np.fft.rfft(frames * np.hanning(512))) ** 2
+        return torch.from_numpy(np.log1p(power).astype(np.float32)), int(self.labels[index])
+
+
+class RandomPictures(Dataset[tuple[torch.Tensor, int]]):
+    """What the PyTorch tutorial on data loading uses: random pictures, each after a wait of a few milliseconds."""
+
+    def __init__(self, length: int, side: int, wait_s: float) -> None:
+        self.length, self.side, self.wait_s = length, side, wait_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self.wait_s)
+        return torch.randn(3, self.side, self.side), index % 10
+
+
+class SmallTransformer(nn.Module):
+    """Two convolutions and two transformer layers over 49 places, about the size of that tutorial's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 7, stride=4, padding=3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(7),
+            nn.Flatten(2),
+        )
+        layer = nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=128, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers=2)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        places = self.stem(pictures).transpose(1, 2)
+        return self.head(self.layers(places).mean(dim=1))  # type: ignore[no-any-return]
 
 
 class TextModel(nn.Module):
@@ -264,6 +369,84 @@ def text() -> StudyWorkload:
     )
 
 
+def guide() -> StudyWorkload:
+    """Document (a): image files, decoded and augmented on the fly, behind an accelerator."""
+    from autotune_loader.demo import JpegFolder, cache_folder, make_jpegs
+
+    make_jpegs(cache_folder())
+    return StudyWorkload(
+        name="guide",
+        dataset=repeated(JpegFolder(cache_folder()), 16),
+        model=nn.Identity(),
+        train_step=AccelStep(0.020),
+        batch_size=32,
+        description="document (a): JPEG files decoded and augmented, 20 ms accelerator step",
+        kind="cpu",
+    )
+
+
+def lesson() -> StudyWorkload:
+    """Document (b): the mean and deviation of each channel over a loader; there is no model."""
+    return StudyWorkload(
+        name="lesson",
+        dataset=repeated(MemmapDataset(study_cache() / "pictures-128.bin", 2048, 128), 32),
+        model=None,
+        train_step=None,
+        batch_size=64,
+        description="document (b): statistics over a loader, no model: pictures of 128 x 128 from a memory map",
+        kind="cpu",
+    )
+
+
+def article() -> StudyWorkload:
+    """Document (c): a memory-mapped array on a fast disk."""
+    return StudyWorkload(
+        name="article",
+        dataset=repeated(MemmapDataset(study_cache() / "pictures-160.bin", 2048, 160), 32),
+        model=nn.Identity(),
+        train_step=AccelStep(0.008),
+        batch_size=16,
+        description="document (c): pictures of 160 x 160 from a memory map, augmented, 8 ms accelerator step",
+        kind="cpu",
+    )
+
+
+def tutorial() -> StudyWorkload:
+    """Document (d), the PyTorch tutorial: its sizes, short epochs of 16 batches, on the CPU."""
+    return StudyWorkload(
+        name="tutorial",
+        dataset=RandomPictures(512, 224, 0.005),
+        model=SmallTransformer(),
+        train_step=None,
+        batch_size=32,
+        description="document (d): random pictures after 5 ms each, a small transformer on the CPU, 16 batches an epoch",
+        kind="mixed",
+    )
+
+
+def imbalance() -> StudyWorkload:
+    """Document (e): a rare class drawn more often, one process' share of several."""
+    dataset = SpectrumDataset(8192, seconds=8.0)
+    weights = np.where(dataset.labels == 1, 49.0, 1.0)
+    return StudyWorkload(
+        name="imbalance",
+        dataset=dataset,
+        model=nn.Identity(),
+        train_step=AccelStep(0.012),
+        batch_size=16,
+        description="document (e): spectra with a WeightedRandomSampler, 12 ms accelerator step",
+        kind="cpu",
+        sampler=WeightedRandomSampler(weights.tolist(), 65536, generator=torch.Generator().manual_seed(0)),
+    )
+
+
+def study_cache() -> Path:
+    """Where the studies keep what they generate between runs."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("autotune_loader")) / "studies"
+
+
 WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     factory.__name__: factory
     for factory in (
@@ -278,12 +461,17 @@ WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
         text,
     )
 }
+DOCUMENTS: dict[str, Callable[[], StudyWorkload]] = {
+    factory.__name__: factory for factory in (guide, lesson, article, tutorial, imbalance)
+}
+"""What the documents that started this project load, in their order."""
 
 
 def main() -> None:
-    for factory in WORKLOADS.values():
+    for factory in (WORKLOADS | DOCUMENTS).values():
         workload = factory()
-        batches = iter(DataLoader(workload.dataset, batch_size=workload.batch_size, shuffle=True))
+        order: dict[str, Any] = {"sampler": workload.sampler} if workload.sampler is not None else {"shuffle": True}
+        batches = iter(DataLoader(workload.dataset, batch_size=workload.batch_size, **order))
         next(batches)
         start = time.perf_counter()
         for _ in range(5):

@@ -21,6 +21,8 @@ NAMES = (
     "short_epoch",
     "text",
 )
+# guide reads the demo's pictures, the memory-mapped ones write a file of their own.
+DOCUMENTS = ("tutorial", "imbalance")
 
 
 @pytest.fixture
@@ -31,12 +33,13 @@ def workloads(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_workload_is_tested_here_or_with_the_demo(workloads: ModuleType) -> None:
     assert set(workloads.WORKLOADS) == {*NAMES, "jpeg"}
+    assert set(workloads.DOCUMENTS) == {*DOCUMENTS, "guide", "lesson", "article"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + DOCUMENTS)
 def test_a_workload_survives_pickling_and_yields_a_batch(name: str, workloads: ModuleType) -> None:
     # GIVEN a workload as another process receives it
-    workload = pickle.loads(pickle.dumps(workloads.WORKLOADS[name]()))
+    workload = pickle.loads(pickle.dumps((workloads.WORKLOADS | workloads.DOCUMENTS)[name]()))
     # WHEN its first batch is loaded
     batch = next(iter(DataLoader(workload.dataset, batch_size=workload.batch_size)))
     # THEN it is whole
@@ -67,3 +70,28 @@ def test_a_waiting_sample_takes_the_same_time_in_every_process(workloads: Module
     one, other = (workloads.wait_heavy_tail().dataset for _ in range(2))
     assert (one.waits_s == other.waits_s).all()
     assert one.waits_s[31] == pytest.approx(0.2)
+
+
+def test_memory_mapped_pictures_are_written_once_and_read_in_any_process(workloads: ModuleType, tmp_path: Path) -> None:
+    # GIVEN a dataset that made its file, and another that finds it
+    made = workloads.MemmapDataset(tmp_path / "pictures.bin", 4, 8)
+    written = (tmp_path / "pictures.bin").read_bytes()
+    found = pickle.loads(pickle.dumps(workloads.MemmapDataset(tmp_path / "pictures.bin", 4, 8)))
+    # WHEN the same picture is read with the same augmentation
+    samples = []
+    for dataset in (made, found):
+        torch.manual_seed(0)
+        samples.append(dataset[3][0])
+    # THEN it is the same, and the file was left alone
+    assert torch.equal(*samples)
+    assert samples[0].shape == (3, 8, 8)
+    assert (tmp_path / "pictures.bin").read_bytes() == written
+
+
+def test_a_repeated_dataset_fetches_as_the_one_it_repeats(workloads: ModuleType) -> None:
+    plain, batched = workloads.in_memory().dataset, workloads.text().dataset
+    assert len(workloads.repeated(plain, 3)) == 3 * len(plain)
+    assert workloads.repeated(plain, 3)[len(plain)][1] == plain[0][1]
+    assert not hasattr(workloads.repeated(plain, 3), "__getitems__")
+    twice = workloads.repeated(batched, 2).__getitems__([1, len(batched) + 1])
+    assert torch.equal(twice[0]["input_ids"], twice[1]["input_ids"])

@@ -1,0 +1,241 @@
+"""A plain training loop with a stopwatch, in a process of its own: what a person would time, and what the oracle times.
+
+Nothing of autotune_loader's measuring is used here, only what defines the job: the dataset, the step, `LoaderConfig`.
+
+    parent   Bench("jpeg").time(config, Timing(...))  ── one line of JSON ──►  child   DataLoader, step, clock
+             Timed                                    ◄── one line of JSON ──
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from autotune_loader.config import LoaderConfig
+
+ROOT = Path(__file__).parents[2]
+# Beyond this a request hangs: the slowest start-up and window here take seconds.
+DEADLINE_S = 90.0
+# A steady window opens after two rounds of the workers, or after this, whichever is first.
+LONGEST_WARM_UP_S = 1.5
+# How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
+REPEATS = {"short_epoch": 1, "in_memory": 1, "tutorial": 1, "guide": 1, "lesson": 1, "article": 1, "imbalance": 1}
+MOST_REPEATS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How to time one configuration."""
+
+    clock: Literal["start", "first_batch", "steady"]
+    """When it starts: before the loader's iterator is made, at the first batch, or when the queues have settled."""
+    seconds: float
+    """Length of the window."""
+    seed: int = 0
+    epochs: bool = True
+    """Whether to go on with the next epoch; otherwise the end of an epoch ends the window, as when one times an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What came of it."""
+
+    samples_per_s: float
+    batches: int
+    window_s: float
+    wall_s: float
+    """Seconds that the whole request took, start-up and shutdown of the workers included."""
+
+
+class BenchError(RuntimeError):
+    """A configuration could not be timed."""
+
+
+class Bench:
+    """A warm process with one workload; closed with the block. One that hangs or dies is replaced."""
+
+    def __init__(self, workload: str) -> None:
+        self._workload = workload
+        self._child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Bench:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def time(self, config: LoaderConfig, timing: Timing) -> Timed:
+        """Time one configuration.
+
+        Raises:
+            BenchError: it failed, or did not answer in time.
+        """
+        if self._child is None:
+            self._start()
+        answer = self._ask({"config": config.to_dict(), "timing": asdict(timing)})
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return Timed(**answer)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "studies.regret.bench", self._workload]
+        self._child = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._ask(None)
+
+    def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
+        import select
+
+        assert self._child is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        if request is not None:
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+        ready, _, _ = select.select([self._child.stdout], [], [], DEADLINE_S)
+        line = self._child.stdout.readline() if ready else ""
+        if not line:
+            self._end()
+            raise BenchError("no answer" if not ready else "the process died")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        import contextlib
+        import signal
+
+        if self._child is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # its own session: the workers it started are in it too
+        self._child.wait()
+        self._child = None
+
+
+class TimedJob:
+    """The child's side: one workload, ready to be timed with any configuration."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        from autotune_loader.probe.step import build_step
+        from autotune_loader.probe.workload import TrainingSide
+
+        self._study = regret_workload(name)
+        self._threads = torch.get_num_threads()
+        side = TrainingSide(model=self._study.model, train_step=self._study.train_step)
+        first = next(iter(self._loader(LoaderConfig())))
+        self._step = build_step(side, first)
+        for _ in range(3):
+            self._step.run(first)
+
+    def time(self, config: LoaderConfig, timing: Timing) -> Timed:
+        import torch
+
+        begun = time.perf_counter()
+        torch.manual_seed(timing.seed)
+        random.seed(timing.seed)
+        torch.set_num_threads(config.consumer_threads or self._threads)
+        started, ends = self._run(config, timing)
+        torch.set_num_threads(self._threads)
+        if timing.clock == "start":
+            batches, window_s = len(ends), ends[-1] - started
+        elif timing.clock == "first_batch":
+            batches, window_s = max(1, len(ends) - 1), ends[-1] - (ends[0] if len(ends) > 1 else started)
+        else:
+            batches, window_s = between_smooth_ends(ends, max(1, config.num_workers))
+        return Timed(
+            samples_per_s=batches * self._study.batch_size / window_s,
+            batches=batches,
+            window_s=window_s,
+            wall_s=time.perf_counter() - begun,
+        )
+
+    def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
+        """When the run began, and when each batch of the window was trained on."""
+        loader = self._loader(config)
+        started = opened = time.perf_counter()
+        skip = 2 * config.num_workers + 2 if timing.clock == "steady" else 0
+        ends: list[float] = []
+        for batch in self._batches(loader, timing.epochs):
+            self._step.run(batch)
+            now = time.perf_counter()
+            if skip and not ends and now - started < LONGEST_WARM_UP_S:
+                skip -= 1
+                opened = now
+                continue
+            ends.append(now)
+            if timing.clock == "first_batch" and len(ends) == 1:
+                opened = now
+            # The ends are averaged over as many batches as there are workers, so there must be more than that.
+            enough = timing.clock != "steady" or len(ends) > 2 * config.num_workers + 2
+            if now - opened > timing.seconds and enough:
+                break
+        return started, ends
+
+    def _batches(self, loader: Any, epochs: bool) -> Iterator[Any]:
+        yield from loader
+        while epochs:
+            yield from loader
+
+    def _loader(self, config: LoaderConfig) -> Any:
+        from torch.utils.data import DataLoader
+
+        sampler = self._study.sampler
+        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
+        return DataLoader(
+            self._study.dataset, batch_size=self._study.batch_size, drop_last=True, **order, **config.to_kwargs()
+        )
+
+
+def between_smooth_ends(ends: list[float], period: int) -> tuple[int, float]:
+    """Batches and seconds between the mean of the first and of the last `period` times: workers deliver in bursts."""
+    period = min(period, len(ends) // 2)
+    if period < 1:
+        raise BenchError("the window holds a single batch")
+    window_s = (sum(ends[-period:]) - sum(ends[:period])) / period
+    return len(ends) - period, window_s
+
+
+def regret_workload(name: str) -> Any:
+    """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
+    from dataclasses import replace
+
+    from studies.workloads import DOCUMENTS, WORKLOADS, repeated
+
+    study = (WORKLOADS | DOCUMENTS)[name]()
+    times = REPEATS.get(name, MOST_REPEATS)
+    return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
+
+
+def main(name: str) -> None:
+    """Serve requests until the parent closes the pipe."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a dataset prints is no answer
+    job = TimedJob(name)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            timed = job.time(LoaderConfig(**request["config"]), Timing(**request["timing"]))
+            answer = asdict(timed)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,186 @@
+"""The oracle: which configuration is fastest, by bursts that no strategy has seen, and how far a choice is from it.
+
+survey   every workers x threads at prefetch 2, then the other prefetch factors of the best few: one burst each
+rounds   the top of the survey and every choice, in turns, over the same samples; whoever is clearly out drops out
+regret   1 - the choice's rate over that of the best of the rounds, paired by round
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Interval, Round, log_ratios, paired_ratio
+from studies.regret.bench import Bench, BenchError, Timing
+from studies.regret.strategies import Lattice
+
+SURVEY_S = 0.6
+ROUND_S = 1.5
+# How many of the survey's fastest enter the rounds, and whose other prefetch factors are surveyed.
+ENTRANTS = 5
+REFINED = 4
+LEAST_ROUNDS = 3
+ROUNDS = 7
+# What counts as near the best: a choice goes on until its interval lies on one side of this.
+NEAR = 0.02
+# A configuration of the survey that nobody chose goes on only while it may be the fastest, from its first round on.
+HOPELESS = 0.88
+CONTENDER = 0.98
+# Seeds of the rounds lie apart from those of everyone else.
+SURVEY_SEED, ROUND_SEED = 10_000, 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regret:
+    """How far a choice is from the best of the rounds."""
+
+    ratio: Interval
+    """Rate of the choice over that of the best."""
+    best: LoaderConfig
+
+    @property
+    def point(self) -> float:
+        return max(0.0, 1 - self.ratio.value)
+
+    @property
+    def counted(self) -> float:
+        """None below the oracle's own interval: a difference that the rounds do not show counts as none."""
+        return 0.0 if self.ratio.high >= 1 else self.point
+
+
+def key(config: LoaderConfig) -> str:
+    """A configuration as short JSON, for records."""
+    default = LoaderConfig()
+    named = {field.name: getattr(config, field.name) for field in fields(config)}
+    return json.dumps({name: value for name, value in named.items() if value != getattr(default, name)})
+
+
+def config_of(text: str) -> LoaderConfig:
+    return LoaderConfig.from_dict(json.loads(text))
+
+
+def survey(
+    bench: Bench, lattice: Lattice, known: dict[str, float], on_rate: Callable[[str, float], None], *, coarse: bool
+) -> None:
+    """Fill `known` with one burst of each configuration worth one, in a random order."""
+    plain = [lattice.config(w, 2, t) for w in lattice.workers for t in lattice.threads]
+    random.Random(0).shuffle(plain)
+    _burst_each(bench, plain, known, on_rate)
+    if coarse:
+        return
+    best = sorted(plain, key=lambda config: -known[key(config)])[:REFINED]
+    deeper = [lattice.config(c.num_workers, p, c.consumer_threads) for c in best if c.num_workers for p in (4, 8)]
+    _burst_each(bench, deeper, known, on_rate)
+
+
+def _burst_each(
+    bench: Bench, configs: Sequence[LoaderConfig], known: dict[str, float], on_rate: Callable[[str, float], None]
+) -> None:
+    for config in configs:
+        if key(config) in known:
+            continue
+        timing = Timing(clock="steady", seconds=SURVEY_S, seed=SURVEY_SEED + len(known))
+        try:
+            known[key(config)] = bench.time(config, timing).samples_per_s
+        except BenchError:
+            known[key(config)] = 0.0
+        on_rate(key(config), known[key(config)])
+
+
+def run_rounds(
+    bench: Bench,
+    choices: Sequence[str],
+    known: dict[str, float],
+    rounds: list[Round],
+    on_round: Callable[[int, dict[str, float]], None],
+    *,
+    seconds: float = ROUND_S,
+    most: int = ROUNDS,
+) -> None:
+    """Add rounds until every choice and every contender has been in enough of them."""
+    top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
+    while True:
+        entrants = _entrants(list(dict.fromkeys([*choices, *top])), set(choices), rounds, most)
+        if not entrants:
+            return
+        number = len(rounds)
+        rates: dict[str, float] = {}
+        for each in random.Random(number).sample(entrants, len(entrants)):
+            timing = Timing(clock="steady", seconds=seconds, seed=ROUND_SEED + number)
+            try:
+                rates[each] = bench.time(config_of(each), timing).samples_per_s
+            except BenchError:
+                continue
+        rounds.append(Round(rates=rates))
+        on_round(number, rates)
+
+
+def _entrants(arms: list[str], choices: set[str], rounds: Sequence[Round], most: int) -> list[str]:
+    """Who runs next; empty when all is known. The leader is in every round, so that all can be paired with it."""
+    leader = leader_of(rounds)
+    if leader is None:
+        return arms
+    missing = [arm for arm in arms if arm != leader and _needs_more(arm, leader, arm in choices, rounds, most)]
+    return [leader, *missing] if missing else []
+
+
+def _needs_more(arm: str, leader: str, is_choice: bool, rounds: Sequence[Round], most: int) -> bool:
+    tried = sum(arm in each.rates for each in rounds)
+    if not log_ratios(rounds, arm, leader):
+        return tried < most  # it always fails: not for ever
+    ratio = paired_ratio(rounds, arm, leader)
+    if not is_choice and ratio.value < (HOPELESS if ratio.count < LEAST_ROUNDS else CONTENDER):
+        return False
+    is_open = ratio.low <= 1 - NEAR <= ratio.high or not is_choice
+    return ratio.count < LEAST_ROUNDS or (ratio.count < most and is_open)
+
+
+def leader_of(rounds: Sequence[Round]) -> str | None:
+    """The fastest by a fit of ln(rate) = round + configuration, among those with most rounds' worth of evidence."""
+    effects = effects_of(rounds)
+    counts = {arm: sum(arm in each.rates for each in rounds) for arm in effects}
+    enough = min(LEAST_ROUNDS, max(counts.values(), default=0))
+    return max((arm for arm in effects if counts[arm] >= enough), key=lambda arm: effects[arm], default=None)
+
+
+def effects_of(rounds: Sequence[Round]) -> dict[str, float]:
+    """ln(rate) of each configuration with the rounds' own level taken out, by alternating least squares."""
+    arms = {arm for each in rounds for arm in each.rates}
+    effects = dict.fromkeys(arms, 0.0)
+    for _ in range(100):
+        levels = [_mean([math.log(rate) - effects[arm] for arm, rate in each.rates.items()]) for each in rounds]
+        pairs = list(zip(rounds, levels, strict=True))
+        effects = {arm: _mean([math.log(r.rates[arm]) - level for r, level in pairs if arm in r.rates]) for arm in arms}
+    return effects
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def regret_of(choice: str, rounds: Sequence[Round]) -> Regret | None:
+    """The regret of a choice; None when no round paired it with the best."""
+    leader = leader_of(rounds)
+    if leader is None:
+        return None
+    if choice == leader:
+        return Regret(ratio=Interval(value=1.0, low=1.0, high=1.0, count=len(rounds)), best=config_of(leader))
+    if not log_ratios(rounds, choice, leader):
+        return None
+    return Regret(ratio=paired_ratio(rounds, choice, leader), best=config_of(leader))
+
+
+def surveyed_regret(config: LoaderConfig, known: dict[str, float], rounds: Sequence[Round]) -> float | None:
+    """About the regret of a configuration that a strategy held for a while: by the rounds, else by the survey's one burst."""
+    exact = regret_of(key(config), rounds)
+    if exact is not None:
+        return exact.counted
+    shallow = LoaderConfig.from_dict({**config.to_dict(), "prefetch_factor": 2 if config.num_workers else None})
+    rate = known.get(key(config)) or known.get(key(shallow))
+    leader = leader_of(rounds)
+    best = known.get(leader or "") or max(known.values(), default=0.0)
+    return max(0.0, 1 - rate / best) if rate and best else None

@@ -1,0 +1,275 @@
+"""Tables and the curve of the study on real workloads, from its records alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.config import LoaderConfig
+from studies.regret.oracle import Regret, config_of, leader_of, regret_of, surveyed_regret
+
+if TYPE_CHECKING:
+    from studies.regret.real import Known
+
+NEAR = 0.02
+# Strategies that search, of whom it makes sense to ask how regret falls with time.
+SHOWN_FLOOR = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One strategy on one workload with one seed."""
+
+    workload: str
+    strategy: str
+    seed: int
+    seconds: float
+    config: LoaderConfig | None
+    regret: Regret | None
+    fastest: LoaderConfig | None
+    """The best of the oracle's rounds."""
+    failure: str | None = None
+
+    @property
+    def counted(self) -> float:
+        """A strategy that failed leaves the user with nothing: all is lost."""
+        return 1.0 if self.regret is None else self.regret.counted
+
+
+def cells_of(known: dict[str, Known]) -> list[Cell]:
+    """Every choice whose regret is known, and every failure."""
+    cells = []
+    for workload, mine in known.items():
+        leader = leader_of(mine.rounds)
+        for (strategy, seed), record in mine.choices.items():
+            config = config_of(record["config"]) if record.get("config") else None
+            regret = regret_of(record["config"], mine.rounds) if record.get("config") else None
+            if config is not None and regret is None:
+                continue
+            cell = Cell(
+                workload=workload,
+                strategy=strategy,
+                seed=seed,
+                seconds=record["seconds"],
+                config=config,
+                regret=regret,
+                fastest=config_of(leader) if leader else None,
+                failure=record.get("failure"),
+            )
+            cells.append(cell)
+    return cells
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Regret and seconds by strategy."""
+    lines = [
+        "| strategy | runs | workloads | regret p50 | p90 | largest | within 2 % | seconds p50 | p90 | workers, mean |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for strategy in dict.fromkeys(cell.strategy for cell in cells):
+        mine = [cell for cell in cells if cell.strategy == strategy]
+        regrets, seconds = [cell.counted for cell in mine], [cell.seconds for cell in mine]
+        workers = [cell.config.num_workers for cell in mine if cell.config is not None]
+        lines.append(
+            f"| {strategy} | {len(mine)} | {len({cell.workload for cell in mine})} | {at(regrets, 0.5):.1%} "
+            f"| {at(regrets, 0.9):.1%} | {max(regrets):.1%} | {share_within(mine):.0%} | {at(seconds, 0.5):.1f} "
+            f"| {at(seconds, 0.9):.1f} | {statistics.fmean(workers) if workers else math.nan:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def details(cells: Sequence[Cell]) -> str:
+    """Every single run."""
+    lines = [
+        "| workload | fastest | strategy | seed | chosen | ratio to the fastest | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        ratio = cell.regret.ratio if cell.regret else None
+        said = (
+            f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" if ratio else f"failed: {_short(cell.failure)}"
+        )
+        lines.append(
+            f"| {cell.workload} | {cell.fastest} | {cell.strategy} | {cell.seed} | {cell.config or '-'} | {said} "
+            f"| {cell.seconds:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def right_sizing(cells: Sequence[Cell], known: dict[str, Known]) -> str:
+    """Workers of our choices beside those of the fastest, and beside the fewest that the rounds cannot tell from it."""
+    lines = [
+        "| workload | fastest point | its workers | chosen workers, by seed | ratio, by seed | fewest within 1 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for workload in dict.fromkeys(cell.workload for cell in cells):
+        mine = [
+            cell for cell in cells if cell.workload == workload and cell.strategy == "autotune_loader" and cell.regret
+        ]
+        if not mine or mine[0].fastest is None:
+            continue
+        chosen = ", ".join(str(cell.config.num_workers) for cell in mine if cell.config)
+        ratios = ", ".join(f"{cell.regret.ratio.value:.3f}" for cell in mine if cell.regret)
+        fewest = _fewest_as_fast(known[workload])
+        lines.append(
+            f"| {workload} | {mine[0].fastest} | {mine[0].fastest.num_workers} | {chosen} | {ratios} | {fewest} |"
+        )
+    return "\n".join(lines)
+
+
+def _fewest_as_fast(mine: Known) -> int | None:
+    arms = {arm for each in mine.rounds for arm in each.rates}
+    regrets = {arm: regret_of(arm, mine.rounds) for arm in arms}
+    near = [config_of(arm).num_workers for arm, regret in regrets.items() if regret and regret.point <= 0.01]
+    return min(near, default=None)
+
+
+def over_time(known: dict[str, Known], strategy: str) -> list[list[tuple[float, float]]]:
+    """By run: what regret the strategy would have had, had it been stopped after so many seconds.
+
+    Before its first result it has torch's default. Regrets of what it held in between come from the survey's single burst
+    where the rounds did not have that configuration.
+    """
+    runs = []
+    for mine in known.values():
+        for (name, _), record in mine.choices.items():
+            if name != strategy or not record.get("config"):
+                continue
+            history = [(0.0, LoaderConfig()), *((at, config_of(config)) for at, config in record["history"])]
+            held = [(at, surveyed_regret(config, mine.surveyed, mine.rounds)) for at, config in history]
+            final = regret_of(record["config"], mine.rounds)
+            steps = [(at, regret) for at, regret in held if regret is not None]
+            if final is not None:
+                runs.append([*steps, (record["seconds"], final.counted)])
+    return runs
+
+
+def seconds_to_share(runs: Sequence[Sequence[tuple[float, float]]], share: float) -> float | None:
+    """The first moment at which this share of the runs holds a configuration within 2 %; None if that never happens."""
+    moments = sorted({at for run in runs for at, _ in run})
+    for moment in moments:
+        held = [[regret for at, regret in run if at <= moment] for run in runs]
+        if sum(bool(each) and each[-1] <= NEAR for each in held) >= share * len(runs):
+            return moment
+    return None
+
+
+def equal_share(known: dict[str, Known], cells: Sequence[Cell]) -> str:
+    """Seconds that others need for the share of runs within 2 % that they reach, beside ours for the same share."""
+    ours = over_time(known, "autotune_loader")
+    lines = [
+        "| strategy | share within 2 % at its end | its seconds to that share | ours to that share |",
+        "|---|---|---|---|",
+    ]
+    for strategy in dict.fromkeys(cell.strategy for cell in cells):
+        mine = [cell for cell in cells if cell.strategy == strategy]
+        share = share_within(mine)
+        runs = over_time(known, strategy)
+        reached = (seconds_to_share(runs, share), seconds_to_share(ours, share)) if share else (None, None)
+        theirs, own = reached
+        lines.append(f"| {strategy} | {share:.0%} | {_seconds(theirs)} | {_seconds(own)} |")
+    return "\n".join(lines)
+
+
+def draw(cells: Sequence[Cell], known: dict[str, Known], path: Path) -> None:
+    """Regret over wall seconds: a dot for each run, the curve of those that search, a cross at each median."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), constrained_layout=True)
+    strategies = list(dict.fromkeys(cell.strategy for cell in cells))
+    colours = dict(zip(strategies, plt.get_cmap("tab10").colors, strict=False))
+    for strategy in strategies:
+        mine = [cell for cell in cells if cell.strategy == strategy]
+        seconds = [max(cell.seconds, 0.5) for cell in mine]
+        regrets = [max(100 * cell.counted, 100 * SHOWN_FLOOR) for cell in mine]
+        colour = colours.get(strategy, "grey")
+        left.scatter(seconds, regrets, s=22, alpha=0.45, color=colour, linewidths=0)
+        middle = statistics.median(seconds), max(100 * at([c.counted for c in mine], 0.5), 100 * SHOWN_FLOOR)
+        left.scatter(
+            *middle, s=130, marker="P", color=colour, edgecolor="black", linewidth=0.8, label=strategy, zorder=3
+        )
+        runs = over_time(known, strategy)
+        if any(run[-1][0] > 1 for run in runs):
+            right.step(*_share_curve(runs), where="post", color=colour, label=strategy, linewidth=1.8)
+    left.set(xscale="log", yscale="log", xlabel="wall seconds from call to result (0 drawn at 0.5)")
+    left.set(ylabel="regret in % (none drawn at 0.1)", title="Each run, and the median of each strategy")
+    left.axhline(100 * NEAR, color="grey", linewidth=0.8, linestyle=":")
+    right.set(xscale="log", ylim=(0, 1.02), xlabel="wall seconds", ylabel="share of runs within 2 % of the best")
+    right.set_title("Had it been stopped earlier")
+    for axes in (left, right):
+        axes.grid(alpha=0.2, which="both")
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _share_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    moments = sorted({max(at, 0.5) for run in runs for at, _ in run})
+    shares = []
+    for moment in moments:
+        held = [[regret for at, regret in run if at <= moment] for run in runs]
+        shares.append(sum(bool(each) and each[-1] <= NEAR for each in held) / len(runs))
+    longest = 400.0
+    return [*moments, longest], [*shares, shares[-1]]
+
+
+def report(known: dict[str, Known], path: Path) -> None:
+    """Write the tables and the plot, and print the first table."""
+    cells = cells_of(known)
+    if not cells:
+        print("nothing has been measured yet")
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    import torch
+
+    machine = (
+        f"`{os.cpu_count()}c-{memory:.0f}g-cpu` ({platform.machine()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}), {time.strftime('%Y-%m-%d')}"
+    )
+    text = "\n\n".join(
+        [
+            "# Regret on real workloads",
+            f"`python -m studies.regret.real` on {machine}. Regret is what the oracle's paired rounds show; a difference whose "
+            "95 % interval includes none counts as none.",
+            table(cells),
+            "## At equal share of runs within 2 %",
+            equal_share(known, cells),
+            "## Workers",
+            right_sizing(cells, known),
+            "## Every run",
+            details(cells),
+        ]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    draw(cells, known, path.with_suffix(".png"))
+    print(table(cells) + "\n\n" + equal_share(known, cells))
+
+
+def share_within(cells: Sequence[Cell]) -> float:
+    return sum(cell.counted <= NEAR for cell in cells) / len(cells)
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """The quantile that is itself one of the values, the larger of two."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _short(failure: str | None) -> Any:
+    return (failure or "unknown").strip().splitlines()[-1][:100]

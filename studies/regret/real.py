@@ -1,0 +1,239 @@
+"""Regret on real workloads of this machine: `python -m studies.regret.real [--quick] [--load] [--report]`.
+
+For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns. Each
+measurement is one line of `results/real.jsonl`, and only what is missing there is measured: stop and go on at will.
+Use a machine that does nothing else. The tables are in `results/real.md`, the curve in `results/real.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune_loader.stats import Round
+from studies.fidelity.quiet import QuietTurns
+from studies.regret import oracle
+from studies.regret.bench import Bench, BenchError, regret_workload
+from studies.regret.load import neighbours
+from studies.regret.oracle import key
+from studies.regret.strategies import STRATEGIES, Lattice, applies, lattice_of, seeds_of
+from studies.workloads import DOCUMENTS, WORKLOADS
+
+RESULTS = Path(__file__).parent / "results"
+# In this order, so that a run that is cut short has some of every kind.
+ORDER = (
+    "jpeg",
+    "wait_light_tail",
+    "cpu_bound",
+    "guide",
+    "in_memory",
+    "tutorial",
+    "text",
+    "imbalance",
+    "large_tensors",
+    "short_epoch",
+    "article",
+    "wait_heavy_tail",
+    "lesson",
+    "step_bound",
+)
+QUICK_WORKLOADS = ("jpeg", "wait_light_tail", "in_memory")
+QUICK_STRATEGIES = ("autotune_loader", "torch default", "workers = cores", "climb 3 %")
+LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
+LOADED = "autotune_loader, loaded"
+OURS = "autotune_loader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be measured."""
+
+    workloads: tuple[str, ...]
+    strategies: tuple[str, ...]
+    seeds: int = 3
+    seconds: float = oracle.ROUND_S
+    rounds: int = oracle.ROUNDS
+    coarse: bool = False
+    """Whether the survey leaves the prefetch factors out."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What has been measured of one workload."""
+
+    choices: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    """By strategy and seed: the record, with `config` as a key or `failure`."""
+    surveyed: dict[str, float] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+    def chosen(self) -> list[str]:
+        """Every configuration that some strategy chose."""
+        return list(dict.fromkeys(record["config"] for record in self.choices.values() if record.get("config")))
+
+
+class Log:
+    """The records on disk, and what they amount to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({**record, "at": round(time.time(), 1)}, separators=(",", ":")) + "\n")
+
+    def read(self) -> dict[str, Known]:
+        known: dict[str, Known] = {}
+        for record in self._records():
+            mine = known.setdefault(record["workload"], Known())
+            if record["kind"] == "choice":
+                mine.choices[(record["strategy"], record["seed"])] = record
+            elif record["kind"] == "survey":
+                mine.surveyed[record["config"]] = record["samples_per_s"]
+            else:
+                mine.rounds.append(Round(rates=record["rates"]))
+        return known
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                yield json.loads(line)
+
+
+def lattice_for(workload: str) -> Lattice:
+    study = regret_workload(workload)
+    return lattice_of(os.cpu_count() or 1, on_cpu=study.model is not None and study.train_step is None)
+
+
+def study(workload: str, plan: Plan, known: Known, log: Log, quiet: QuietTurns) -> None:
+    """Everything that is missing of one workload."""
+    lattice = lattice_for(workload)
+    with Bench(workload) as bench:
+        for strategy in plan.strategies:
+            for seed in seeds_of(strategy, plan.seeds):
+                if applies(strategy, workload) and (strategy, seed) not in known.choices:
+                    choose(strategy, workload, seed, bench, lattice, known, log)
+                    quiet.next()
+        judge(workload, plan, bench, lattice, known, log, quiet)
+
+
+def choose(
+    strategy: str, workload: str, seed: int, bench: Bench, lattice: Lattice, known: Known, log: Log, name: str = ""
+) -> None:
+    """Let one strategy choose, and keep what it chose."""
+    record: dict[str, Any] = {"kind": "choice", "workload": workload, "strategy": name or strategy, "seed": seed}
+    begun = time.perf_counter()
+    try:
+        choice = STRATEGIES[strategy](workload, bench, lattice, seed)
+        history = [[round(at, 2), key(config)] for at, config in choice.history]
+        record |= {"config": key(choice.config), "seconds": round(choice.seconds, 2), "history": history}
+        record |= {"detail": choice.detail}
+        said = str(choice.config)
+    except BenchError as error:
+        record |= {"failure": str(error), "seconds": round(time.perf_counter() - begun, 2)}
+        said = f"failed: {error}"
+    known.choices[(name or strategy, seed)] = record
+    log.append(record)
+    print(f"{workload:16} {name or strategy:18} #{seed} {record['seconds']:6.1f} s   {said}", flush=True)
+
+
+def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Known, log: Log, quiet: QuietTurns) -> None:
+    """Survey and rounds, as far as they are missing."""
+
+    def surveyed(config: str, rate: float) -> None:
+        log.append({"kind": "survey", "workload": workload, "config": config, "samples_per_s": round(rate, 3)})
+
+    def raced(number: int, rates: dict[str, float]) -> None:
+        rounded = {config: round(rate, 3) for config, rate in rates.items()}
+        log.append({"kind": "round", "workload": workload, "number": number, "rates": rounded})
+        quiet.next()
+
+    begun = time.perf_counter()
+    oracle.survey(bench, lattice, known.surveyed, surveyed, coarse=plan.coarse)
+    quiet.next()
+    middle = time.perf_counter()
+    chosen = known.chosen()
+    oracle.run_rounds(bench, chosen, known.surveyed, known.rounds, raced, seconds=plan.seconds, most=plan.rounds)
+    ended = time.perf_counter()
+    print(f"{workload:16} survey {middle - begun:.0f} s, {len(known.rounds)} rounds {ended - middle:.0f} s", flush=True)
+    for (strategy, seed), record in known.choices.items():
+        regret = oracle.regret_of(record["config"], known.rounds) if record.get("config") else None
+        if regret is not None:
+            ratio = regret.ratio
+            print(f"    {strategy:22} #{seed} {ratio.value:6.3f} ({ratio.low:.3f} to {ratio.high:.3f})", flush=True)
+
+
+def study_loaded(workload: str, plan: Plan, known: Known, log: Log, quiet: QuietTurns) -> None:
+    """Ours chooses while neighbours burn; the choice is judged by the oracle without them."""
+    lattice = lattice_for(workload)
+    with Bench(workload) as bench:
+        if (LOADED, 0) not in known.choices:
+            with neighbours(seed=0):
+                choose(OURS, workload, 0, bench, lattice, known, log, LOADED)
+            quiet.next()
+        judge(workload, plan, bench, lattice, known, log, quiet)
+
+
+def run(plan: Plan, log: Log, quiet: QuietTurns, *, minutes: float, loaded: bool) -> None:
+    """Workload after workload, until the time is up; one that was begun is finished."""
+    begun = time.monotonic()
+    known = log.read()
+    with quiet.turns():
+        for workload in plan.workloads:
+            if time.monotonic() - begun > minutes * 60:
+                print(f"{minutes:g} minutes are over: {workload} and what follows are left for the next run")
+                return
+            part = study_loaded if loaded else study
+            part(workload, plan, known.setdefault(workload, Known()), log, quiet)
+
+
+def listed(text: str, legal: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in legal]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(legal)}")
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="three workloads, four strategies, one seed: five minutes")
+    parser.add_argument("--load", action="store_true", help="tune beside neighbours that burn 0 to 50 % of two cores")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--workloads", help="separated by commas")
+    parser.add_argument("--strategies", help="separated by commas")
+    parser.add_argument("--seeds", type=int, default=3, help="of autotune_loader")
+    parser.add_argument("--seconds", type=float, default=oracle.ROUND_S, help="of one burst in the oracle's rounds")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further workload after so long")
+    parser.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records and tables")
+    chosen = parser.parse_args()
+    names = LOADED_WORKLOADS if chosen.load else QUICK_WORKLOADS if chosen.quick else ORDER
+    plan = Plan(
+        workloads=listed(chosen.workloads or ",".join(names), tuple(WORKLOADS | DOCUMENTS), parser),
+        strategies=listed(
+            chosen.strategies or ",".join(QUICK_STRATEGIES if chosen.quick else STRATEGIES), tuple(STRATEGIES), parser
+        ),
+        seeds=1 if chosen.quick else chosen.seeds,
+        seconds=chosen.seconds,
+        rounds=5 if chosen.quick else oracle.ROUNDS,
+        coarse=chosen.quick,
+    )
+    log = Log(chosen.results / ("quick.jsonl" if chosen.quick else "real.jsonl"))
+    if not chosen.report:
+        quiet = QuietTurns(chosen.lock)
+        run(plan, log, quiet, minutes=chosen.minutes, loaded=chosen.load)
+        print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
+    from studies.regret.outcomes import report
+
+    report(log.read(), chosen.results / ("quick.md" if chosen.quick else "real.md"))
+
+
+if __name__ == "__main__":
+    main()

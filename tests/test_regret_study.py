@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.stats import Round
+
+ROOT = Path(__file__).parents[1]
+FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
+
+
+@pytest.fixture(params=["oracle", "real", "outcomes"])
+def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module(f"studies.regret.{request.param}")
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("studies.regret.oracle")
+
+
+class FakeBench:
+    """Rates by configuration with 1 % noise, on a machine whose speed changes from round to round."""
+
+    def __init__(self, rates: dict[LoaderConfig, float]) -> None:
+        self.rates = rates
+        self.asked: list[LoaderConfig] = []
+
+    def time(self, config: LoaderConfig, timing: Any) -> Any:
+        from studies.regret.bench import Timed
+
+        self.asked.append(config)
+        level = 1 + 0.3 * math.sin(timing.seed)
+        noise = random.Random(len(self.asked)).gauss(0, 0.01)
+        rate = self.rates[config] * level * math.exp(noise)
+        return Timed(samples_per_s=rate, batches=10, window_s=1.0, wall_s=1.0)
+
+
+def test_every_module_of_the_study_can_be_imported_without_measuring(modules: ModuleType) -> None:
+    assert modules.__doc__
+
+
+def test_rounds_find_the_fastest_although_the_machine_changes_speed(oracle: ModuleType) -> None:
+    # GIVEN a choice that is 20 % off, one that is as good as the best, and the best, which nobody chose
+    bench = FakeBench({FAST: 100.0, NEAR: 99.9, SLOW: 80.0})
+    keys = [oracle.key(config) for config in (FAST, NEAR, SLOW)]
+    known, rounds = {keys[0]: 100.0, keys[1]: 90.0}, []
+    # WHEN they take turns
+    oracle.run_rounds(bench, keys[1:], known, rounds, lambda number, rates: None)
+    regrets = {key: oracle.regret_of(key, rounds) for key in keys}
+    # THEN the one is told from the best, the other is not, and who was clearly out dropped out
+    assert regrets[keys[2]].counted == pytest.approx(0.2, abs=0.03)
+    assert min(regrets[keys[0]].counted, regrets[keys[1]].counted) == 0.0
+    assert max(regrets[keys[0]].counted, regrets[keys[1]].counted) < 0.02
+    assert bench.asked.count(SLOW) == oracle.LEAST_ROUNDS
+
+
+def test_rounds_go_on_only_for_what_is_missing(oracle: ModuleType) -> None:
+    # GIVEN rounds that are complete for one choice
+    bench = FakeBench({FAST: 100.0, SLOW: 80.0})
+    rounds: list[Round] = []
+    oracle.run_rounds(bench, [oracle.key(FAST)], {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    before = len(rounds)
+    # WHEN another choice turns up
+    chosen = [oracle.key(FAST), oracle.key(SLOW)]
+    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    # THEN it is paired with the best in a few more rounds, and asking again measures nothing
+    assert len(rounds) == before + oracle.LEAST_ROUNDS
+    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    assert len(rounds) == before + oracle.LEAST_ROUNDS
+
+
+def test_a_configuration_survives_its_key(oracle: ModuleType) -> None:
+    config = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
+    assert oracle.config_of(oracle.key(config)) == config
+
+
+def test_what_was_measured_is_read_back_and_reported(oracle: ModuleType, tmp_path: Path) -> None:
+    from studies.regret.outcomes import report
+    from studies.regret.real import Log
+
+    # GIVEN the records of one workload with two strategies, one of which failed
+    log, key = Log(tmp_path / "real.jsonl"), oracle.key
+    choice = {"kind": "choice", "workload": "jpeg", "seed": 0, "history": []}
+    log.append({**choice, "strategy": "autotune_loader", "config": key(FAST), "seconds": 12.0})
+    log.append({**choice, "strategy": "climb 3 %", "config": key(SLOW), "seconds": 5.0})
+    log.append({**choice, "strategy": "loadtune", "failure": "ValueError: no", "seconds": 1.0})
+    log.append({"kind": "survey", "workload": "jpeg", "config": key(FAST), "samples_per_s": 100.0})
+    for number in range(3):
+        rates = {key(FAST): 100.0 + number, key(SLOW): 80.0 + number}
+        log.append({"kind": "round", "workload": "jpeg", "number": number, "rates": rates})
+    # WHEN the report is made from the file alone
+    report(log.read(), tmp_path / "real.md")
+    text = (tmp_path / "real.md").read_text()
+    # THEN each strategy has its row, and the failure is told
+    assert "| autotune_loader | 1 | 1 | 0.0% |" in text
+    assert "ValueError: no" in text
+    assert (tmp_path / "real.png").stat().st_size > 0
