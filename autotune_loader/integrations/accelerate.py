@@ -22,6 +22,8 @@ from autotune_loader.tuner import tune
 
 # Rank 0 tunes while the others wait; its budget is 60 s unless the caller says otherwise.
 WAIT_FOR_RANK_0_S = 1800.0
+# Options of `tune()` that say what is done with a batch; without a model there is nothing to do with them.
+OF_STEP = ("train_step", "loss_fn", "optimizer")
 
 
 def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **options: Any) -> tuple[Any, TuningResult]:
@@ -61,4 +63,5 @@ def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningRes
         "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
         stacklevel=3,
     )
-    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **options)), deadline_s=WAIT_FOR_RANK_0_S))
+    of_loader = {name: value for name, value in options.items() if name not in OF_STEP}
+    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **of_loader)), deadline_s=WAIT_FOR_RANK_0_S))
