@@ -1,7 +1,7 @@
 """What a process tree takes while a burst runs: memory, shared memory, CPU, GPU; and an alarm before memory runs out.
 
     RSS, CPU, shm   x   x   x   x   x   x   x   x   x   x      every 0.25 s, about 0.1 ms each
-    PSS                             x               x   x      at 1 s, 2 s, 4 s ..., and at the end
+    PSS                             x     x         x   x      at 1 s, 1.5 s, 2.25 s ..., and at the end
 
 PSS walks page tables and stalls the processes it reads, so it is taken as rarely as a slope allows.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autotune_loader.machine.gpus import GpuDevice, Gpus, GpuSample
 from autotune_loader.machine.host import HostCpu, host_cpu
@@ -26,9 +27,11 @@ PERIOD_S = 0.25
 """Between looks: 4 Hz, below the 5 Hz at which reading RSS begins to cost."""
 FIRST_PSS_S = 1.0
 """When PSS is first taken: late enough for workers to be up, early enough for most bursts."""
-PSS_SPACING = 2.0
+PSS_SPACING = 1.5
 """Each further PSS is taken when the burst is so many times as old: a slope for a handful of reads."""
-MIN_SLOPE_S = 0.5
+MIN_SLOPE_READINGS = 3
+"""Two readings cannot tell a leak from workers that still warm up."""
+MIN_SLOPE_S = 1.0
 """PSS readings closer than this give no slope."""
 
 
@@ -204,15 +207,21 @@ def memory_of(
 
 
 def pss_slope(pss: Sequence[PssSample]) -> float | None:
-    """Growth in bytes per second between the first and the last reading with all workers up; None without two of them.
+    """Growth in bytes per second that lasts; None where the burst was too short to tell.
 
-    Workers that start or end between readings are no growth, so only readings with the most processes count.
+    Workers that have just started touch pages for the first time, which looks like a leak and soon ends. So growth counts
+    only as far as it holds on: between each two readings in a row at least so much was added. Memory that stood still or
+    shrank between any two of them does not grow.
+
+    Workers that start or end between readings are no growth either, so only readings with the most processes count.
     """
     most = max((sample.processes for sample in pss), default=0)
     full = [sample for sample in pss if sample.processes == most]
-    if not full or full[-1].at - full[0].at < MIN_SLOPE_S:
+    if len(full) < MIN_SLOPE_READINGS or full[-1].at - full[0].at < MIN_SLOPE_S:
         return None
-    return (full[-1].pss_bytes - full[0].pss_bytes) / (full[-1].at - full[0].at)
+    rates = [(b.pss_bytes - a.pss_bytes) / (b.at - a.at) for a, b in pairwise(full)]
+    overall = (full[-1].pss_bytes - full[0].pss_bytes) / (full[-1].at - full[0].at)
+    return min(overall, max(0.0, min(rates)))
 
 
 def _watched(gpus: Gpus | None, cuda_index: int) -> GpuDevice | None:

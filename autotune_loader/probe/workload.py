@@ -191,7 +191,7 @@ class _BoundedBuffer(io.BytesIO):
         self._max_bytes = max_bytes
 
     def write(self, data: Any) -> int:
-        if self.tell() + len(data) > self._max_bytes:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
             raise PayloadTooLargeError(f"larger than {self._max_bytes} bytes")
         return super().write(data)
 
