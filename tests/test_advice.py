@@ -12,6 +12,7 @@ from autotune_loader.advice.acceleration import acceleration_sentence, budget_of
 from autotune_loader.config import LoaderConfig
 from autotune_loader.policy import TwinInputs, fit_twin
 from autotune_loader.result import Verdict
+from autotune_loader.space import Limits, Space
 from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import MAIN_PROCESS, Acceleration, BatchTrace, BurstPlan, Failure, Measurement, Memory, Trial
@@ -220,6 +221,52 @@ def test_without_a_ceiling_no_headroom_is_claimed():
     verdict = judge(evidence(ceiling=None))
     assert verdict.headroom is None
     assert "perfect loader" not in verdict.sentence
+
+
+def waiting_machine_with(limits, *, worker_bytes=0, batch_bytes=1 << 20):
+    """Evidence from a machine whose fetches wait: more workers would be faster, if there were room for them."""
+    machine = SimulatedMachine(
+        cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, worker_bytes=worker_bytes, batch_bytes=batch_bytes, noise_sd=0.0
+    )
+    probe, trials = SimulatedProbe(machine, FakeClock()), []
+    for number, workers in enumerate((0, 1, 4)):
+        config = LoaderConfig(num_workers=workers)
+        burst = probe.burst(config, BurstPlan())
+        trials.append(Trial(number=number, config=config, role="search", measurement=burst))
+    twin = fit_twin(trials, TwinInputs(usable_cores=4, consumer_cores=1.0, step_s_by_threads={None: 0.001}))
+    space = Space(max_workers=16, limits=limits)
+    last = trials[-1].measurement
+    return evidence(last, trials=trials, twin=twin, space=space, ceiling=None, on_accelerator=True)
+
+
+def test_workers_that_would_not_fit_into_memory_by_what_they_were_measured_to_take_are_a_lack_of_memory():
+    # GIVEN four workers that were measured to take 500 MiB each, and 4 GiB of which nine tenths may be used
+    found = waiting_machine_with(Limits(memory_bytes=4 << 30), worker_bytes=500 << 20)
+
+    # WHEN judged THEN memory binds, though nothing failed, and the advice is to make workers smaller
+    verdict = judge(found)
+    assert verdict.binding == "memory"
+    assert "workers, prefetch 2 would take" in verdict.sentence
+    assert "of memory, and there are 4096.0 MiB" in verdict.sentence
+    advice = advise(found, verdict)[0]
+    assert advice.action.startswith("Make a worker smaller")
+    assert (
+        "more workers would not fit into memory; each takes 502 MiB" in advice.reason
+    )  # two batches in its queue included
+    assert advice.expected_gain > 0.05
+
+
+def test_queues_that_would_not_fit_into_shared_memory_are_a_lack_of_memory():
+    found = waiting_machine_with(Limits(shm_bytes=64 << 20), batch_bytes=5 << 20)
+    verdict = judge(found)
+    assert verdict.binding == "memory"
+    assert "of shared memory, and there are 64.0 MiB" in verdict.sentence
+    assert "--shm-size" in advise(found, verdict)[0].action
+
+
+def test_workers_that_fit_are_no_lack_of_memory():
+    assert judge(waiting_machine_with(Limits(memory_bytes=64 << 30), worker_bytes=500 << 20)).binding == "wait"
+    assert judge(waiting_machine_with(Limits())).binding == "wait"
 
 
 def test_fewer_workers_failing_is_no_lack_of_memory():

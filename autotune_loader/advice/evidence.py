@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autotune_loader.ceilings import MIN_BATCHES, Limit, cpu_limit
 from autotune_loader.config import LoaderConfig
+from autotune_loader.space import Space
 from autotune_loader.stats import Interval
 from autotune_loader.trial import Acceleration, FailureKind, Measurement, Trial
 from autotune_loader.twin import Prediction, Twin
@@ -35,6 +36,8 @@ class Evidence:
     twin: Twin | None = None
     cached_steps: Sequence[Measurement] = ()
     """The step on a cached batch, with any number of threads."""
+    space: Space | None = None
+    """What could have been tried, and the limits of this machine."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""
 

@@ -27,6 +27,7 @@ from autotune_loader.advice.evidence import (
     tail,
     worker_bytes,
 )
+from autotune_loader.advice.room import shortage
 from autotune_loader.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
 from autotune_loader.result import Advice, Verdict
 from autotune_loader.trial import Acceleration
@@ -184,7 +185,12 @@ def _on_memory(evidence: Evidence) -> Iterator[Advice]:
     each = worker_bytes(evidence)
     gains = [gain for gain in (missed_gain(evidence, trial) for trial in failed) if gain is not None]
     gain = _believable(evidence, max(gains)) if gains else None
-    if any(trial.failure is not None and trial.failure.kind == "shared_memory" for trial in failed):
+    short = shortage(evidence)
+    if gain is None and short is not None:
+        gain = _believable(evidence, short.gain)
+    if any(trial.failure is not None and trial.failure.kind == "shared_memory" for trial in failed) or (
+        not failed and short is not None and short.resource == "shared memory"
+    ):
         yield Advice(
             action="Give the container more shared memory (--shm-size=8g), or make batches smaller.",
             reason=f"a batch of {evidence.measurement.batch_bytes / 2**20:.1f} MiB waits in /dev/shm for each place in a queue",
@@ -193,7 +199,7 @@ def _on_memory(evidence: Evidence) -> Iterator[Advice]:
         return
     yield Advice(
         action="Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects.",
-        reason="more workers ran out of memory"
+        reason=("more workers ran out of memory" if failed else "more workers would not fit into memory")
         + ("" if each is None else f"; each takes {each / 2**20:,.0f} MiB")
         + ("" if gain is None else f"; with room for them the twin predicts {evidence.rate.value * (1 + gain):,.0f}/s"),
         expected_gain=gain,

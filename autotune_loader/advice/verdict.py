@@ -4,7 +4,7 @@ The first that holds is the verdict:
 
     start-up    an epoch is so short that starting workers is a good part of it
     step        the rate is the cached batch's rate, or the loop hardly ever waits
-    memory      more workers would be faster, and ran out of memory
+    memory      more workers would be faster, and ran out of memory, or would by what they were measured to take
     in memory   no worker is the best number of workers, and fetching costs next to nothing
     pinning     one thread copies into page-locked memory, and is always busy
     transport   taking a batch over costs a good part of the loop
@@ -26,6 +26,7 @@ from autotune_loader.advice.evidence import (
     startup_share,
     stopped_by_memory,
 )
+from autotune_loader.advice.room import shortage
 from autotune_loader.result import Binding, Verdict
 
 # The step binds when the loop waits for data less than this share of its time, or the rate comes this near the ceiling.
@@ -70,7 +71,7 @@ def _binding(evidence: Evidence) -> Binding:
     if evidence.ceiling is not None and evidence.measurement.wait_share < STEP_BINDS_WAIT_SHARE:
         # The loop never waits, yet the step runs slower than alone: workers and step share the cores.
         return "step" if evidence.on_accelerator else "cpu"
-    if stopped_by_memory(evidence):
+    if stopped_by_memory(evidence) or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
         return _without_workers(evidence)
@@ -182,7 +183,14 @@ def _hand_over_words(evidence: Evidence) -> str:
 
 
 def _memory_words(evidence: Evidence) -> str:
-    failed = min(stopped_by_memory(evidence), key=lambda trial: trial.config.num_workers)
+    failed = min(stopped_by_memory(evidence), key=lambda trial: trial.config.num_workers, default=None)
+    if failed is None:
+        short = shortage(evidence)
+        assert short is not None
+        return (
+            f"{short.config} would take {_mib(round(short.need_bytes))} of {short.resource}, and there are "
+            f"{_mib(short.limit_bytes)}"
+        )
     assert failed.failure is not None
     return f"{failed.config} ran out of it ({failed.failure.kind.replace('_', ' ')})"
 
