@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST_TURN_S = 220.0
+LONGEST_TURN_S = 205.0
 PAUSE_S = 4.0
 
 

@@ -22,7 +22,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.probe.burst import _Run, make_traced_loader
+from autotune_loader.probe.burst import make_traced_loader
+from autotune_loader.probe.run import Run
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.traced import EndlessBatches
 from autotune_loader.probe.workload import DataSide
@@ -111,7 +112,7 @@ def traced(data: DataSide, step: TrainingStep, config: LoaderConfig, seed: int, 
     """Seconds of the loop that bursts run."""
     iterator = iter(make_traced_loader(data, config, seed))
     plan = BurstPlan(max_s=1e6, min_s=0.1, relative_error=0.0)
-    run = _Run(plan, config.num_workers, time.monotonic())
+    run = Run(plan, config.num_workers, time.monotonic())
 
     def deliver() -> None:
         run.deliver(iterator, step)

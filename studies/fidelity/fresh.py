@@ -1,0 +1,152 @@
+"""The twin on data that it has never seen: sustained runs of 20 s, each beside the bursts that are to predict it.
+
+    python -m studies.fidelity.fresh --lock /tmp/quiet.lock     # about 21 minutes; stop and continue it at will
+    python -m studies.fidelity.fresh --report                   # the tables again; also writes them into README.md
+
+The machine's speed changes over minutes by more than the twin is meant to err. So every workload is visited twice, at
+random moments; a visit measures the step's ceiling, the bursts and three sustained runs in random order, within about 80 s.
+Predictions from the bursts of the same visit tell the twin's error, those from the other visit that and the drift. One
+configuration is run in both visits: how well one run of 20 s predicts another. All of this was fixed before the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from studies.fidelity.analysis import Cell, cells, load, percentile, worst
+from studies.fidelity.grid import WORKLOAD_NAMES, Task
+from studies.fidelity.measure import measure
+from studies.fidelity.quiet import QuietTurns
+from studies.fidelity.records import RESULTS
+
+FILES = {
+    "scout": RESULTS / "fresh_scouts.jsonl.gz",
+    "ceiling": RESULTS / "fresh_sustained.jsonl",
+    "sustained": RESULTS / "fresh_sustained.jsonl",
+}
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- fresh: written by `python -m studies.fidelity.fresh --report` -->", "<!-- /fresh -->"
+SECONDS = 20.0
+SCOUTS = (0, 1, 4, 12)
+"""Three of them make a fit; 0 workers only for the other choices."""
+DESIGN = (1, 4, 12)
+OTHER_DESIGNS = ((0, 4, 12), (0, 1, 4))
+ANCHOR = (4, 2)
+VISITS = (((2, 4), (8, 8), ANCHOR), ((6, 2), (12, 4), ANCHOR))
+"""Workers and prefetch of the sustained runs of each visit."""
+
+
+def tasks(order: int = 20261121) -> list[Task]:
+    """Everything, visit after visit."""
+    rng = random.Random(order)
+    visits = [_visit(name, number) for name in WORKLOAD_NAMES for number in range(len(VISITS))]
+    rng.shuffle(visits)
+    for visit in visits:
+        rng.shuffle(visit)
+    return [task for visit in visits for task in visit]
+
+
+def _visit(name: str, number: int) -> list[Task]:
+    scouts = [("scout", workers, 2 if workers else None) for workers in SCOUTS]
+    runs = [("sustained", *cell) for cell in VISITS[number]]
+    return [
+        Task(workload=name, kind=kind, num_workers=workers, prefetch_factor=prefetch, repeat=number)  # type: ignore[arg-type]
+        for kind, workers, prefetch in [("ceiling", 0, None), *scouts, *runs]
+    ]
+
+
+def report() -> str:
+    """The tables, as the README has them."""
+    raw = load(FILES)
+    found = cells(raw, DESIGN)
+    near, far = _by_visit(found)
+    parts = [
+        f"{len(raw.sustained)} runs of {SECONDS:g} s; a fit has one burst each at {DESIGN} workers, prefetch 2.",
+        "Bursts of the same visit, within about 80 s of the run (the twin's error):",
+        _table(near),
+        "Bursts of the other visit, minutes away (the twin's error and the machine's drift):",
+        _table(far),
+        "One 20 s run against the other of the same configuration (4 workers, prefetch 2), minutes away:",
+        _anchors(near),
+        "Other choices of bursts, same visit, within their range:",
+        _rows([(str(design), _by_visit(cells(raw, design))[0]) for design in OTHER_DESIGNS]),
+        "Largest errors, same visit (workers x prefetch, visit, truth, predicted):",
+        f"```\n{worst([cell for cell in near if cell.is_fitted], 8)}\n```",
+    ]
+    return "\n\n".join(parts)
+
+
+def _by_visit(found: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+    near: list[Cell] = []
+    far: list[Cell] = []
+    for cell in found:
+        (near if cell.repeat == cell.task.repeat else far).append(cell)
+    return near, far
+
+
+def _table(found: Sequence[Cell]) -> str:
+    rows = [(name, [cell for cell in found if cell.task.workload == name]) for name in WORKLOAD_NAMES]
+    return _rows([*rows, ("**all**", list(found))])
+
+
+def _rows(rows: Sequence[tuple[str, Sequence[Cell]]]) -> str:
+    lines = ["|  | n | median | p95 | max | bias | covered |", "|---|---|---|---|---|---|---|"]
+    for name, all_cells in rows:
+        found = [cell for cell in all_cells if cell.is_fitted]
+        if found:
+            absolute = [abs(cell.error) for cell in found]
+            lines.append(
+                f"| {name} | {len(found)} | {statistics.median(absolute):.1%} | {percentile(absolute, 0.95):.1%} "
+                f"| {max(absolute):.1%} | {statistics.fmean(cell.error for cell in found):+.1%} "
+                f"| {statistics.fmean(cell.is_covered for cell in found):.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def _anchors(near: Sequence[Cell]) -> str:
+    lines = ["|  | first | second | second against first |", "|---|---|---|---|"]
+    ratios = []
+    for name in WORKLOAD_NAMES:
+        runs = {cell.task.repeat: cell.truth for cell in near if _is_anchor(cell.task) and cell.task.workload == name}
+        if len(runs) == len(VISITS):
+            ratios.append(runs[1] / runs[0] - 1)
+            lines.append(f"| {name} | {runs[0]:.1f}/s | {runs[1]:.1f}/s | {ratios[-1]:+.1%} |")
+    absolute = sorted(map(abs, ratios))
+    if absolute:
+        lines.append(f"| **median, largest** | | | {statistics.median(absolute):.1%}, {absolute[-1]:.1%} |")
+    return "\n".join(lines)
+
+
+def _is_anchor(task: Task) -> bool:
+    return (task.num_workers, task.prefetch_factor) == ANCHOR
+
+
+def write(text: str, readme: Path = README) -> None:
+    """Put the tables between the README's marks."""
+    whole = readme.read_text()
+    before, rest = whole.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.fidelity.fresh", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a sustained run")
+    parser.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    chosen = parser.parse_args()
+    if not chosen.report:
+        quiet = QuietTurns(chosen.lock)
+        measure(tasks(), FILES, seconds=chosen.seconds, quiet=quiet, mode=f"visits, {chosen.seconds:g} s")
+        print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
+    text = report()
+    print(text)
+    write(text)
+
+
+if __name__ == "__main__":
+    main()
