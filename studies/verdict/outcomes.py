@@ -10,6 +10,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 GOAL = 0.95
+# Sizes of the real workloads, by how many times as much of everything a batch takes.
+SCALES = {"small": 1, "medium": 2, "large": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

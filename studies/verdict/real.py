@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from autotune_loader import TuningResult, tune
-from studies.verdict.outcomes import Outcome
+from studies.verdict.outcomes import SCALES, Outcome
 from studies.workloads import AccelStep, LargeTensorDataset, SleepDataset, SpinDataset
 
 SIZES = ("small", "large")
@@ -112,7 +112,7 @@ def _pairs(batched: bool) -> TensorDataset:
 
 def _jobs(size: str) -> dict[str, tuple[tuple[str, ...], Callable[[], Job], Callable[[], Job]]]:
     """By bottleneck: what counts as right, the job, and the job after the advice."""
-    scale = 1 if size == "small" else 4
+    scale = SCALES[size]
     room = {"max_host_memory": "2500MB"}
     return {
         "cpu": (
