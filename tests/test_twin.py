@@ -4,6 +4,7 @@ import heapq
 import itertools
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from autotune_loader.stats import Interval
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BatchTrace, BurstPlan, Measurement
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
+from autotune_loader.twin.levelling import level
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)
@@ -288,6 +290,29 @@ class TestTwin:
         twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
         rates = [twin.predict(n, 2).samples_per_s.value for n in (0, 1, 4)]
         assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
+
+    def test_what_the_longest_burst_knows_of_the_batches_corrects_the_others(self):
+        # GIVEN two bursts over the same heavy-tailed samples, of which the slow one met few and light ones
+        weights = np.array([1.0] * 40 + [1.0, 6.0] * 40)
+        slow, fast = (
+            replace(observation(n), service_s=0.02 * w, cpu_s=0.02 * w, positions=tuple(range(len(w))))
+            for n, w in ((1, weights[:40] * (1 + 0.01 * np.arange(40))), (4, weights * (1 + 0.01 * np.arange(120))))
+        )
+        # THEN its mean is what it would have been over all
+        assert level([slow, fast])[0].service_s.mean() == pytest.approx(fast.service_s.mean())
+
+    def test_luck_with_heavy_batches_is_evened_out(self):
+        # GIVEN one batch in five that takes 16 times as long
+        service = np.array([0.01, 0.01, 0.01, 0.01, 0.16] * 8)
+        twin = Twin.fit(
+            [replace(observation(1, step=0.001, receive=0.0001), service_s=service, cpu_s=service / 100, at_work=1.0)],
+            cores=16,
+        )
+        rates = [twin.predict(n, 8).samples_per_s.value for n in range(1, 7)]
+        # THEN each further worker helps about as much as the one before
+        gains = np.diff(rates) / rates[0]
+        assert gains.min() > 0.6
+        assert gains.max() < 0.8
 
     @quick
     @given(

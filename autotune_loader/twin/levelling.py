@@ -40,7 +40,8 @@ def level(observations: Sequence[Observation]) -> tuple[Observation, ...]:
 
     Bursts read the same samples in the same order, but a slow one fewer of them; by chance those may be light or heavy.
     How heavy, the longest burst knows: it saw them too. So its mean over all batches against its mean over the common
-    ones corrects the slow one (a control variate), as far as the two agree on which batches are heavy.
+    ones corrects the slow one (a control variate), as far as the two agree on which batches are heavy. As far as they do
+    not, its own mean stands, which has seen batches that the longest burst left out while its queues filled.
     """
     longest = max(observations, key=lambda o: len(o.positions))
     return tuple(o if o is longest else _levelled(o, longest) for o in observations)
@@ -53,8 +54,9 @@ def _levelled(seen: Observation, longest: Observation) -> Observation:
         return seen
     mine, theirs = (np.array(indices) for indices in zip(*pairs, strict=True))
     own, reference = seen.service_s[mine], longest.service_s[theirs]
-    if own.std() == 0 or reference.std() == 0 or reference.mean() == 0:
+    if min(own.std(), reference.std(), own.mean(), reference.mean()) <= 0:
         return seen
     agreement = max(0.0, float(np.corrcoef(own, reference)[0, 1]))
-    factor = (longest.service_s.mean() / reference.mean()) ** agreement
+    mean_s = own.mean() / reference.mean() * longest.service_s.mean()
+    factor = (mean_s / seen.service_s.mean()) ** agreement
     return replace(seen, service_s=seen.service_s * factor, cpu_s=seen.cpu_s * factor)

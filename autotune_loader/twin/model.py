@@ -17,7 +17,7 @@ from autotune_loader.twin.levelling import level, whole_cycles
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.orders import relative, sequences
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
-from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_rate
+from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_batches, steady_rate
 from autotune_loader.twin.stages import Columns, Stages
 
 UNSEEN_THREADS_SD = 0.05
@@ -134,12 +134,13 @@ class Twin:
         if not configs:
             return []
         columns = self._columns(configs, cores or self.cores)
-        pools = self._pools(batches_needed(columns.workers))
+        window = steady_batches(self._variation())
+        pools = self._pools(batches_needed(columns.workers, window))
         stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
-        first = steady_rate(self._run(columns, stages, pools), columns.workers)
+        first = steady_rate(self._run(columns, stages, pools), columns.workers, window)
         stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
         done = self._run(columns, stages, pools)
-        rates = steady_rate(done, columns.workers)
+        rates = steady_rate(done, columns.workers, window)
         predictions = []
         for i, config in enumerate(configs):
             at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
@@ -228,11 +229,17 @@ class Twin:
             draw=np.tile(np.arange(PER_CONFIG), len(configs)),
         )
 
+    def _services(self) -> Floats:
+        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
+        return np.concatenate([relative(o.service_s) for o in with_workers])
+
+    def _variation(self) -> float:
+        return float(self._services().std())
+
     def _pools(self, batches: int) -> tuple[Floats, Floats]:
         """Service and step times relative to their mean, shape (batches, draws)."""
-        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
         rng = np.random.default_rng(self.seed)
-        service = np.concatenate([relative(o.service_s) for o in with_workers])
+        service = self._services()
         step = np.concatenate([relative(o.step_s) for o in self.observations])
         return sequences(service, batches, rng), sequences(step, batches, rng)
 

@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 
 STEADY_BATCHES = 192
 """Batches in the window of a steady rate: a variation of 20 % leaves 1.4 %, and `Twin` averages several runs."""
+MOST_STEADY_BATCHES = 960
+"""The same for batches that differ much: which worker the slow ones fall to is luck that a longer run evens out."""
 FILL_ROUNDS = 3
 """Rounds of `workers` batches before the window opens: by then the pipeline has left its synchronous start."""
 
@@ -85,26 +87,31 @@ def _column_shaped(values: ArrayLike, shape: tuple[int, ...]) -> Floats:
     return np.broadcast_to(array, shape)
 
 
-def steady_window(workers: ArrayLike) -> tuple[Ints, Ints]:
+def steady_batches(variation: float) -> int:
+    """Batches that the window of a steady rate needs when service times vary by so much (standard deviation over mean)."""
+    return min(MOST_STEADY_BATCHES, max(STEADY_BATCHES, round(STEADY_BATCHES * (variation / 0.4) ** 2)))
+
+
+def steady_window(workers: ArrayLike, batches: int = STEADY_BATCHES) -> tuple[Ints, Ints]:
     """First and last batch of the steady window, as indices of `simulate`'s result: whole rounds after the fill.
 
     A window of whole rounds makes the rate exact where workers deliver in waves.
     """
     per_round = np.maximum(np.asarray(workers, dtype=np.int64), 1)
-    rounds = -(-STEADY_BATCHES // per_round)
+    rounds = -(-batches // per_round)
     first = FILL_ROUNDS * per_round - 1
     return first, first + rounds * per_round
 
 
-def batches_needed(workers: ArrayLike) -> int:
+def batches_needed(workers: ArrayLike, batches: int = STEADY_BATCHES) -> int:
     """Batches to simulate so that every column's steady window is inside."""
-    return int(steady_window(workers)[1].max()) + 1
+    return int(steady_window(workers, batches)[1].max()) + 1
 
 
-def steady_rate(done: Floats, workers: ArrayLike) -> Floats:
+def steady_rate(done: Floats, workers: ArrayLike, batches: int = STEADY_BATCHES) -> Floats:
     """Batches per second once the pipeline is full, one value per column of `simulate`'s result."""
     columns = np.arange(done.shape[1])
-    first, last = (np.broadcast_to(index, columns.shape) for index in steady_window(workers))
+    first, last = (np.broadcast_to(index, columns.shape) for index in steady_window(workers, batches))
     rate: Floats = (last - first) / (done[last, columns] - done[first, columns])
     return rate
 
