@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # Beyond this a request hangs: the slowest start-up and window here take seconds.
 DEADLINE_S = 90.0
 # A steady window opens after two rounds of the workers, or after this, whichever is first.
-LONGEST_WARM_UP_S = 1.5
+LONGEST_WARM_UP_S = 1.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
 REPEATS = {"short_epoch": 1, "in_memory": 1, "tutorial": 1, "guide": 1, "lesson": 1, "article": 1, "imbalance": 1}
 MOST_REPEATS = 16
@@ -90,7 +90,7 @@ class Bench:
         return Timed(**answer)
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "studies.regret.bench", self._workload]
+        command = [sys.executable, "-W", "ignore", "-m", "studies.regret.bench", self._workload]
         self._child = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

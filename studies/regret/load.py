@@ -19,7 +19,7 @@ BURST_S = (0.3, 3.0)
 @contextlib.contextmanager
 def neighbours(seed: int) -> Iterator[None]:
     """Run them as long as the block lasts."""
-    command = [sys.executable, "-m", "studies.regret.load"]
+    command = [sys.executable, "-W", "ignore", "-m", "studies.regret.load"]
     running = [subprocess.Popen([*command, str(seed * PROCESSES + number)]) for number in range(PROCESSES)]
     try:
         yield

@@ -18,13 +18,13 @@ from autotune_loader.stats import Interval, Round, log_ratios, paired_ratio
 from studies.regret.bench import Bench, BenchError, Timing
 from studies.regret.strategies import Lattice
 
-SURVEY_S = 0.6
-ROUND_S = 1.5
+SURVEY_S = 0.5
+ROUND_S = 1.2
 # How many of the survey's fastest enter the rounds, and whose other prefetch factors are surveyed.
-ENTRANTS = 5
+ENTRANTS = 4
 REFINED = 4
 LEAST_ROUNDS = 3
-ROUNDS = 7
+ROUNDS = 6
 # What counts as near the best: a choice goes on until its interval lies on one side of this.
 NEAR = 0.02
 # A configuration of the survey that nobody chose goes on only while it may be the fastest, from its first round on.

@@ -182,11 +182,11 @@ def by_hand(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
 
 
 def autotune_loader(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
-    return _from_child([sys.executable, "-m", "studies.regret.tuned", workload, str(seed), BUDGET])
+    return _from_child([sys.executable, "-W", "ignore", "-m", "studies.regret.tuned", workload, str(seed), BUDGET])
 
 
 def loadtune(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
-    return _from_child([str(loadtune_python()), "-m", "studies.regret.loadtune_child", workload])
+    return _from_child([str(loadtune_python()), "-W", "ignore", "-m", "studies.regret.loadtune_child", workload])
 
 
 def _from_child(command: list[str]) -> Choice:
