@@ -13,7 +13,7 @@ import random
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,9 @@ TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 # A canary that hangs must not end the study, nor take much of its time.
 SHORTEST_TIMEOUT_S = 5.0
 TIMEOUT_FACTOR = 10.0
-# Reading samples twice may take so long, once alone and once by both workers; slower ones are few, or are left alone.
+# Samples are read for so long, once alone and once by both workers; slow ones are few, or are left alone.
 READING_S = 0.08
-MOST_SAMPLES = 32
+MOST_SAMPLES = 64
 HANGING_S = 2.0
 # Samples that differ are read again alone, so often and so long: what is random must not be blamed on the workers.
 MOST_REPEATS = 8
@@ -73,13 +73,17 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         private: what this process may fetch from.
         sample_s: what one sample takes, in seconds.
     """
-    count = min(MOST_SAMPLES, int(READING_S / max(sample_s, 1e-6)))
-    if data.is_iterable or not count or _start_method() != "fork":
+    reads = min(MOST_SAMPLES, int(READING_S / max(sample_s, 1e-6)))
+    if data.is_iterable or not reads or _start_method() != "fork":
         return False
     try:
-        keys = list(islice(_keys(private), count))
+        keys = _first_keys(private)[:reads]
+        begun = time.monotonic()
         alone = _read_alone(private.dataset, keys)
-        return _read_by_two_workers(data, keys) != [alone, alone] and _is_always(alone, private.dataset, keys)
+        round_s = time.monotonic() - begun  # the first fetch was cold, and slower
+        rounds = max(1, min(MOST_SAMPLES // len(keys), int(READING_S / max(round_s, 1e-6))))
+        together = _read_by_two_workers(data, keys, rounds)
+        return together != [alone * rounds] * 2 and _is_always(alone, private.dataset, keys)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         log.info("the canary for shared handles found nothing out: %s", error)
@@ -90,9 +94,11 @@ def _start_method() -> str:
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
-def _keys(data: DataSide) -> Iterator[Any]:
-    """What the dataset is asked for, in the order of its sampler."""
-    return iter(data.sampler) if data.batch_sampler is None else chain.from_iterable(data.batch_sampler)
+def _first_keys(data: DataSide) -> list[Any]:
+    """What the very first batch was made of: this process has read those samples and lived."""
+    loader = make_traced_loader(data, LoaderConfig(), seed=0)
+    sampler: Any = loader.batch_sampler
+    return list(next(iter(sampler))) if sampler is not None else [next(iter(loader.sampler))]
 
 
 def _is_always(expected: list[str], dataset: Any, keys: list[Any]) -> bool:
@@ -114,9 +120,9 @@ def _read_alone(dataset: Any, keys: list[Any]) -> list[str]:
         torch.set_num_threads(threads)
 
 
-def _read_by_two_workers(data: DataSide, keys: list[Any]) -> list[list[str]]:
-    """What each of two workers reads at the same time."""
-    work = [(key, number) for number, key in enumerate(keys) for _ in range(2)]  # dealt out in turn
+def _read_by_two_workers(data: DataSide, keys: list[Any], rounds: int) -> list[list[str]]:
+    """What each of two workers reads at the same time, all keys again and again."""
+    work = [(key, number) for number, key in enumerate(keys) for _ in range(2)] * rounds  # dealt out in turn
     dataset: Any = _Digested(data.dataset)
     with _loader_for_a_moment() as open_loader:
         open_loader.iterator = iter(
@@ -126,7 +132,7 @@ def _read_by_two_workers(data: DataSide, keys: list[Any]) -> list[list[str]]:
                 batch_size=None,
                 collate_fn=_as_it_is,
                 num_workers=2,
-                prefetch_factor=len(keys),
+                prefetch_factor=len(work),
                 worker_init_fn=TracedWorkerInit(data.worker_init_fn),
                 generator=torch.Generator(),
                 timeout=HANGING_S,

@@ -128,6 +128,19 @@ def test_random_failing_and_plain_data_are_not_blamed_on_the_workers(dataset: An
     assert not reads_otherwise(dataset)
 
 
+class Fragile(Augmented):
+    """Kills the process that reads a sample beyond the first batch."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 4:
+            os._exit(3)
+        return index
+
+
+def test_this_process_reads_only_what_it_has_read_before() -> None:
+    assert not reads_otherwise(Fragile(), sampler=SequentialSampler(range(64)))
+
+
 def test_slow_samples_are_few_or_left_alone() -> None:
     Slow.reads = 0
     reads_otherwise(Slow(), sample_s=0.04)
