@@ -51,6 +51,20 @@ def step_limit(on_a_cached_batch: Measurement) -> Limit:
     )
 
 
+def step_beside(measured: Measurement) -> Interval:
+    """Samples per second of the step alone while a burst's workers are busy: no limit, but what they cost the step.
+
+    Args:
+        measured: a traced burst, best one with as many workers as there are cores.
+
+    Raises:
+        ValueError: the burst carries no traces.
+    """
+    if not measured.traces:
+        raise ValueError("the burst has no traces; one that was just measured has them")
+    return _per_second(mean_interval([trace.step_s for trace in _warm(measured.traces)]), measured.batch_size)
+
+
 def step_cpu_s(on_a_cached_batch: Measurement, usable_cores: float) -> float | None:
     """CPU seconds of one step, all its threads together; None where CPU use was not measured.
 

@@ -97,6 +97,10 @@ class BurstPlan:
     """Chooses the samples and their order."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after so many seconds, start-up included."""
+    batch_size: int | None = None
+    """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
+    null_dataset: bool = False
+    """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
     pause_s: float = 0.0
     """Sleep between the loader's start and the first batch: an experiment's way to hand over full queues."""
 

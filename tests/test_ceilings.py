@@ -224,3 +224,15 @@ def test_the_main_process_is_no_worker_to_warm_up():
     limit = ceilings.cpu_limit([burst(traces(20, worker=MAIN_PROCESS))], 2.0)
     # THEN
     assert limit.samples_per_s.value == pytest.approx(2 * BATCH / 0.05)
+
+
+def test_the_step_beside_busy_workers_is_told_with_its_interval():
+    # GIVEN steps of 49 ms in a burst
+    found = ceilings.step_beside(burst(traces(20)))
+    assert found.value == pytest.approx(BATCH / 0.049)
+    assert found.low <= found.value <= found.high
+
+
+def test_a_burst_without_traces_cannot_tell_the_step_apart():
+    with pytest.raises(ValueError, match="no traces"):
+        ceilings.step_beside(burst())

@@ -14,6 +14,7 @@ from autotune_loader.probe.burst import make_traced_loader, run_burst, run_step_
 from autotune_loader.probe.canary import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.null import null_data, pausing_step
 from autotune_loader.probe.run import Announce, BatchShape
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.traced import forget_open_batch
@@ -132,12 +133,24 @@ class Bench:
         self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
     ) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
+        if plan.null_dataset:
+            return run_burst(null_data(self._batch, self._samples), pausing_step(self._batch), config, plan, announce)
         data = self._data if config.num_workers else self._private_data
         return run_burst(data(), self._step, config, plan, announce, self._timeline)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
-        return run_step_ceiling(self._batch, self._samples, self._step, consumer_threads, plan, self._timeline)
+        batch, samples = self._batch, self._samples
+        if plan.batch_size not in (None, samples):
+            try:
+                loader = make_traced_loader(self._private_data(), LoaderConfig(batch_size=plan.batch_size), seed=0)
+                batch, fetch = next(iter(loader))
+            except Exception as error:
+                return failure_of(error, "first_batch")
+            finally:
+                forget_open_batch()
+            samples = fetch[5]
+        return run_step_ceiling(batch, samples, self._step, consumer_threads, plan, self._timeline)
 
     def acceleration(
         self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan

@@ -2,23 +2,23 @@
 
     python -m studies.fidelity.limits
 
-Every workload's limits from its step on a cached batch, two bursts, and batches of the same bytes that cost nothing to
-make. "seconds" is the time from the ready child to the verdict: the step's ceiling and one burst. Goal: 3 s.
+Every workload's limits from its step on a cached batch, two bursts, copies of one batch for which nothing is fetched, and
+for files a first and a second reading. "seconds" is the time from the ready child to the verdict: the step's ceiling and
+one burst. Goal: 3 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
-
-import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 from autotune_loader import ceilings
 from autotune_loader.ceilings import Limit
 from autotune_loader.config import LoaderConfig
+from autotune_loader.demo import cache_folder
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.search import CEILING_BURST, SEARCH_BURST
@@ -27,24 +27,13 @@ from studies.fidelity.grid import WORKLOAD_NAMES
 from studies.fidelity.measure import workload_of
 from studies.fidelity.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
-from studies.workloads import WORKLOADS, AccelStep, StudyWorkload
+from studies.workloads import WORKLOADS
 
 RAW = RESULTS / "limits.jsonl"
+NULL_BURST = replace(SEARCH_BURST, null_dataset=True)
+TOUCH_BURST = replace(SEARCH_BURST, min_s=1.0, max_s=1.5, relative_error=0.0, seed=4711)
 STEP_USES_CORES = 0.5
 """A step that keeps fewer cores busy than this computes elsewhere."""
-
-
-class NothingToMake(Dataset[torch.Tensor]):
-    """Batches of so many bytes that are there already: what is left is their transport."""
-
-    def __init__(self, batch_bytes: int) -> None:
-        self.batch_bytes = batch_bytes
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.empty(max(1, self.batch_bytes // 4))
 
 
 def main() -> None:
@@ -72,28 +61,34 @@ def _one(name: str, opened: OpenProbe) -> None:
     limits = [
         ceilings.step_limit(max(steps, key=lambda step: step.samples_per_s.value)),
         ceilings.cpu_limit(bursts, float(cores), steps if uses_cores else ()),
-        _transport(opened.readiness.batch_bytes, int(cached.batch_size)),
+        _transport(opened),
+        _storage(name, opened),
         ceilings.in_process_limit(alone),
     ]
     known = [limit for limit in limits if limit is not None]
     best = max([*bursts, alone], key=lambda burst: burst.samples_per_s.value).samples_per_s
     _tell(name, known, best.value, is_compute_bound, seconds)
+    busy = ceilings.step_beside(bursts[-1])
+    print(f"  step beside {cores} workers {busy.value:.0f}/s [{busy.low:.0f}, {busy.high:.0f}]")
 
 
-def _transport(batch_bytes: int, batch_size: int) -> Limit | None:
-    """From batches of the same bytes: the whole batch is one "sample", so the rate is scaled afterwards."""
-    study = StudyWorkload(
-        name="nothing",
-        dataset=NothingToMake(batch_bytes // batch_size),
-        model=nn.Identity(),
-        train_step=AccelStep(0.003),
-        batch_size=batch_size,
-        description="batches that are there already",
-        kind="transport",
-    )
-    with open_probe(workload_of(study), inspect_machine(), "process", None) as opened:
-        measured = opened.probe.burst(LoaderConfig(num_workers=2, prefetch_factor=4), SEARCH_BURST)
+def _transport(opened: OpenProbe) -> Limit | None:
+    """From copies of one batch, for which nothing is fetched."""
+    measured = opened.probe.burst(LoaderConfig(num_workers=2, prefetch_factor=4), NULL_BURST)
     return ceilings.transport_limit(_certain(measured))
+
+
+def _storage(name: str, opened: OpenProbe) -> Limit | None:
+    """From the same samples read twice, the first time not from the page cache; the other workloads read no files."""
+    if name != "jpeg":
+        return None
+    for path in cache_folder().iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    first, second = (
+        _certain(opened.probe.burst(LoaderConfig(num_workers=2, prefetch_factor=4), TOUCH_BURST)) for _ in range(2)
+    )
+    return ceilings.storage_limit(first, second, workers=2)
 
 
 def _certain(outcome: Measurement | Failure) -> Measurement:
@@ -111,9 +106,9 @@ def _tell(name: str, limits: list[Limit], best: float, is_compute_bound: bool, s
         mark = "<- binds" if limit is bound else ""
         print(f"  {limit.name:10} {rate.value:11.0f}/s [{rate.low:.0f}, {rate.high:.0f}]  {limit.because} {mark}")
     rates = {limit.name: limit.samples_per_s.value for limit in limits}
-    append(
-        RAW, {"workload": name, "limits": rates, "best": best, "compute_bound": is_compute_bound, "seconds": seconds}
-    )
+    ends = {limit.name: (limit.samples_per_s.low, min(limit.samples_per_s.high, 1e15)) for limit in limits}
+    record = {"workload": name, "limits": rates, "intervals": ends, "best": best}
+    append(RAW, {**record, "compute_bound": is_compute_bound, "seconds": seconds})
 
 
 if __name__ == "__main__":
