@@ -83,11 +83,12 @@ def table(cells: Sequence[Cell]) -> str:
         mine = [cell for cell in cells if cell.strategy == strategy]
         regrets, seconds = [cell.counted for cell in mine], [cell.seconds for cell in mine]
         points = [cell.point for cell in mine]
-        workers = [cell.config.num_workers for cell in mine if cell.config is not None]
+        counts = [cell.config.num_workers for cell in mine if cell.config is not None]
+        workers = statistics.fmean(counts) if counts else math.nan
         lines.append(
             f"| {strategy} | {len(mine)} | {len({cell.workload for cell in mine})} | {at(regrets, 0.5):.1%} "
             f"| {at(regrets, 0.9):.1%} | {max(regrets):.1%} | {share_within(mine):.0%} | {at(points, 0.5):.1%} "
-            f"| {at(points, 0.9):.1%} | {at(seconds, 0.5):.1f} | {at(seconds, 0.9):.1f} | {statistics.fmean(workers) if workers else math.nan:.1f} |"
+            f"| {at(points, 0.9):.1%} | {at(seconds, 0.5):.1f} | {at(seconds, 0.9):.1f} | {workers:.1f} |"
         )
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ Use a machine that does nothing else. The tables are in `results/real.md`, the c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -85,8 +86,9 @@ class Log:
 
     def append(self, record: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
         with self._path.open("a") as file:
-            file.write(json.dumps({**record, "at": round(time.time(), 1)}, separators=(",", ":")) + "\n")
+            file.write("\n" * torn + json.dumps({**record, "at": round(time.time(), 1)}, separators=(",", ":")) + "\n")
 
     def read(self) -> dict[str, Known]:
         known: dict[str, Known] = {}
@@ -103,7 +105,8 @@ class Log:
     def _records(self) -> Iterator[dict[str, Any]]:
         if self._path.exists():
             for line in self._path.read_text().splitlines():
-                yield json.loads(line)
+                with contextlib.suppress(json.JSONDecodeError):  # a kill in the midst of a line loses that one
+                    yield json.loads(line)
 
 
 def lattice_for(workload: str) -> Lattice:
