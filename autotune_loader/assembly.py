@@ -10,6 +10,7 @@ from typing import Any
 from autotune_loader import policy
 from autotune_loader.advice import Evidence, advise, judge
 from autotune_loader.advice.acceleration import acceleration_sentence
+from autotune_loader.allowed import consequences
 from autotune_loader.cache import Entry
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import Fingerprint
@@ -69,7 +70,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         evidence = _evidence(best, measurement, rate, found, setting)
         verdict = judge(evidence)
         advice = advise(evidence, verdict)
-    measured = _measured(found, measurement, rate)
+    measured = _measured(best, found, measurement, rate)
     return TuningResult(
         best=best,
         status=status,
@@ -83,7 +84,7 @@ def assemble(found: Found, setting: Setting, seconds: float, *, final: bool) -> 
         verdict=verdict,
         advice=advice,
         summary=_summary(best, found, measured, verdict, status, setting),
-        warnings=_warnings(found, setting),
+        warnings=_warnings(best, found, setting),
         finals=_finals(found),
         spent=Spent(seconds=round(seconds, 3), bursts=found.bursts),
         space_hash=setting.space.hash,
@@ -187,25 +188,34 @@ def _evidence(best: LoaderConfig, measurement: Measurement, rate: Interval, foun
         best=best,
         measurement=measurement,
         rate=rate,
-        ceiling=found.ceiling,
+        ceiling=found.ceiling_of(best),
         usable_cores=setting.usable_cores,
         on_accelerator=not setting.workload.training.device.startswith("cpu"),
         epoch_batches=data.batches_per_epoch(best.batch_size),
         trials=found.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
         twin=policy.fit_twin(found.trials, found.inputs),
-        cached_steps=tuple(found.ceilings.values()),
+        cached_steps=_cached_steps(best, found),
+        space=setting.space,
         accelerations=found.accelerations,
     )
 
 
-def _measured(found: Found, measurement: Measurement | None, rate: Interval | None) -> Measured:
+def _cached_steps(best: LoaderConfig, found: Found) -> tuple[Measurement, ...]:
+    """The step on cached batches of the best configuration's size."""
+    if best.batch_size is None:
+        return tuple(found.ceilings.values())
+    measured = found.ceilings_by_batch.get(best.batch_size)
+    return () if measured is None else (measured,)
+
+
+def _measured(best: LoaderConfig, found: Found, measurement: Measurement | None, rate: Interval | None) -> Measured:
     baseline = _measurement_of(found.baseline, found.trials)
     values: dict[str, Any] = {
         "samples_per_s": rate,
         "baseline_samples_per_s": None if baseline is None else baseline.samples_per_s,
         "speedup": None if found.finals is None else found.finals.speedup,
-        "ceiling_samples_per_s": found.ceiling,
+        "ceiling_samples_per_s": found.ceiling_of(best),
     }
     if measurement is not None:
         values |= {
@@ -228,7 +238,7 @@ def _measured(found: Found, measurement: Measurement | None, rate: Interval | No
 
 
 def _predicted(best: LoaderConfig, found: Found, setting: Setting) -> Predicted:
-    twin = policy.fit_twin(found.trials, found.inputs)
+    twin = policy.fit_twin(found.trials, found.inputs) if best.batch_size is None else None
     if twin is None:
         return Predicted()
     epoch_batches = setting.workload.data.batches_per_epoch(best.batch_size)
@@ -292,8 +302,8 @@ def _speedup_sentence(best: LoaderConfig, baseline: LoaderConfig, speedup: Inter
     return f"Against {whose} the difference is within noise ({interval})."
 
 
-def _warnings(found: Found, setting: Setting) -> tuple[str, ...]:
-    notes = list(setting.notes)
+def _warnings(best: LoaderConfig, found: Found, setting: Setting) -> tuple[str, ...]:
+    notes = [*consequences(best, setting.workload.data), *setting.notes]
     if found.finals is not None:
         notes += found.finals.notes
     failed = [trial for trial in found.trials if trial.failure is not None]

@@ -7,6 +7,7 @@ Schema) from them. The file is data only: nothing in it is executed or unpickled
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import secrets
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # 1.0  first release
 SCHEMA_VERSION = "1.0"
+# What a warning says of a file that was asked for.
+NOT_WRITTEN = "could not be written"
 # No honest loader.json comes near this; a file that does is refused before it is parsed.
 MAX_FILE_BYTES = 32 << 20
 
@@ -482,6 +485,26 @@ def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
+
+
+def require_writable(name: str, path: str | os.PathLike[str]) -> None:
+    """Find out now, not after a minute of measuring, whether a file can be written.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    target = Path(path)
+    trial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        trial.touch(exist_ok=False)
+        trial.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{name}={os.fspath(path)!r} cannot be written ({error.strerror}); {name}='loader.json' would work"
+        ) from error
 
 
 def to_plain(value: Any) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Failure
+from autotune_loader.trial import Failure, Measurement
 
 PREFETCH_FACTORS = (1, 2, 4, 8)
 # Workers that wait (storage, network) do not need a core each; workers that compute gain nothing beyond the cores.
@@ -28,6 +30,13 @@ MAX_WORKERS = 64
 SAFE_SHARE = 0.9
 # Interpreter, torch and a forked dataset that is not touched: what one more worker costs before it has loaded anything.
 WORKER_BASE_BYTES = 60 << 20
+# Knobs that the twin knows nothing of, with their axes: tried as variants of the best instead.
+UNMODELLED = {
+    "batch_size": "batch_sizes",
+    "drop_last": "drop_lasts",
+    "sharing_strategy": "sharing_strategies",
+    "multiprocessing_context": "multiprocessing_contexts",
+}
 # Descriptors that the process needs apart from the batches in flight.
 RESERVED_DESCRIPTORS = 64
 
@@ -39,6 +48,8 @@ class Limits:
     shm_bytes: int | None = None
     memory_bytes: int | None = None
     descriptors: int | None = None
+    device_bytes: int | None = None
+    """Memory of the accelerator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,8 @@ class BatchCost:
 
     bytes: int = 0
     tensors: int = 0
+    samples: int | None = None
+    """Samples in it, so that a batch of another size can be scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +79,7 @@ class Space:
     consumer_threads: tuple[int | None, ...] = (None,)
     device_prefetch: tuple[int, ...] = (0,)
     batch_sizes: tuple[int | None, ...] = (None,)
-    drop_last: bool | None = None
+    drop_lasts: tuple[bool | None, ...] = (None,)
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
 
@@ -81,8 +94,35 @@ class Space:
         """Every legal configuration that is not vetoed, fewest workers first."""
         return tuple(config for config in self._all() if self.veto(config) is None)
 
+    def plain_configs(self) -> tuple[LoaderConfig, ...]:
+        """Those of `configs()` that the twin can predict: every axis of `UNMODELLED` at its first value."""
+        first = replace(self, **{axis: getattr(self, axis)[:1] for axis in UNMODELLED.values()})
+        return first.configs()
+
+    def is_plain(self, config: LoaderConfig) -> bool:
+        """Whether the twin can predict it."""
+        return config == self.plain(config)
+
+    def plain(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration without what the twin knows nothing of."""
+        return replace(config, **{name: self.first_value(name, config) for name in UNMODELLED})
+
+    def first_value(self, name: str, config: LoaderConfig) -> Any:
+        """What a knob of `UNMODELLED` has unless something else is shown to be better."""
+        needs_workers = name == "multiprocessing_context" and config.num_workers == 0
+        return None if needs_workers else getattr(self, UNMODELLED[name])[0]
+
+    def variants(self, config: LoaderConfig, name: str) -> tuple[LoaderConfig, ...]:
+        """The configuration with every other value of one knob of `UNMODELLED`."""
+        if name == "multiprocessing_context" and config.num_workers == 0:
+            return ()
+        values = getattr(self, UNMODELLED[name])
+        return tuple(replace(config, **{name: value}) for value in values if value != getattr(config, name))
+
     def _all(self) -> Iterator[LoaderConfig]:
-        process = list(itertools.product(self.consumer_threads, self.batch_sizes, self.sharing_strategies))
+        process = list(
+            itertools.product(self.consumer_threads, self.batch_sizes, self.drop_lasts, self.sharing_strategies)
+        )
         for workers in self.worker_counts():
             per_worker = itertools.product(
                 self.prefetch_factors if workers else (None,),
@@ -91,7 +131,7 @@ class Space:
                 self.in_order if workers else (True,),
                 self.multiprocessing_contexts if workers else (None,),
             )
-            for (prefetch, pinned, ahead, in_order, context), (threads, size, sharing) in itertools.product(
+            for (prefetch, pinned, ahead, in_order, context), (threads, size, drop, sharing) in itertools.product(
                 per_worker, process
             ):
                 yield LoaderConfig(
@@ -101,7 +141,7 @@ class Space:
                     persistent_workers=self.persistent_workers and workers > 0,
                     in_order=in_order,
                     multiprocessing_context=context,
-                    drop_last=self.drop_last,
+                    drop_last=drop,
                     batch_size=size,
                     device_prefetch=ahead,
                     consumer_threads=threads,
@@ -119,7 +159,7 @@ class Space:
             )
         in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
         needs = (
-            ("shared_memory", in_flight * self.batch.bytes, self.limits.shm_bytes, "/dev/shm"),  # noqa: S108
+            ("shared_memory", in_flight * self._batch_bytes(config), self.limits.shm_bytes, "/dev/shm"),  # noqa: S108
             (
                 "descriptors",
                 in_flight * self.batch.tensors + RESERVED_DESCRIPTORS,
@@ -129,7 +169,8 @@ class Space:
             ("memory_guard", self.memory_need(config), self.limits.memory_bytes, "host memory"),
         )
         for kind, need, limit, name in needs:
-            if config.num_workers and limit is not None and need > limit * SAFE_SHARE:
+            applies = config.num_workers or (config.batch_size or 0) > (self.batch.samples or math.inf)
+            if applies and limit is not None and need > limit * SAFE_SHARE:
                 return Failure(
                     kind="infeasible",
                     phase="plan",
@@ -140,7 +181,33 @@ class Space:
     def memory_need(self, config: LoaderConfig) -> int:
         """Least bytes the workers will take: their interpreters and the batches in flight; what data they copy is extra."""
         in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
-        return config.num_workers * WORKER_BASE_BYTES + in_flight * self.batch.bytes
+        return config.num_workers * WORKER_BASE_BYTES + in_flight * self._batch_bytes(config)
+
+    def _batch_bytes(self, config: LoaderConfig) -> int:
+        if config.batch_size is None or not self.batch.samples:
+            return self.batch.bytes
+        return round(self.batch.bytes * config.batch_size / self.batch.samples)
+
+    def over_margin(self, config: LoaderConfig, measured: Measurement) -> Failure | None:
+        """Why a tuned batch size leaves too little memory, from what its burst took; None where there is enough.
+
+        Batches of a whole training run differ more than those of a burst, so a margin must be left on host and device.
+        """
+        if config.batch_size is None:
+            return None
+        host = None if measured.memory is None else (measured.memory.pss_bytes or measured.memory.rss_bytes)
+        for name, took, limit in (
+            ("host", host, self.limits.memory_bytes),
+            ("device", measured.gpu.memory_bytes, self.limits.device_bytes),
+        ):
+            if took is not None and limit is not None and took > limit * SAFE_SHARE:
+                return Failure(
+                    kind="out_of_memory",
+                    phase="plan",
+                    message=f"batch_size={config.batch_size} took {took / 2**20:.0f} of {limit / 2**20:.0f} MiB of {name} "
+                    f"memory, more than {SAFE_SHARE:.0%}; a smaller one would work",
+                )
+        return None
 
     @property
     def hash(self) -> str:

@@ -280,6 +280,7 @@ class Ledger:
             "multiprocessing_context": self._space.multiprocessing_contexts,
             "sharing_strategy": self._space.sharing_strategies,
             "batch_size": self._space.batch_sizes,
+            "drop_last": self._space.drop_lasts,
             "consumer_threads": self._space.consumer_threads,
         }
         return {name: list(values) for name, values in axes.items() if len(values) > 1}
@@ -300,7 +301,7 @@ class Ledger:
                 values[name] = trial.suggest_categorical(name, choices)
         if values["num_workers"] == 0:
             values = {k: v for k, v in values.items() if k not in ("prefetch_factor", "persistent_workers")}
-        return LoaderConfig(**values, drop_last=self._space.drop_last)
+        return LoaderConfig(**{"drop_last": self._space.drop_lasts[0], **values})
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader import cache
+from autotune_loader import allowed, cache
 from autotune_loader.advice.acceleration import KINDS, StepProbe, budget_of_search, measure_allowed
 from autotune_loader.arguments import make_workload
 from autotune_loader.assembly import Setting, assemble, assemble_reused, loader_parts
@@ -32,7 +32,7 @@ from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
-from autotune_loader.result import TuningResult
+from autotune_loader.result import NOT_WRITTEN, TuningResult, require_writable
 from autotune_loader.reuse import check, study_of
 from autotune_loader.search import Found, SearchRun
 from autotune_loader.settings import Isolation, Search, Settings, parse_settings
@@ -180,6 +180,8 @@ def _tune_with(
     machine = inspect_machine(environ=environment(ranks))
     fingerprint = machine.fingerprint(dataset=_describe(workload.data.dataset))
     leads = ranks is None or ranks.leads
+    if leads and settings.output is not None:
+        require_writable("output", settings.output)
     progress = make_progress(settings.progress if leads else "off")
     progress.announce(f"starting the probe on {machine.usable_cores} usable cores{_gpu_notice(machine)}")
     memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
@@ -202,15 +204,13 @@ def _tune_with(
                 readiness=opened.readiness,
                 fingerprint=fingerprint,
                 usable_cores=machine.usable_cores,
-                notes=(*notes, *opened.notes),
+                notes=(*notes, *opened.notes, *allowed.unmet(workload, settings.allow)),
                 tolerance=settings.tolerance,
             )
             memory = _Memory(setting, settings, progress, 1 if ranks is None else ranks.world_size)
             earlier = memory.recall(probe, started)
             if earlier is not None:
-                if settings.output is not None:
-                    earlier.save(settings.output)
-                return share(probe, earlier)
+                return share(probe, _saved(earlier, settings.output))
             setting = memory.setting
             reporter = _Reporter(setting, settings, progress, started)
             search = SearchRun(
@@ -234,8 +234,7 @@ def _tune_with(
                 search.found, setting, settings, opened.probe if ranks is None else None, started
             )
         result = assemble(search.found, setting, time.monotonic() - started, final=True)
-        if settings.output is not None:
-            result.save(settings.output)
+        result = _saved(result, settings.output)
         search.finish()
         memory.keep(result, cut_short=search.found.was_cut_short)
         return share(probe, result)
@@ -310,6 +309,19 @@ def _accelerations(
         return ()
 
 
+def _saved(result: TuningResult, output: str | None) -> TuningResult:
+    """The result, written where that was asked for. A disk that is full by now costs a warning, not the result."""
+    if output is None:
+        return result
+    try:
+        result.save(output)
+    except OSError as error:
+        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
+        log.warning(text)
+        return replace(result, warnings=(*result.warnings, text))
+    return result
+
+
 class _Reporter:
     """The search's listener: rewrites `loader.json` after every trial and draws a line for it."""
 
@@ -325,7 +337,7 @@ class _Reporter:
         self._progress.trial(trial, best, seconds_left)
         if self._settings.output is not None and best is not None:
             seconds = time.monotonic() - self._started
-            assemble(self.found, self._setting, seconds, final=False).save(self._settings.output)
+            _saved(assemble(self.found, self._setting, seconds, final=False), self._settings.output)
 
     def finals_round(self, number: int, rates: dict[LoaderConfig, float], seconds_left: float) -> None:
         self._progress.finals_round(number, rates, seconds_left)
@@ -347,15 +359,18 @@ def make_space(workload: Workload, readiness: Readiness, machine: Machine, setti
         device_prefetch=(0, 1, 2) if accelerated else (0,),
         persistent_workers=_keeps_workers(data, readiness, machine, settings),
         in_order=(True, False) if "in_order" in settings.allow else (True,),
-        multiprocessing_contexts=_start_methods(workload, settings),
+        multiprocessing_contexts=allowed.start_methods(workload, settings.allow),
         sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
         consumer_threads=threads,
+        batch_sizes=allowed.batch_sizes(data, settings.allow),
+        drop_lasts=allowed.drop_lasts(data, settings.allow),
         limits=Limits(
             shm_bytes=_least(settings.max_shm_bytes, machine.shm_budget_bytes),
             memory_bytes=_least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
             descriptors=machine.open_files,
+            device_bytes=_device_bytes(machine, workload),
         ),
-        batch=BatchCost(bytes=readiness.batch_bytes, tensors=readiness.batch_tensors),
+        batch=BatchCost(bytes=readiness.batch_bytes, tensors=readiness.batch_tensors, samples=readiness.samples),
     )
 
 
@@ -382,11 +397,11 @@ def _keeps_workers(data: DataSide, readiness: Readiness, machine: Machine, setti
     return machine.usable_cores * WORKER_STARTUP_S > STARTUP_WORTH_AVOIDING * quickest_epoch_s
 
 
-def _start_methods(workload: Workload, settings: Settings) -> tuple[str | None, ...]:
-    own = workload.own_config.multiprocessing_context if workload.own_config else None
-    if "multiprocessing_context" not in settings.allow:
-        return (own,)
-    return (None, "forkserver")
+def _device_bytes(machine: Machine, workload: Workload) -> int | None:
+    """Memory of the accelerator that the step runs on; None for a CPU, or where nobody tells."""
+    kind, _, index = workload.training.device.partition(":")
+    of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
+    return of_device.get(int(index or 0))
 
 
 def _least(*limits: int | None) -> int | None:

@@ -22,6 +22,8 @@ from autotune_loader.space import (
     consumer_thread_counts,
     max_useful_workers,
 )
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, GpuUse, Memory
 
 MIB = 2**20
 
@@ -43,7 +45,7 @@ def spaces():
         consumer_threads=subset(None, 1, 2),
         device_prefetch=subset(0, 2),
         batch_sizes=subset(None, 16, 32),
-        drop_last=st.none() | st.booleans(),
+        drop_lasts=subset(None, False, True),
         limits=st.builds(
             Limits,
             shm_bytes=st.none() | st.integers(1, 64 * MIB),
@@ -72,7 +74,7 @@ def test_configs_come_with_fewest_workers_first_and_none_is_always_possible(spac
 @given(spaces())
 def test_configs_vary_only_what_is_searched(space):
     for config in space.configs():
-        assert config.drop_last == space.drop_last
+        assert config.drop_last in space.drop_lasts
         assert config.persistent_workers == (space.persistent_workers and config.num_workers > 0)
         assert config.consumer_threads in space.consumer_threads
 
@@ -143,7 +145,7 @@ def test_the_hash_changes_with_what_is_searched_and_not_with_what_happens_to_be_
         replace(space, prefetch_factors=(2,)),
         replace(space, persistent_workers=True),
         replace(space, consumer_threads=(None, 1)),
-        replace(space, drop_last=True),
+        replace(space, drop_lasts=(None, True)),
     ]
     assert len({space.hash, *(other.hash for other in others)}) == 1 + len(others)
 
@@ -170,3 +172,60 @@ def test_as_many_workers_as_could_help(cores, wall_s, cpu_s, most):
 )
 def test_thread_counts_are_the_default_and_halves(cores, default, counts):
     assert consumer_thread_counts(cores, default) == counts
+
+
+# What the twin knows nothing of
+
+
+def test_plain_configs_have_the_first_value_of_every_knob_that_the_twin_does_not_know():
+    space = Space(
+        max_workers=2,
+        batch_sizes=(None, 64),
+        drop_lasts=(None, True),
+        sharing_strategies=(None, "file_system"),
+        multiprocessing_contexts=("spawn", "fork"),
+    )
+    plain = space.plain_configs()
+    assert len(plain) * 2**4 > len(space.configs()) > len(plain)
+    assert {(config.batch_size, config.drop_last, config.sharing_strategy) for config in plain} == {(None, None, None)}
+    assert all(space.is_plain(config) for config in plain)
+    assert {config.multiprocessing_context for config in plain if config.num_workers} == {"spawn"}
+
+
+def test_variants_change_one_knob_and_only_where_that_is_legal():
+    space = Space(max_workers=2, batch_sizes=(None, 64, 128), multiprocessing_contexts=(None, "forkserver"))
+    config = workers(2)
+    assert space.variants(config, "batch_size") == (replace(config, batch_size=64), replace(config, batch_size=128))
+    assert space.variants(config, "multiprocessing_context") == (replace(config, multiprocessing_context="forkserver"),)
+    assert space.variants(LoaderConfig(), "multiprocessing_context") == ()
+    assert space.variants(config, "drop_last") == ()
+    assert space.plain(space.variants(config, "batch_size")[0]) == config
+
+
+def test_a_larger_batch_needs_the_memory_of_its_samples():
+    # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
+    batch = BatchCost(bytes=MIB, samples=8)
+    space = Space(max_workers=4, batch=batch, batch_sizes=(None, 64), limits=Limits(shm_bytes=40 * MIB))
+    # THEN four workers with two each are fine, but not with batches of eight times the size
+    assert space.veto(workers(4)) is None
+    assert "72 MiB of /dev/shm" in space.veto(replace(workers(4), batch_size=64)).message
+    # AND without workers the batch itself must fit
+    tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
+    assert "host memory" in tight.veto(LoaderConfig(batch_size=64)).message
+    assert tight.veto(LoaderConfig(batch_size=4)) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [(Limits(memory_bytes=1000), "host"), (Limits(device_bytes=1000), "device"), (Limits(), None)],
+)
+def test_a_tuned_batch_size_leaves_a_margin_of_memory(limits, kind):
+    space = Space(max_workers=1, limits=limits)
+    probe = SimulatedProbe(SimulatedMachine(), FakeClock())
+    burst = replace(
+        probe.burst(LoaderConfig(), BurstPlan()), memory=Memory(rss_bytes=950), gpu=GpuUse(memory_bytes=950)
+    )
+    failure = space.over_margin(LoaderConfig(batch_size=64), burst)
+    assert (failure is None) == (kind is None)
+    assert kind is None or f"of {kind} memory, more than 90%" in failure.message
+    assert space.over_margin(LoaderConfig(), burst) is None

@@ -31,7 +31,7 @@ SPACE = Space(
     multiprocessing_contexts=(None, "spawn"),
     device_prefetch=(0, 2),
     persistent_workers=True,
-    drop_last=True,
+    drop_lasts=(True,),
 )
 CRASH = Failure(kind="crashed", phase="batches", message="worker 1 died", traceback="Traceback ...")
 
