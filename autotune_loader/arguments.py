@@ -155,6 +155,16 @@ def _device_name(device: str | torch.device) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return str(torch.device(device))
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r} is not there ({_cuda_devices()}); device='auto' would work")
+    return str(chosen)
+
+
+def _cuda_devices() -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"torch sees {count} CUDA device{'' if count == 1 else 's'}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
+from autotune_loader.errors import MissingExtraError
 from autotune_loader.machine.processes import process_start
 
 log = logging.getLogger(__name__)
@@ -70,11 +71,26 @@ def is_connection_loss(error: BaseException | None) -> bool:
 
 
 def open_database(url: str) -> Any:
-    """Optuna's storage for a database URL; connections that the server has dropped are replaced before use."""
+    """Optuna's storage for a database URL; connections that the server has dropped are replaced before use.
+
+    Raises:
+        ValueError: the URL names nothing that can be opened.
+        MissingExtraError: the database's driver is not installed.
+    """
     from optuna.storages import RDBStorage
+    from sqlalchemy.exc import ArgumentError
 
     options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    return patiently(lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first)
+    try:
+        return patiently(lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first)
+    except ArgumentError as error:
+        raise ValueError(
+            f"storage={url!r} names no database that can be opened ({error}); storage='study.journal' would work"
+        ) from error
+    except ImportError as error:
+        if url.startswith("postgresql"):
+            raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from error
+        raise ValueError(f"storage={url!r} needs a driver that is not installed: {error}") from error
 
 
 def _passes_at_first(error: BaseException) -> bool:

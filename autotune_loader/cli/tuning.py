@@ -78,11 +78,13 @@ def _progress(arguments: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
+    from autotune_loader.result import NOT_WRITTEN
+
     if as_json:
         click.echo(result_json(result))
         return
     click.echo(result.report())
-    if output:
+    if output and not any(NOT_WRITTEN in warning for warning in result.warnings):
         click.echo(f"\nWritten to {output}. Use it: autotune-loader apply {output} --to snippet")
     else:
         click.echo(f"\nDataLoader arguments: {result.best.to_kwargs()}\nNothing was written; -o loader.json would.")
