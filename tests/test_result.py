@@ -492,15 +492,6 @@ def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():
     assert type(result.make_loader([1, 2], batch_size=1, device="cuda")) is DataLoader
 
 
-@pytest.mark.gpu
-def test_a_loader_made_for_a_device_copies_ahead_as_tuned():
-    best = LoaderConfig(pin_memory=True, device_prefetch=2)
-    loader = TuningResult(best=best, status="complete", baseline=LoaderConfig()).make_loader(
-        torch.arange(4), batch_size=2, device="cuda"
-    )
-    assert [(batch.device.type, batch.tolist()) for batch in loader] == [("cuda", [0, 1]), ("cuda", [2, 3])]
-
-
 def test_the_schema_in_docs_is_the_one_of_the_code():
     assert json.loads(SCHEMA_FILE.read_text()) == json.loads(json.dumps(loader_schema())), (
         "write it again with: python -c 'import json; from autotune_loader.result import loader_schema; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 from collections.abc import Callable
@@ -61,7 +62,13 @@ class Readiness:
 def gpus_of(readiness: Readiness | None) -> Gpus | None:
     """The one GPU that a bench trains on, as its meter wants it; None for a CPU."""
     uuid = readiness.device_uuid if readiness is not None else None
-    return None if uuid is None else Gpus(cuda_uuids=[uuid])
+    return None if uuid is None else _gpus(uuid)
+
+
+@functools.lru_cache(maxsize=8)
+def _gpus(uuid: str) -> Gpus:
+    # Kept, since NVML counts how often it was started.
+    return Gpus(cuda_uuids=[uuid])
 
 
 class Bench:

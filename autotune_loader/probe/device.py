@@ -23,7 +23,7 @@ import torch
 
 from autotune_loader.meters.history import Fetch
 from autotune_loader.prefetch import CudaLane, Lane
-from autotune_loader.trial import BatchTrace
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace
 
 # Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
 # steps that are still to be waited for when the burst is over; this many keep any device busy.
@@ -207,18 +207,31 @@ class DeviceTimes:
         if done is None or before is None or copied is None:
             return None
         self._copy_s.append(max(0.0, copied - before))
-        worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch
         requested = max(seen.requested, self._free)
-        received = max(seen.received, requested, copied)
+        fetch_start, fetch_end, collate_end = _as_it_cost(seen, requested)
+        received = max(seen.received, collate_end, requested, copied)
         self._free = max(seen.step_end, received, done)
         return BatchTrace(
-            worker=worker,
+            worker=seen.fetch[0],
             fetch_start=fetch_start,
             fetch_end=fetch_end,
             collate_end=collate_end,
-            cpu_s=cpu_s,
+            cpu_s=seen.fetch[4],
             requested=requested,
             received=received,
             step_end=self._free,
-            samples=samples,
+            samples=seen.fetch[5],
         )
+
+
+def _as_it_cost(seen: Passage, requested: float) -> tuple[float, float, float]:
+    """When a batch was fetched; of a fetch in the main process the part that the device had to wait for.
+
+    The main process fetches while the device still steps on the batch before. With copies ahead it fetches a later batch
+    than it hands out: each hand-out then stands for a fetch at that moment.
+    """
+    worker, fetch_start, fetch_end, collate_end, *_ = seen.fetch
+    if worker != MAIN_PROCESS:
+        return fetch_start, fetch_end, collate_end
+    late = max(0.0, seen.requested - fetch_start)
+    return max(fetch_start + late, requested), max(fetch_end + late, requested), max(collate_end + late, requested)

@@ -22,6 +22,9 @@ STOP_CHECK_S = 0.05
 # After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent.
 STOP_CHECK_COST = 400.0
 
+# One batch to open the window and one inside it.
+FEWEST_BATCHES = 2
+
 # A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
 KEPT_TRACES = 2048
 
@@ -67,6 +70,10 @@ class Run:
         self._history.note((fetch, requested, received, time.monotonic()))
         return True
 
+    def samples(self, first: int, end: int) -> int:
+        """Samples of the batches from `first` up to `end`, once `measurement()` has been taken."""
+        return sum(trace.samples for trace in self._history[first:end])
+
     def knows_enough(self) -> bool:
         now = self._clock()
         if now < self._next_check or not self._settled():
@@ -76,8 +83,8 @@ class Run:
         return enough
 
     def _settled(self) -> bool:
-        """Whether there is anything to judge by."""
-        return len(self._history) > 0
+        """Whether there is a window to judge by, be its steps as long as they may."""
+        return len(self._history) >= FEWEST_BATCHES
 
     def _gpu(self) -> GpuUse:
         return GpuUse(reason="not measured")

@@ -167,7 +167,7 @@ def fit_contention(
 
 
 def _means(observations: Sequence[Observation], step_threads: Sequence[float], cores: float) -> _Means:
-    wall = np.array([o.service_s.mean() for o in observations])
+    wall = np.maximum([o.service_s.mean() for o in observations], 1e-9)
     cpu = np.maximum([o.cpu_s.mean() for o in observations], 1e-9)
     variability = min(1.0, max(float(o.service_s.var() / max(o.service_s.mean() ** 2, 1e-18)) for o in observations))
     workers = np.array([float(o.num_workers) for o in observations])

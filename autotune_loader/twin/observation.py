@@ -79,6 +79,9 @@ class Observation:
         handed_over, pinned = stages.receive_s, None
         if config.pin_memory and config.num_workers > 0 and traces:
             handed_over, pinned = split_pinning(traces)
+        if config.device_prefetch and measurement.gpu.copy_s is not None:
+            # Hidden behind the step it leaves no trace in the loop; it is what another depth has to hide, too.
+            handed_over = np.array([measurement.gpu.copy_s])
         return cls(
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor or 1,

@@ -117,4 +117,12 @@ def made_in_time(clock: FakeClock, fetch_s: float, samples: int = 4) -> Iterator
     while True:
         begun, whole = whole, whole + fetch_s
         clock.advance(max(0.0, whole - clock()))
+        yield "batch", (0, begun, whole, whole, fetch_s, samples)
+
+
+def made_here(clock: FakeClock, fetch_s: float, samples: int = 4) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Batches that the training loop's own process makes when it asks for them, with their records."""
+    while True:
+        begun = clock()
+        whole = clock.advance(fetch_s)
         yield "batch", (MAIN_PROCESS, begun, whole, whole, fetch_s, samples)

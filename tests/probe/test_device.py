@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeLane, FakeStep, FakeTimeline, made_in_time
+from fake_device import FakeLane, FakeStep, FakeTimeline, made_here, made_in_time
 from torch.utils.data import TensorDataset
 
 from autotune_loader.config import LoaderConfig
@@ -23,6 +23,8 @@ from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.workload import DataSide, TrainingSide
 from autotune_loader.testing import FakeClock
 from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement
+from autotune_loader.twin import Twin
+from autotune_loader.twin.observation import Observation
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2)
@@ -30,7 +32,13 @@ HOST_S = 0.001
 
 
 def measured(
-    *, fetch_s: float, step_s: float, copy_s: float = 0.0, ahead: int = 0, host_s: float = HOST_S
+    *,
+    fetch_s: float,
+    step_s: float,
+    copy_s: float = 0.0,
+    ahead: int = 0,
+    host_s: float = HOST_S,
+    workers: int = 1,
 ) -> tuple[Measurement, FakeTimeline]:
     """A run on a device that works behind the host, on a clock that moves only when told to."""
     clock = FakeClock()
@@ -38,8 +46,8 @@ def measured(
     step: Any = FakeStep(timeline, step_s=step_s, copy_s=0.0 if ahead else copy_s, host_s=host_s)
     lane = FakeLane(timeline) if ahead else None
     timeline.open()
-    run = DeviceRun(PLAN, 0, clock(), timeline, lane)
-    batches: Iterator[Any] = made_in_time(clock, fetch_s)
+    run = DeviceRun(PLAN, workers, clock(), timeline, lane)
+    batches: Iterator[Any] = (made_in_time if workers else made_here)(clock, fetch_s)
     batches = batches if lane is None else prefetched(batches, lane, ahead)
     run.deliver(batches, step)
     while not run.knows_enough():
@@ -85,6 +93,30 @@ def test_copies_that_take_longer_than_the_step_bind() -> None:
     assert (found.step_s, found.wait_share) == (pytest.approx(0.005), pytest.approx(0.75, rel=0.05))
 
 
+def test_the_twin_learns_the_copy_that_was_hidden() -> None:
+    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.006, ahead=2)
+    seen = Observation.from_measurement(LoaderConfig(num_workers=1, device_prefetch=2), found)
+    assert (float(seen.receive_s.mean()), float(seen.step_s.mean())) == (pytest.approx(0.006), pytest.approx(0.010))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("fetch_s", "step_s"), [(0.002, 0.010), (0.010, 0.004)])
+def test_what_the_main_process_fetches_while_the_device_steps_costs_nothing(
+    fetch_s: float, step_s: float, ahead: int
+) -> None:
+    # GIVEN no workers: the loop's own process fetches, and the device steps meanwhile
+    found, _ = measured(fetch_s=fetch_s, step_s=step_s, host_s=0.0001, workers=0, ahead=ahead)
+    # THEN the slower of the two sets the rate, and the twin predicts that
+    period_s = max(fetch_s + 0.0001, step_s)
+    assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
+    config = LoaderConfig(device_prefetch=ahead)
+    twin = Twin.fit([Observation.from_measurement(config, found)], cores=4, step_s_by_threads={None: step_s})
+    assert twin.predict_all([config])[0].samples_per_s.value == pytest.approx(4 / period_s, rel=0.1)
+    # THEN every history is in order
+    for trace in found.traces:
+        assert trace.requested <= trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
+
+
 def test_the_device_is_waited_for_at_the_edges_of_the_window_only() -> None:
     _, timeline = measured(fetch_s=0.002, step_s=0.010)
     assert timeline.events == ["open", "synchronize"]
@@ -96,6 +128,12 @@ def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
     # THEN little more is left to wait for than the window was long
     assert timeline.busy_until < 1.0 + 2.0
     assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
+
+
+def test_a_step_longer_than_the_window_is_still_measured() -> None:
+    # GIVEN a step of 10 s and a window of a second
+    found, _ = measured(fetch_s=0.001, step_s=10.0)
+    assert found.step_s == pytest.approx(10.0, rel=0.01)
 
 
 def rows() -> DataSide:
