@@ -148,6 +148,18 @@ def test_every_picture_of_a_page_is_there(page: Path) -> None:
     assert [link for link in shown if "://" not in link and not (page.parent / link).is_file()] == []
 
 
+def test_the_architecture_page_names_every_room() -> None:
+    # GIVEN the package's modules and the table of rooms
+    package = ROOT / "autotune_loader"
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    table = [
+        line for line in (ROOT / "docs/explanation/architecture.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    # WHEN they are compared THEN none is missing, and none is named that is gone
+    named = {name for line in table for name in re.findall(r"`(\w+)`(?= |\s*·|\s*\|)", line)} - {"allow"}
+    assert rooms - {"__init__", "__main__", "testing"} == named
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
