@@ -34,6 +34,7 @@ class FakeBench:
     def __init__(self, rates: dict[LoaderConfig, float]) -> None:
         self.rates = rates
         self.asked: list[LoaderConfig] = []
+        self.foreign: dict[int, float] = {}
 
     def time(self, config: LoaderConfig, timing: Any) -> Any:
         from studies.regret.bench import Timed
@@ -42,7 +43,13 @@ class FakeBench:
         level = 1 + 0.3 * math.sin(timing.seed)
         noise = random.Random(len(self.asked)).gauss(0, 0.01)
         rate = self.rates[config] * level * math.exp(noise)
-        return Timed(samples_per_s=rate, batches=10, window_s=1.0, wall_s=1.0)
+        return Timed(
+            samples_per_s=rate,
+            batches=10,
+            window_s=1.0,
+            wall_s=1.0,
+            foreign_share=self.foreign.pop(len(self.asked), 0.0),
+        )
 
 
 def test_every_module_of_the_study_can_be_imported_without_measuring(modules: ModuleType) -> None:
@@ -55,7 +62,7 @@ def test_rounds_find_the_fastest_although_the_machine_changes_speed(oracle: Modu
     keys = [oracle.key(config) for config in (FAST, NEAR, SLOW)]
     known, rounds = {keys[0]: 100.0, keys[1]: 90.0}, []
     # WHEN they take turns
-    oracle.run_rounds(bench, keys[1:], known, rounds, lambda number, rates: None)
+    oracle.run_rounds(bench, keys[1:], known, rounds, lambda latest: None)
     regrets = {key: oracle.regret_of(key, rounds) for key in keys}
     # THEN the one is told from the best, the other is not, and who was clearly out dropped out
     assert regrets[keys[2]].counted == pytest.approx(0.2, abs=0.03)
@@ -68,15 +75,30 @@ def test_rounds_go_on_only_for_what_is_missing(oracle: ModuleType) -> None:
     # GIVEN rounds that are complete for one choice
     bench = FakeBench({FAST: 100.0, SLOW: 80.0})
     rounds: list[Round] = []
-    oracle.run_rounds(bench, [oracle.key(FAST)], {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    oracle.run_rounds(bench, [oracle.key(FAST)], {oracle.key(FAST): 100.0}, rounds, lambda latest: None)
     before = len(rounds)
     # WHEN another choice turns up
     chosen = [oracle.key(FAST), oracle.key(SLOW)]
-    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda latest: None)
     # THEN it is paired with the best in a few more rounds, and asking again measures nothing
     assert len(rounds) == before + oracle.LEAST_ROUNDS
-    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda number, rates: None)
+    oracle.run_rounds(bench, chosen, {oracle.key(FAST): 100.0}, rounds, lambda latest: None)
     assert len(rounds) == before + oracle.LEAST_ROUNDS
+
+
+def test_a_round_beside_foreign_work_is_run_again(oracle: ModuleType) -> None:
+    # GIVEN a neighbour who uses half the machine during one burst of the first round
+    bench = FakeBench({FAST: 100.0, SLOW: 80.0})
+    bench.foreign = {1: 0.5}
+    rounds: list[Round] = []
+    seen: list[Round] = []
+    # WHEN two configurations take turns
+    chosen = [oracle.key(FAST), oracle.key(SLOW)]
+    oracle.run_rounds(bench, chosen, {}, rounds, seen.append)
+    # THEN that round is told, but does not count, neither now nor when the records are read again
+    assert oracle.is_disturbed(seen[0])
+    assert len(seen) == len(rounds) + 1
+    assert oracle.counted_rounds(seen) == rounds
 
 
 def test_a_configuration_survives_its_key(oracle: ModuleType) -> None:

@@ -54,6 +54,8 @@ class Timed:
     window_s: float
     wall_s: float
     """Seconds that the whole request took, start-up and shutdown of the workers included."""
+    foreign_share: float | None = None
+    """Share of the cores that everything else on the machine used meanwhile."""
 
 
 class BenchError(RuntimeError):
@@ -125,6 +127,28 @@ class Bench:
         self._child = None
 
 
+class ForeignCpu:
+    """What share of the cores others use, from now on; children count as ours once they have ended."""
+
+    def __init__(self) -> None:
+        self._before, self._begun = _foreign_cpu_s(), time.perf_counter()
+
+    def share(self) -> float | None:
+        after = _foreign_cpu_s()
+        if self._before is None or after is None:
+            return None
+        return max(0.0, after - self._before) / (time.perf_counter() - self._begun) / (os.cpu_count() or 1)
+
+
+def _foreign_cpu_s() -> float | None:
+    """CPU seconds since boot that neither this process nor a child of it that has ended used."""
+    from autotune_loader.machine.host import host_cpu
+    from autotune_loader.machine.limits import affinity
+
+    cpu = host_cpu(affinity())
+    return None if cpu is None else cpu.busy_s - sum(os.times()[:4])
+
+
 class TimedJob:
     """The child's side: one workload, ready to be timed with any configuration."""
 
@@ -145,7 +169,7 @@ class TimedJob:
     def time(self, config: LoaderConfig, timing: Timing) -> Timed:
         import torch
 
-        begun = time.perf_counter()
+        begun, foreign = time.perf_counter(), ForeignCpu()
         torch.manual_seed(timing.seed)
         random.seed(timing.seed)
         torch.set_num_threads(config.consumer_threads or self._threads)
@@ -162,6 +186,7 @@ class TimedJob:
             batches=batches,
             window_s=window_s,
             wall_s=time.perf_counter() - begun,
+            foreign_share=foreign.share(),
         )
 
     def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:

@@ -30,6 +30,9 @@ NEAR = 0.02
 # A configuration of the survey that nobody chose goes on only while it may be the fastest, from its first round on.
 HOPELESS = 0.88
 CONTENDER = 0.98
+# A round in which others used more of the cores than this is kept in the records, does not count and is run again, so often.
+FOREIGN_LIMIT = 0.08
+MOST_DISTURBED = 4
 # Seeds of the rounds lie apart from those of everyone else.
 SURVEY_SEED, ROUND_SEED = 10_000, 20_000
 
@@ -96,27 +99,45 @@ def run_rounds(
     choices: Sequence[str],
     known: dict[str, float],
     rounds: list[Round],
-    on_round: Callable[[int, dict[str, float]], None],
+    on_round: Callable[[Round], None],
     *,
     seconds: float = ROUND_S,
     most: int = ROUNDS,
 ) -> None:
     """Add rounds until every choice and every contender has been in enough of them."""
     top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
+    disturbed = 0
     while True:
         entrants = _entrants(list(dict.fromkeys([*choices, *top])), set(choices), rounds, most)
         if not entrants:
             return
-        number = len(rounds)
+        number = len(rounds) + disturbed
         rates: dict[str, float] = {}
+        foreign = 0.0
         for each in random.Random(number).sample(entrants, len(entrants)):
             timing = Timing(clock="steady", seconds=seconds, seed=ROUND_SEED + number)
             try:
-                rates[each] = bench.time(config_of(each), timing).samples_per_s
+                timed = bench.time(config_of(each), timing)
             except BenchError:
                 continue
-        rounds.append(Round(rates=rates))
-        on_round(number, rates)
+            rates[each] = timed.samples_per_s
+            foreign = max(foreign, timed.foreign_share or 0.0)
+        latest = Round(rates=rates, foreign_cpu_share=foreign)
+        on_round(latest)
+        if is_disturbed(latest) and disturbed < MOST_DISTURBED:
+            disturbed += 1
+        else:
+            rounds.append(latest)
+
+
+def is_disturbed(latest: Round) -> bool:
+    return (latest.foreign_cpu_share or 0.0) > FOREIGN_LIMIT
+
+
+def counted_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """The undisturbed ones; all, where those are too few to tell anything."""
+    clean = [each for each in rounds if not is_disturbed(each)]
+    return clean if len(clean) >= LEAST_ROUNDS else list(rounds)
 
 
 def _entrants(arms: list[str], choices: set[str], rounds: Sequence[Round], most: int) -> list[str]:

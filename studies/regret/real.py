@@ -20,7 +20,7 @@ from typing import Any
 from autotune_loader.stats import Round
 from studies.fidelity.quiet import QuietTurns
 from studies.regret import oracle
-from studies.regret.bench import Bench, BenchError, regret_workload
+from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
 from studies.regret.load import neighbours
 from studies.regret.oracle import key
 from studies.regret.strategies import STRATEGIES, Lattice, applies, lattice_of, seeds_of
@@ -99,7 +99,9 @@ class Log:
             elif record["kind"] == "survey":
                 mine.surveyed[record["config"]] = record["samples_per_s"]
             else:
-                mine.rounds.append(Round(rates=record["rates"]))
+                mine.rounds.append(Round(rates=record["rates"], foreign_cpu_share=record.get("foreign_share")))
+        for mine in known.values():
+            mine.rounds = oracle.counted_rounds(mine.rounds)
         return known
 
     def _records(self) -> Iterator[dict[str, Any]]:
@@ -131,12 +133,14 @@ def choose(
 ) -> None:
     """Let one strategy choose, and keep what it chose."""
     record: dict[str, Any] = {"kind": "choice", "workload": workload, "strategy": name or strategy, "seed": seed}
-    begun = time.perf_counter()
+    begun, foreign = time.perf_counter(), ForeignCpu()
     try:
         choice = STRATEGIES[strategy](workload, bench, lattice, seed)
         history = [[round(at, 2), key(config)] for at, config in choice.history]
         record |= {"config": key(choice.config), "seconds": round(choice.seconds, 2), "history": history}
         record |= {"detail": choice.detail}
+        if strategy == OURS:  # its processes have ended, so that their CPU is known to be ours
+            record["foreign_share"] = foreign.share()
         said = str(choice.config)
     except BenchError as error:
         record |= {"failure": str(error), "seconds": round(time.perf_counter() - begun, 2)}
@@ -152,9 +156,10 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
     def surveyed(config: str, rate: float) -> None:
         log.append({"kind": "survey", "workload": workload, "config": config, "samples_per_s": round(rate, 3)})
 
-    def raced(number: int, rates: dict[str, float]) -> None:
-        rounded = {config: round(rate, 3) for config, rate in rates.items()}
-        log.append({"kind": "round", "workload": workload, "number": number, "rates": rounded})
+    def raced(latest: Round) -> None:
+        rates = {config: round(rate, 3) for config, rate in latest.rates.items()}
+        foreign = round(latest.foreign_cpu_share or 0.0, 4)
+        log.append({"kind": "round", "workload": workload, "rates": rates, "foreign_share": foreign})
         quiet.next()
 
     begun = time.perf_counter()
