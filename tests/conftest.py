@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,17 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
         patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture
+def orphaned_segments() -> Callable[[], set[str]]:
+    """Tells which of torch's shared-memory files belong to a process that has ended; others may be in use next door."""
+
+    def names() -> set[str]:
+        found = [path.name for path in Path("/dev/shm").glob("torch_*")]
+        return {name for name in found if not Path("/proc", name.split("_")[1]).exists()}
+
+    return names
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -130,12 +131,10 @@ def assert_all_gone(members: list[psutil.Process], within_s: float) -> None:
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("torch_*")}
-
-
-def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(tmp_path: Path) -> None:
-    before = segments()
+def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
+    tmp_path: Path, orphaned_segments: Callable[[], set[str]]
+) -> None:
+    before = orphaned_segments()
     process = started_and_measuring(tmp_path)
     members = family(process)
 
@@ -146,7 +145,7 @@ def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(tm
     assert "STATUS partial" in output
     assert TuningResult.load(tmp_path / "loader.json").status == "partial"
     assert_all_gone(members, within_s=5)
-    assert segments() <= before
+    assert orphaned_segments() <= before
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])

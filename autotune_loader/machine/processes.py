@@ -7,8 +7,10 @@ gone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -191,10 +193,20 @@ def die_with_parent() -> None:
         return
     import ctypes
 
-    parent = os.getppid()
+    parent, starter = multiprocessing.parent_process(), os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != starter:  # it ended before the call
         os._exit(1)
+    if parent is not None and parent.pid != starter:
+        # A fork server started us, and lives on as long as we do.
+        threading.Thread(target=_die_after, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+
+
+def _die_after(sentinel: int) -> None:
+    from multiprocessing.connection import wait
+
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def terminate_tree(pid: int, *, grace_s: float = 3.0) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.meters.history import Fetch
 from autotune_loader.prefetch import prefetched
 from autotune_loader.probe.device import Timeline
-from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.failures import deaths_of, failure_of
 from autotune_loader.probe.run import Announce, DeviceRun, Run
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.probe.traced import (
@@ -112,12 +112,15 @@ def run_burst(
     """
     phase: FailurePhase = "start"
 
+    before = {process.pid for process in multiprocessing.active_children()}
+    workers: set[Any] = set()
+
     def enter(next_phase: FailurePhase) -> None:
         nonlocal phase
         phase = next_phase
+        workers.update(child for child in multiprocessing.active_children() if child.pid not in before)
         announce(next_phase)
 
-    before = {process.pid for process in multiprocessing.active_children()}
     open_loader = OpenLoader()
     try:
         try:
@@ -130,9 +133,9 @@ def run_burst(
                 raise
             if config.num_workers and isinstance(error, (OSError, EOFError)):
                 time.sleep(NEWS_OF_DEATH_S)
-            return failure_of(error, phase)
+            return failure_of(error, phase, deaths_of(workers))
     except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
-        return failure_of(error, phase)
+        return failure_of(error, phase, deaths_of(workers))
     finally:
         try:
             enter("shutdown")

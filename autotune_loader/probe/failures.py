@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from autotune_loader.config import LoaderConfig
@@ -40,9 +41,15 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 
 
-def failure_of(error: BaseException, phase: FailurePhase) -> Failure:
-    """The failure that an exception in the probe process means."""
-    kind, text, advice = _diagnosis(error)
+def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:
+    """The failure that an exception in the probe process means.
+
+    Args:
+        error: what was raised.
+        phase: where.
+        deaths: what is known of workers that died, as `deaths_of` tells it.
+    """
+    kind, text, advice = _diagnosis(error, deaths)
     return Failure(
         kind=kind,
         phase=phase,
@@ -57,9 +64,23 @@ def is_device_broken(outcome: object) -> bool:
     return isinstance(outcome, Failure) and "CUDA error" in outcome.message
 
 
-def _diagnosis(error: BaseException) -> tuple[FailureKind, str, str]:
+def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
+    """Which of these workers were killed by a signal, in torch's words.
+
+    Torch knows the signal of its own children alone, so not where a fork server started them; and it tells it by raising
+    in the midst of anything, where it may be lost. Exit codes are always there.
+    """
+    codes = [(worker.pid, worker.exitcode) for worker in workers]
+    return [
+        f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+        for pid, code in codes
+        if code and code < 0
+    ]
+
+
+def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[FailureKind, str, str]:
     """Kind, text and advice. Torch reports a dead worker as "exited unexpectedly" and gives the signal as the cause."""
-    texts = [f"{type(each).__name__}: {each}" for each in _with_causes(error)]
+    texts = [*(f"{type(each).__name__}: {each}" for each in _with_causes(error)), *deaths]
     if isinstance(error, MemoryError):
         return "out_of_memory", texts[0], "use a smaller batch or fewer workers"
     for needle, kind, advice in _TEXTS:

@@ -18,6 +18,7 @@ from trouble import Trouble
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.host import process_group_members
+from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
 from autotune_loader.trial import BurstPlan, Failure, Measurement
@@ -76,6 +77,33 @@ def test_trouble_in_a_worker_is_classified(
     assert isinstance(failure, Failure)
     assert failure.kind == kind
     assert says in failure.message
+
+
+@pytest.mark.slow
+def test_pain_2_a_worker_killed_below_a_fork_server_is_classified_although_torch_hears_no_signal(
+    probe: ProcessProbe, trouble_file: Path
+) -> None:
+    trouble_file.write_text("worker:kill")
+
+    failure = probe.burst(LoaderConfig(num_workers=2, multiprocessing_context="forkserver"), QUICK)
+
+    assert isinstance(failure, Failure)
+    assert failure.kind == "oom_killed"
+    assert "OOM killer" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("deaths", "kind"),
+    [
+        ([], "crashed"),
+        (["worker is killed by signal: Killed"], "oom_killed"),
+        (["... signal: Bus error"], "shared_memory"),
+    ],
+)
+def test_exit_codes_tell_what_torch_lost(deaths: list[str], kind: str) -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 6161) exited unexpectedly")
+
+    assert failure_of(error, "batches", deaths).kind == kind
 
 
 def test_pains_5_and_34_a_hang_in_a_worker_is_broken_by_the_deadline(probe: ProcessProbe, trouble_file: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,15 @@ class Slow(Augmented):
     def __getitem__(self, index: int) -> Any:
         Slow.reads += 1
         return index
+
+
+@pytest.fixture(autouse=True)
+def _workers_are_forked() -> Iterator[None]:
+    """A handle is inherited by a fork alone, which is not the default from Python 3.14 on."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture
