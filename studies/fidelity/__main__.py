@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from studies.fidelity.grid import tasks
+from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
 from studies.fidelity.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
@@ -36,7 +37,9 @@ def main() -> None:
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
     from studies.fidelity.analysis import report
 
-    report(FILES)
+    text = report(FILES)
+    print(text)
+    write("quick", text)
 
 
 if __name__ == "__main__":

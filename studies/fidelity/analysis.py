@@ -218,31 +218,33 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def summary(chosen: Sequence[Cell]) -> str:
-    """One row: count, median and p95 of the absolute error, mean error, coverage, in percent."""
-    if not chosen:
-        return "   -"
-    absolute = [abs(cell.error) for cell in chosen]
-    covered = statistics.fmean(cell.is_covered for cell in chosen)
-    bias = statistics.fmean(cell.error for cell in chosen)
-    return (
-        f"{len(chosen):5} {statistics.median(absolute):8.1%} {percentile(absolute, 0.95):8.1%} "
-        f"{max(absolute):8.1%} {bias:+8.1%} {covered:8.0%}"
-    )
+def rows(named: Sequence[tuple[str, Sequence[Cell]]]) -> str:
+    """A Markdown table: count, median, p95 and largest absolute error, mean error, coverage of each group that is not empty."""
+    lines = ["|  | n | median | p95 | max | bias | covered |", "|---|---|---|---|---|---|---|"]
+    for name, found in named:
+        if found:
+            absolute = [abs(cell.error) for cell in found]
+            lines.append(
+                f"| {name} | {len(found)} | {statistics.median(absolute):.1%} | {percentile(absolute, 0.95):.1%} "
+                f"| {max(absolute):.1%} | {statistics.fmean(cell.error for cell in found):+.1%} "
+                f"| {statistics.fmean(cell.is_covered for cell in found):.0%} |"
+            )
+    return "\n".join(lines)
 
 
-def table(found: Sequence[Cell]) -> str:
+def by_workload(found: Sequence[Cell]) -> str:
     """Errors by workload where the twin was fitted, and apart where it was not."""
-    lines = [f"{'':34}    n   median      p95      max     bias  covered"]
     fitted = [cell for cell in found if cell.is_fitted]
-    for name in WORKLOAD_NAMES:
-        lines.append(f"{name:34}{summary([cell for cell in fitted if cell.task.workload == name])}")
     one = [cell for cell in found if cell.task.prefetch_factor == 1]
     beyond = [cell for cell in found if not cell.is_fitted and cell.task.prefetch_factor != 1]
-    lines.append(f"{'all, prefetch >= 2, fitted':34}{summary(fitted)}")
-    lines.append(f"{'prefetch 1, apart':34}{summary(one)}")
-    lines.append(f"{'extrapolated, apart':34}{summary(beyond)}")
-    return "\n".join(lines)
+    return rows(
+        [
+            *((name, [cell for cell in fitted if cell.task.workload == name]) for name in WORKLOAD_NAMES),
+            ("**all, prefetch >= 2, fitted**", fitted),
+            ("prefetch 1, apart", one),
+            ("extrapolated, apart", beyond),
+        ]
+    )
 
 
 def rerun(raw: Raw, slowness: Slowness | None = None) -> str:
@@ -254,7 +256,7 @@ def rerun(raw: Raw, slowness: Slowness | None = None) -> str:
     for task, record in raw.sustained:
         slower = slowness.at(record["at"], without=task) if slowness and task.workload in COMPUTING else 0.0
         again[task.workload, task.config].append(record["truth"] * math.exp(slower))
-    lines = []
+    lines = ["|  | pairs | median | p95 |", "|---|---|---|---|"]
     for name in [*WORKLOAD_NAMES, None]:
         errors = [
             abs(a / b - 1)
@@ -264,7 +266,9 @@ def rerun(raw: Raw, slowness: Slowness | None = None) -> str:
         ]
         if errors:
             title = name or "all that were run again"
-            lines.append(f"{title:34}{len(errors):5} {statistics.median(errors):8.1%} {percentile(errors, 0.95):8.1%}")
+            lines.append(
+                f"| {title} | {len(errors)} | {statistics.median(errors):.1%} | {percentile(errors, 0.95):.1%} |"
+            )
     return "\n".join(lines)
 
 
@@ -279,29 +283,36 @@ def worst(found: Sequence[Cell], count: int) -> str:
     )
 
 
-def report(files: Mapping[str, Path]) -> None:
-    """Print the tables and draw the plots."""
+def report(files: Mapping[str, Path]) -> str:
+    """The tables as the README has them; draws the plots on the way."""
     raw, slowness = load(files), Slowness.of(files)
     found = cells(raw, DESIGN)
-    fitted = [cell for cell in found if cell.is_fitted]
-    print(f"\nTwin fitted to one burst each at {DESIGN} workers, prefetch 2, against sustained runs")
-    print(table(found))
-    print("\nThe same, the scouts brought to the speed that the machine had in each sustained run")
-    print(table(cells(raw, DESIGN, slowness=slowness)))
-    print("\nA sustained run against another of the same configuration, five workloads (noise of both runs)")
-    print(rerun(raw))
-    print("The same with the drift taken out of the rates of workloads that compute")
-    print(rerun(raw, slowness))
-    print(f"\nCPU seconds for the same work varied with sd {statistics.pstdev(v for _, v, _ in slowness.moments):.1%}")
-    print("\nHeavy tail with scouts of up to 12 s")
-    print(f"{'':34}{summary([cell for cell in cells(raw, DESIGN, long=True) if cell.is_fitted])}")
-    print("\nOther choices of bursts: fitted range, and beyond it, prefetch >= 2")
-    for design in OTHER_DESIGNS:
-        others = [cell for cell in cells(raw, design) if cell.task.prefetch_factor != 1]
-        print(f"{design!s:20} {summary([cell for cell in others if cell.is_fitted])}")
-        print(f"{'':20} {summary([cell for cell in others if not cell.is_fitted])}")
-    print("\nLargest errors within the fitted range: workers x prefetch, scouts, truth, predicted")
-    print(worst(fitted, 20))
+    drift = statistics.pstdev(value for _, value, _ in slowness.moments)
     from studies.fidelity.plots import draw
 
     draw(found, RESULTS)
+    parts = [
+        f"Absolute error; a fit has one burst each at {DESIGN} workers, prefetch 2:",
+        by_workload(found),
+        "The same, the scouts brought to the speed that the machine had in each sustained run:",
+        by_workload(cells(raw, DESIGN, slowness=slowness)),
+        "A sustained run against another of the same configuration, five workloads (noise of both runs):",
+        rerun(raw),
+        "The same with the drift taken out of the rates of workloads that compute:",
+        rerun(raw, slowness),
+        f"CPU seconds for the same work varied with sd {drift:.1%}.",
+        "Other bursts (workers of the scouts; long: up to 12 s, heavy tail only):",
+        rows(_designs(raw)),
+        "Largest errors within the fitted range (workers x prefetch, scouts, truth, predicted):",
+        f"```\n{worst([cell for cell in found if cell.is_fitted], 12)}\n```",
+    ]
+    return "\n\n".join(parts)
+
+
+def _designs(raw: Raw) -> list[tuple[str, list[Cell]]]:
+    named = [(f"{DESIGN}, long", [cell for cell in cells(raw, DESIGN, long=True) if cell.is_fitted])]
+    for design in OTHER_DESIGNS:
+        others = [cell for cell in cells(raw, design) if cell.task.prefetch_factor != 1]
+        named.append((f"{design}", [cell for cell in others if cell.is_fitted]))
+        named.append((f"{design}, extrapolated", [cell for cell in others if not cell.is_fitted]))
+    return named

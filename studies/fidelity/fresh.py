@@ -17,8 +17,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from studies.fidelity.analysis import Cell, cells, load, percentile, worst
+from studies.fidelity.analysis import Cell, by_workload, cells, load, rows, worst
 from studies.fidelity.grid import WORKLOAD_NAMES, Task
+from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
 from studies.fidelity.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
@@ -28,8 +29,6 @@ FILES = {
     "ceiling": RESULTS / "fresh_sustained.jsonl",
     "sustained": RESULTS / "fresh_sustained.jsonl",
 }
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- fresh: written by `python -m studies.fidelity.fresh --report` -->", "<!-- /fresh -->"
 SECONDS = 20.0
 SCOUTS = (0, 1, 4, 12)
 """Three of them make a fit; 0 workers only for the other choices."""
@@ -67,15 +66,15 @@ def report() -> str:
     parts = [
         f"{len(raw.sustained)} runs of {SECONDS:g} s; a fit has one burst each at {DESIGN} workers, prefetch 2.",
         "Bursts of the same visit, within about 80 s of the run (the twin's error):",
-        _table(near),
+        by_workload(near),
         "Bursts of the other visit, minutes away (the twin's error and the machine's drift):",
-        _table(far),
+        by_workload(far),
         "One 20 s run against the other of the same configuration (4 workers, prefetch 2), minutes away:",
         _anchors(near),
         "Other choices of bursts, same visit, within their range:",
-        _rows([(str(design), _by_visit(cells(raw, design))[0]) for design in OTHER_DESIGNS]),
+        rows([(f"{design}", _fitted(_by_visit(cells(raw, design))[0])) for design in OTHER_DESIGNS]),
         "Largest errors, same visit (workers x prefetch, visit, truth, predicted):",
-        f"```\n{worst([cell for cell in near if cell.is_fitted], 8)}\n```",
+        f"```\n{worst(_fitted(near), 8)}\n```",
     ]
     return "\n\n".join(parts)
 
@@ -88,23 +87,8 @@ def _by_visit(found: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     return near, far
 
 
-def _table(found: Sequence[Cell]) -> str:
-    rows = [(name, [cell for cell in found if cell.task.workload == name]) for name in WORKLOAD_NAMES]
-    return _rows([*rows, ("**all**", list(found))])
-
-
-def _rows(rows: Sequence[tuple[str, Sequence[Cell]]]) -> str:
-    lines = ["|  | n | median | p95 | max | bias | covered |", "|---|---|---|---|---|---|---|"]
-    for name, all_cells in rows:
-        found = [cell for cell in all_cells if cell.is_fitted]
-        if found:
-            absolute = [abs(cell.error) for cell in found]
-            lines.append(
-                f"| {name} | {len(found)} | {statistics.median(absolute):.1%} | {percentile(absolute, 0.95):.1%} "
-                f"| {max(absolute):.1%} | {statistics.fmean(cell.error for cell in found):+.1%} "
-                f"| {statistics.fmean(cell.is_covered for cell in found):.0%} |"
-            )
-    return "\n".join(lines)
+def _fitted(found: Iterable[Cell]) -> list[Cell]:
+    return [cell for cell in found if cell.is_fitted]
 
 
 def _anchors(near: Sequence[Cell]) -> str:
@@ -125,14 +109,6 @@ def _is_anchor(task: Task) -> bool:
     return (task.num_workers, task.prefetch_factor) == ANCHOR
 
 
-def write(text: str, readme: Path = README) -> None:
-    """Put the tables between the README's marks."""
-    whole = readme.read_text()
-    before, rest = whole.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity.fresh", description=__doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a sustained run")
@@ -145,7 +121,7 @@ def main() -> None:
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
     text = report()
     print(text)
-    write(text)
+    write("fresh", text)
 
 
 if __name__ == "__main__":

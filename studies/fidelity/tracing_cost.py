@@ -73,11 +73,12 @@ def main() -> None:
                 extra_us[name, workers].append((seconds["traced"] - seconds["plain"]) / count * 1e6)
                 append(RAW, {"workload": name, "workers": workers, "pair": number, "batches": count, **seconds})
                 quiet.next()
+    print("| | workers | pairs | cost | 95 % interval | median per batch |\n|---|---|---|---|---|---|")
     for (name, workers), values in logs.items():
         cost, extra = mean_interval(values), statistics.median(extra_us[name, workers])
         print(
-            f"{name:10} {workers} workers  tracing costs {cost.value:+.2%} [{cost.low:+.2%}, {cost.high:+.2%}] "
-            f"over {cost.count} pairs; median {statistics.median(values):+.2%}, {extra:+.1f} us a batch"
+            f"| `{name}` | {workers} | {cost.count} | {cost.value:+.2%} | {cost.low:+.2%} to {cost.high:+.2%} "
+            f"| {extra:+.1f} us |"
         )
 
 
