@@ -230,3 +230,67 @@ def test_pain_12_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("complete forkserver ['ok'"), done.stdout
+
+
+FAILING_SCRIPT = """
+import time, torch
+from torch.utils.data import Dataset, get_worker_info
+from autotune_loader import tune
+
+class BreaksInWorkers(Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        if get_worker_info() is not None and index % 16 == 15:
+            raise LookupError("an unreadable sample")
+        return torch.zeros(4)
+
+result = tune(BreaksInWorkers(), batch_size=4, max_workers=6, max_trials=10, budget=8, isolation="inline", search="grid",
+              progress=False)
+print(sum(trial.failure is not None for trial in result.trials))
+"""
+
+
+@pytest.mark.slow
+def test_pain_33_iterators_of_failed_trials_are_closed_where_they_were_made(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILING_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 5
+    assert "can only test a child process" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+DAEMON_SCRIPT = """
+import multiprocessing, torch
+from autotune_loader import tune
+
+def work(queue):
+    loader = torch.utils.data.DataLoader([torch.zeros(3)] * 64, batch_size=4, num_workers=1)
+    first = tune(loader, budget=4, max_trials=1, max_workers=1, progress=False).trials[0]
+    queue.put((first.config.num_workers, first.failure))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=work, args=(queue,), daemon=True)
+    process.start()
+    print(*queue.get())
+"""
+
+
+@pytest.mark.slow
+def test_pain_35_a_daemonic_process_may_tune_with_workers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DAEMON_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1 None"
