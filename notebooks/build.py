@@ -1,7 +1,7 @@
 """Builds and runs the notebooks: `python notebooks/build.py [folder]`. Their text is here, so that a change can be read.
 
-    quickstart       from a dataset to a loader
-    inspect_study    the trials as a frame, the pictures, Optuna's own plots, what-if
+quickstart       from a dataset to a loader
+inspect_study    the trials as a frame, the pictures, Optuna's own plots, what-if
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ QUICKSTART = (
     ),
     CODE(WORKLOAD.strip()),
     MARKDOWN("## Tune\n\nOne call; interrupting the cell keeps the best so far."),
-    CODE('result = tune(dataset, model, batch_size=32, budget="25s", output="loader.json", progress=False)\nprint(result)'),
+    CODE(
+        "result = tune(\n"
+        '    dataset, model, batch_size=32, budget="25s", output="loader.json", progress=False, reuse=False\n'
+        ")  # reuse=True, the default, would check an earlier result in seconds instead\n"
+        "print(result)"
+    ),
     MARKDOWN("The whole story: what was tried, what binds, what to do next."),
     CODE("print(result.report())"),
     MARKDOWN("## Look\n\nWhere the line stops rising, more workers do not help."),
@@ -68,7 +73,12 @@ QUICKSTART = (
 INSPECT = (
     MARKDOWN("# Inspect a study\n\nEverything that a tuning run has seen stays open to questions."),
     CODE(WORKLOAD.strip()),
-    CODE('result = tune(dataset, model, batch_size=32, budget="30s", output="loader.json", progress=False)\nresult.verdict'),
+    CODE(
+        "result = tune(\n"
+        '    dataset, model, batch_size=32, budget="30s", output="loader.json", progress=False, reuse=False\n'
+        ")\n"
+        "result.verdict"
+    ),
     MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"

@@ -125,7 +125,7 @@ def _trial(result: TuningResult, number: int | None) -> Trial:
     if not traced:
         raise TunerError(
             "no trace of a burst is there: they are kept in memory, not in loader.json. "
-            "Call plot_timeline() on the result that tune() returned"
+            "Call plot_timeline() on the result of tune(..., reuse=False), in the process that tuned"
         )
     if number is None:
         best = [trial for trial in traced.values() if trial.config == result.best]
