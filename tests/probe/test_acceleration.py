@@ -16,7 +16,7 @@ from autotune_loader.probe.acceleration import is_same_loss, measure_acceleratio
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.step import build_step
 from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.trial import Acceleration, BurstPlan, Failure, Measurement
+from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, Measurement
 
 QUICK = BurstPlan(max_s=0.2, min_s=0.1, relative_error=0.1, deadline_s=120.0)
 BATCH = [torch.rand(8, 16), torch.randint(0, 3, (8,))]
@@ -142,7 +142,7 @@ def probe_of(model: torch.nn.Module, **training: Any) -> ProcessProbe:
     dataset = TensorDataset(torch.rand(64, 16), torch.randint(0, 3, (64,)))
     sampler = torch.utils.data.SequentialSampler(dataset)
     data = DataSide(dataset=dataset, batch_size=8, sampler=sampler)
-    workload = Workload(data=data, training=TrainingSide(model=model, device="cpu", **training))
+    workload = Workload(data=data, training=TrainingSide(model=model, **{"device": "cpu", **training}))
     return ProcessProbe(Payload.of(workload, 1 << 30), inspect_machine())
 
 
@@ -190,3 +190,21 @@ def test_a_step_that_ignores_the_model_it_is_given_is_not_taken_for_compiled() -
     assert isinstance(found, Acceleration)
     assert found.speedup is None
     assert "nothing was compiled" in (found.note or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["amp", "compile"])
+def test_on_a_gpu_the_change_is_timed_to_its_end_and_judged(kind: AccelerationKind) -> None:
+    # GIVEN a step on CUDA that is mostly matrices
+    wide = torch.nn.Sequential(torch.nn.Linear(16, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 3))
+    probe = probe_of(wide, device="cuda")
+    try:
+        # WHEN one change is measured there
+        found = probe.acceleration(kind, None, QUICK)
+    finally:
+        probe.close()
+    # THEN it has a ratio, and its losses are the same
+    assert isinstance(found, Acceleration), found
+    assert found.note is None
+    assert found.speedup is not None
+    assert found.is_same_loss is True
