@@ -25,6 +25,8 @@ from studies.gpu.jobs import JOBS, Size
 from studies.gpu.training import Loop, Rate
 
 DEFAULT, TUNED = "default", "tuned"
+# A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
+VERDICT_WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,8 @@ def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     with open_probe(workload, machine, "process", None) as opened:
         warm = time.monotonic()
         cached = opened.probe.step_ceiling(None, CEILING_BURST)
-        burst = opened.probe.burst(LoaderConfig(num_workers=machine.usable_cores, pin_memory=pinned), SEARCH_BURST)
+        workers = min(VERDICT_WORKERS, machine.usable_cores)
+        burst = opened.probe.burst(LoaderConfig(num_workers=workers, pin_memory=pinned), SEARCH_BURST)
         if isinstance(cached, Failure) or isinstance(burst, Failure):
             raise RuntimeError(f"{loop.job.name}: {cached if isinstance(cached, Failure) else burst}")
         return warm - begun, time.monotonic() - warm, is_compute_bound(cached, burst)
