@@ -52,6 +52,8 @@ def standings(result: TuningResult, tolerance: float | None = None) -> tuple[Sta
     tolerance = tolerance_of(result) if tolerance is None else tolerance
     configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
     found = [_standing(config, result, tolerance) for config in configs]
+    # A finalist that only the twin knew, and for which no time was left, has nothing to stand by: that is no failure.
+    found = [each for each in found if each.rate or each.failure or each.is_best or each.is_baseline]
     order = ("finals", "trial", "failure")
     return tuple(sorted(found, key=lambda each: (order.index(each.source), -each.rate.value if each.rate else 0.0)))
 

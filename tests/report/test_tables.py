@@ -156,3 +156,14 @@ def test_a_run_without_trials_says_so() -> None:
     text = render_report(result)
     assert "No configuration was tried." in text
     assert "Nothing worked, so torch's defaults are given." in text
+
+
+def test_a_finalist_that_never_ran_is_not_called_failed() -> None:
+    # GIVEN finals with one more entrant, which no burst and no round has seen
+    result = synthetic_result()
+    finals = result.finals
+    more = Finals(
+        configs=(*finals.configs, LoaderConfig(num_workers=31)), rounds=tuple((*rates, None) for rates in finals.rounds)
+    )
+    # WHEN the table is drawn THEN it is the same without it
+    assert render_trials(replace(result, finals=more)) == render_trials(result)
