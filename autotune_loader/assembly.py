@@ -16,6 +16,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.workload import Workload
+from autotune_loader.report.units import is_telling
 from autotune_loader.result import (
     BatchSizeChoice,
     Finals,
@@ -287,6 +288,8 @@ def _summary(
 def _rate_words(rate: Interval | None) -> str:
     if rate is None:
         return "not measured"
+    if not is_telling(rate):
+        return f"about {rate.value:,.0f} samples/s, too few or too noisy bursts for an interval"
     return f"{rate.value:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
