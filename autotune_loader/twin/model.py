@@ -171,7 +171,8 @@ class Twin:
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
     ) -> Ceiling:
         """The roofline: what the consumer alone and the cores alone allow. No prediction exceeds it."""
-        receive_s = float(self.calibration.receive.values[:, 0].min())
+        # Pinned or not, whichever is quicker: the roof is over both.
+        receive_s = min(float(self.calibration.receive.values[:, 0].min()), self.calibration.hand_over_s)
         step_s = self._least_step_s(consumer_threads)
         per_batch = max(receive_s, step_s) if device_prefetch else receive_s + step_s
         calibration = self.calibration

@@ -54,6 +54,8 @@ class Observation:
     """From creating the iterator until the first worker could begin."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
+    copy_s: float = 0.0
+    """Seconds of `receive_s` that were the copy to a device."""
     positions: tuple[int, ...] = ()
     """Position in the sampler's order of each of `service_s`; empty where it is not known."""
 
@@ -102,6 +104,7 @@ class Observation:
             device_prefetch=config.device_prefetch,
             startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),
             batch_bytes=measurement.batch_bytes,
+            copy_s=measurement.gpu.copy_s or 0.0,
             positions=stages.positions if config.in_order else (),
         )
 

@@ -99,6 +99,25 @@ def test_the_twin_learns_the_copy_that_was_hidden() -> None:
     assert (float(seen.receive_s.mean()), float(seen.step_s.mean())) == (pytest.approx(0.006), pytest.approx(0.010))
 
 
+def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring() -> None:
+    # GIVEN copies of 12 ms, 3 ms from pinned memory, and a step of 10 ms
+    pageable, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.012)
+    pinned, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.003)
+    loop = LoaderConfig(num_workers=1)
+    configs = [replace(loop, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
+
+    def periods_ms(*seen: tuple[LoaderConfig, Measurement]) -> list[float]:
+        observations = [Observation.from_measurement(config, found) for config, found in seen]
+        twin = Twin.fit(observations, cores=16, step_s_by_threads={None: 0.010})
+        return [4e3 / prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
+
+    # THEN of a pageable burst it knows what copying ahead hides, and expects that pinning is worth a try
+    assert periods_ms((loop, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
+    # THEN of a pinned burst it knows the rest
+    both = periods_ms((loop, pageable), (replace(loop, pin_memory=True), pinned))
+    assert both == pytest.approx([22, 12, 13, 10], rel=0.1)
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("fetch_s", "step_s"), [(0.002, 0.010), (0.010, 0.004)])
 def test_what_the_main_process_fetches_while_the_device_steps_costs_nothing(
