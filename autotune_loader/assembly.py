@@ -280,6 +280,10 @@ def _summary(
         f"Step: {setting.readiness.step}. Search ended because {found.stopped_because or 'it was asked to'}."
     )
     sentences += [f"{acceleration_sentence(each)}." for each in found.accelerations]
+    if found.finals is not None and found.whole_epochs:
+        sentences.append(
+            "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
+        )
     if status == "partial":
         sentences.insert(0, "Interrupted: this is the best found so far.")
     return tuple(sentence for sentence in sentences if sentence)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Failure, Measurement
+from autotune_loader.trial import Failure, FailureKind, Measurement
 
 PREFETCH_FACTORS = (1, 2, 4, 8)
 # Workers that wait (storage, network) do not need a core each; workers that compute gain nothing beyond the cores.
@@ -72,7 +72,9 @@ class Space:
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
     pin_memory: tuple[bool, ...] = (False,)
     persistent_workers: bool = False
-    """Whether workers are kept between epochs: decided by start-up against epoch length, not by a burst."""
+    """Whether workers are kept between epochs, as it is estimated before the first of them was started."""
+    may_keep_workers: bool = False
+    """Whether they may be: the dataset is not told its epoch, and an epoch has an end."""
     in_order: tuple[bool, ...] = (True,)
     multiprocessing_contexts: tuple[str | None, ...] = (None,)
     sharing_strategies: tuple[str | None, ...] = (None,)
@@ -196,13 +198,14 @@ class Space:
         if config.batch_size is None:
             return None
         host = None if measured.memory is None else (measured.memory.pss_bytes or measured.memory.rss_bytes)
-        for name, took, limit in (
-            ("host", host, self.limits.memory_bytes),
-            ("device", measured.gpu.memory_bytes, self.limits.device_bytes),
-        ):
+        kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
+            ("memory_guard", "host", host, self.limits.memory_bytes),
+            ("device_memory", "device", measured.gpu.memory_bytes, self.limits.device_bytes),
+        )
+        for kind, name, took, limit in kinds:
             if took is not None and limit is not None and took > limit * SAFE_SHARE:
                 return Failure(
-                    kind="out_of_memory",
+                    kind=kind,
                     phase="plan",
                     message=f"batch_size={config.batch_size} took {took / 2**20:.0f} of {limit / 2**20:.0f} MiB of {name} "
                     f"memory, more than {SAFE_SHARE:.0%}; a smaller one would work",

@@ -97,6 +97,8 @@ class BurstPlan:
     """Chooses the samples and their order."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after so many seconds, start-up included."""
+    whole_epochs: bool = False
+    """Run the epochs as training does, with an end and a new start: the rate then includes start-up and the gaps between."""
     batch_size: int | None = None
     """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
     null_dataset: bool = False

@@ -27,14 +27,14 @@ from autotune_loader.lockstep import (
     share,
     workload_of_rank,
 )
-from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine
+from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine, start_method
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.result import NOT_WRITTEN, TuningResult, require_writable
 from autotune_loader.reuse import check, study_of
-from autotune_loader.search import Found, SearchRun
+from autotune_loader.search import STARTUP_WORTH_AVOIDING, Found, SearchRun
 from autotune_loader.settings import Isolation, Search, Settings, parse_settings
 from autotune_loader.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.trial import Acceleration, Probe, Trial
@@ -44,12 +44,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Persistent workers are proposed when starting workers anew would take more than this share of an epoch.
-STARTUP_WORTH_AVOIDING = 0.005
 # However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them.
 SHORTEST_START_DEADLINE_S = 30.0
-# About what starting one forked worker takes; it only decides whether an epoch is long enough not to care.
-WORKER_STARTUP_S = 0.03
+# About what starting one worker takes; what the trials are tried with, until the search has measured it.
+WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
 
 
 def tune(
@@ -227,6 +225,7 @@ def _tune_with(
                 name=settings.study_name or _study_name(space, fingerprint),
                 has_step=workload.training.model is not None or workload.training.train_step is not None,
                 suggestions=memory.suggestions,
+                epoch_batches=None if workload.data.is_iterable else workload.data.batches_per_epoch(),
             )
             reporter.found = search.found
             search.run()
@@ -357,7 +356,8 @@ def make_space(workload: Workload, readiness: Readiness, machine: Machine, setti
         workers_are_capped=capped,
         pin_memory=(False, True) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated else (0,),
-        persistent_workers=_keeps_workers(data, readiness, machine, settings),
+        persistent_workers=_keeps_workers(workload, readiness, machine, settings),
+        may_keep_workers=_may_keep_workers(data, settings),
         in_order=(True, False) if "in_order" in settings.allow else (True,),
         multiprocessing_contexts=allowed.start_methods(workload, settings.allow),
         sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
@@ -386,15 +386,22 @@ def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, setting
     return (cap if cap == settings.max_workers else min(cap, useful)), True
 
 
-def _keeps_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> bool:
-    """Whether persistent workers are worth it and safe: a dataset that is told its epoch would never hear of the next."""
+def _may_keep_workers(data: DataSide, settings: Settings) -> bool:
+    """Whether persistent workers are safe: a dataset that is told its epoch would never hear of the next."""
     if data.has_epochs and "persistent_workers" not in settings.allow:
         return False
-    batches = data.batches_per_epoch()
-    if batches is None:
+    return data.batches_per_epoch() is not None
+
+
+def _keeps_workers(workload: Workload, readiness: Readiness, machine: Machine, settings: Settings) -> bool:
+    """Whether persistent workers look worth it; the search knows better once it has started some."""
+    batches = workload.data.batches_per_epoch()
+    if batches is None or not _may_keep_workers(workload.data, settings):
         return False
+    own = workload.own_config.multiprocessing_context if workload.own_config else None
     quickest_epoch_s = batches * readiness.first_fetch_s / machine.usable_cores
-    return machine.usable_cores * WORKER_STARTUP_S > STARTUP_WORTH_AVOIDING * quickest_epoch_s
+    startup_s = machine.usable_cores * WORKER_STARTUP_S.get(own or start_method(), max(WORKER_STARTUP_S.values()))
+    return startup_s > STARTUP_WORTH_AVOIDING * quickest_epoch_s
 
 
 def _device_bytes(machine: Machine, workload: Workload) -> int | None:

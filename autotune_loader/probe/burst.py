@@ -14,7 +14,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.meters.history import Fetch
 from autotune_loader.prefetch import prefetched
 from autotune_loader.probe.device import Timeline
+from autotune_loader.probe.epochs import measure_epochs
 from autotune_loader.probe.failures import deaths_of, failure_of
 from autotune_loader.probe.run import Announce, DeviceRun, Run
 from autotune_loader.probe.step import TrainingStep
@@ -45,14 +46,16 @@ SHUTDOWN_GRACE_S = 1.0
 NEWS_OF_DEATH_S = 0.3
 
 
-def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int) -> DataLoader[Any]:
+def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
     Args:
         data: the user's parts; they are used, not copied.
         config: what to tune.
         seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
+        endless: False lets a map-style dataset's epochs end as they do in training.
     """
+    again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
     _seed_everything(data, seed)
     batched = data.batch_size is not None or data.batch_sampler is not None
     default = default_collate if batched else default_convert
@@ -67,13 +70,13 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int) -> DataL
         parts |= {"dataset": TracedIterable(data.dataset), "batch_size": batch_size}
         parts |= {"drop_last": drop_last} if batched else {}
     elif not batched:
-        parts |= {"dataset": TracedDataset(data.dataset), "sampler": EndlessBatches(data.sampler), "batch_size": None}
+        parts |= {"dataset": TracedDataset(data.dataset), "sampler": again(data.sampler), "batch_size": None}
     else:
         batches = data.batch_sampler
         if batches is None:
             assert batch_size is not None
             batches = BatchSampler(data.sampler, batch_size, drop_last)
-        parts |= {"dataset": TracedDataset(data.dataset), "batch_sampler": EndlessBatches(batches)}
+        parts |= {"dataset": TracedDataset(data.dataset), "batch_sampler": again(batches)}
     kwargs = config.to_kwargs()
     kwargs.pop("drop_last", None)
     return DataLoader(**parts, **kwargs)
@@ -158,19 +161,23 @@ def _measure(
 ) -> Measurement | Failure:
     if timeline is not None:
         timeline.open()
-    loader = make_traced_loader(data, config, plan.seed)
+    loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs)
     started = time.monotonic()
     open_loader.iterator = iter(loader)
-    del loader
+    if not plan.whole_epochs:
+        del loader
     if plan.pause_s:
         time.sleep(plan.pause_s)
     enter("first_batch")
-    run = Run(plan, config.num_workers, started, enter)
+    run, lane = Run(plan, config.num_workers, started, enter), None
     if timeline is not None:
         lane = timeline.make_lane() if config.device_prefetch else None
         run = DeviceRun(plan, config.num_workers, started, timeline, lane, enter)
         if lane is not None:
             open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
+    if plan.whole_epochs:
+        ahead = (lambda batches: prefetched(batches, lane, config.device_prefetch)) if lane is not None else None
+        return measure_epochs(open_loader, loader, run, step, plan, enter, ahead)
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")

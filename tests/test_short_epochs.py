@@ -1,0 +1,206 @@
+"""Epochs so short that their beginnings are much of them: judged by whole epochs, with the start-up that was measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from autotune_loader import TuningResult, tune
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
+from autotune_loader.search import SHORT_EPOCH_S, Found, SearchRun
+from autotune_loader.settings import Settings
+from autotune_loader.space import Space
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, Measurement
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+PLAN = BurstPlan(max_s=0.5, min_s=0.1)
+
+
+class Rows(Dataset[Any]):
+    """64 samples of 2 ms each."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.full((3,), float(index))
+
+
+class Stamped(Rows):
+    """Is told the epoch, so that its workers must not live on."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+# A burst of whole epochs
+
+
+@pytest.fixture
+def probe() -> Any:
+    data = DataSide.from_dataset(Rows(), batch_size=8)
+    found = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
+    found.start()
+    yield found
+    found.close()
+
+
+def rate(outcome: Measurement | Failure) -> float:
+    assert isinstance(outcome, Measurement), outcome
+    return outcome.samples_per_s.value
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_burst_of_whole_epochs_is_as_fast_as_training_is(probe: Any, persistent: bool) -> None:
+    # GIVEN what some epochs take
+    config = LoaderConfig(num_workers=2, persistent_workers=persistent)
+    loader = DataLoader(Rows(), batch_size=8, shuffle=True, **config.to_kwargs())
+    seconds = []
+    for _ in range(5):
+        begun = time.monotonic()
+        list(loader)
+        seconds.append(time.monotonic() - begun)
+    in_training = 64 / sorted(seconds[1:])[2]
+    # WHEN a burst runs whole epochs THEN it measures that, and a usual burst something else
+    measured = probe.burst(config, replace(PLAN, whole_epochs=True))
+    assert rate(measured) == pytest.approx(in_training, rel=0.35)
+    assert measured.samples % 64 == 0
+    assert measured.samples_per_s.low <= rate(measured) <= measured.samples_per_s.high
+
+
+def test_start_up_shows_in_whole_epochs_only(probe: Any) -> None:
+    leaving, staying = LoaderConfig(num_workers=2), LoaderConfig(num_workers=2, persistent_workers=True)
+    whole = replace(PLAN, whole_epochs=True)
+    assert rate(probe.burst(staying, whole)) > 1.15 * rate(probe.burst(leaving, whole))
+    assert rate(probe.burst(leaving, PLAN)) > 1.15 * rate(probe.burst(leaving, whole))
+
+
+def test_without_workers_whole_epochs_cost_nothing(probe: Any) -> None:
+    assert rate(probe.burst(LoaderConfig(), replace(PLAN, whole_epochs=True))) == pytest.approx(64 / 0.128, rel=0.3)
+
+
+# The search
+
+
+class ShortEpochs(SimulatedProbe):
+    """Epochs of so many batches, each of which begins with the start-up of the workers that do not persist."""
+
+    def __init__(self, machine: SimulatedMachine, batches: int, clock: FakeClock) -> None:
+        super().__init__(machine, clock)
+        self.batches = batches
+        self.plans: list[BurstPlan] = []
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        self.plans.append(plan)
+        outcome = super().burst(config, plan)
+        if isinstance(outcome, Failure) or not plan.whole_epochs:
+            return outcome
+        steady = outcome.samples_per_s
+        samples = self.batches * self.machine.batch_size
+        starts = config.num_workers > 0 and not config.persistent_workers
+        startup_s = self.machine.start_s + config.num_workers * self.machine.worker_start_s if starts else 0.0
+        slower = 1 / (1 + startup_s / (samples / steady.value))
+        rates = [each * slower for each in (steady.value, steady.low, steady.high)]
+        return replace(outcome, samples_per_s=replace(steady, value=rates[0], low=rates[1], high=rates[2]))
+
+
+class Silent:
+    def trial(self, *arguments: Any) -> None: ...
+    def finals_round(self, *arguments: Any) -> None: ...
+
+
+MACHINE = SimulatedMachine(cpu_s=0.02, step_s=0.002, start_s=0.02, worker_start_s=0.2)
+
+
+def searched(batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE) -> tuple[Found, ShortEpochs]:
+    clock = FakeClock()
+    probe = ShortEpochs(machine, batches or 0, clock)
+    run = SearchRun(
+        probe,
+        Space(max_workers=4, may_keep_workers=may_keep),
+        Settings(),
+        own_config=None,
+        usable_cores=4,
+        default_threads=4,
+        step_uses_cores=False,
+        clock=clock,
+        started=0.0,
+        listener=Silent(),
+        epoch_batches=batches,
+    )
+    return run.run(), probe
+
+
+def winner(found: Found) -> LoaderConfig:
+    assert found.finals is not None
+    return found.finals.winner
+
+
+def test_workers_that_may_not_live_on_lose_where_starting_them_takes_longer_than_an_epoch() -> None:
+    # GIVEN epochs of 8 batches, 160 ms without workers, and workers that take 0.2 s each to start
+    found, _ = searched(8, may_keep=False)
+    assert winner(found).num_workers == 0
+    assert found.whole_epochs
+
+
+def test_workers_that_may_live_on_do_and_win() -> None:
+    found, _ = searched(8, may_keep=True)
+    assert (winner(found).num_workers >= 3, winner(found).persistent_workers) == (True, True)
+
+
+def test_no_more_workers_than_an_epoch_has_batches() -> None:
+    found, _ = searched(2, may_keep=True)
+    assert winner(found).num_workers <= 2
+
+
+@pytest.mark.parametrize(("batches", "persistent"), [(500, True), (200_000, False)])
+def test_whether_workers_persist_is_decided_by_the_start_up_that_was_measured(batches: int, persistent: bool) -> None:
+    # GIVEN epochs too long to run whole, of which a start-up of 0.8 s is 18 % or next to nothing
+    found, probe = searched(batches, may_keep=True)
+    assert winner(found).persistent_workers is persistent
+    assert not any(plan.whole_epochs for plan in probe.plans)
+    # AND with workers that start in no time, it is not worth their memory either
+    quick, _ = searched(
+        batches, may_keep=True, machine=replace(MACHINE, start_s=0.0, worker_start_s=0.0, first_batch_extra_s=0.0)
+    )
+    assert not winner(quick).persistent_workers
+
+
+def test_epochs_of_unknown_length_are_not_run_whole() -> None:
+    found, probe = searched(None, may_keep=False)
+    assert not found.whole_epochs
+    assert not any(plan.whole_epochs for plan in probe.plans)
+    assert SHORT_EPOCH_S > 0
+
+
+# tune(), in this process
+
+
+def quick(dataset: Any, **options: Any) -> TuningResult:
+    return tune(dataset, None, batch_size=8, isolation="inline", reuse=False, max_workers=2, **options)
+
+
+@pytest.mark.slow
+def test_tiny_epochs_of_a_dataset_that_is_told_its_epoch_get_no_forkserver_workers() -> None:
+    # GIVEN epochs of 0.13 s, and a start method that takes longer than that
+    loader = DataLoader(Stamped(), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="forkserver")
+    result = tune(loader, None, isolation="inline", reuse=False, max_workers=2, budget=30)
+    assert result.best.num_workers == 0
+    assert any("Epochs are short" in sentence for sentence in result.summary)
+    assert result.speedup is None or result.speedup.value > 2
+
+
+@pytest.mark.slow
+def test_tiny_epochs_of_other_datasets_get_workers_that_persist() -> None:
+    result = quick(Rows(), budget=15)
+    assert (result.best.num_workers, result.best.persistent_workers) == (2, True)
