@@ -53,8 +53,10 @@ def test_trap_13_the_memory_guard_ends_an_inline_burst_and_spares_this_process(
     probe.start()
     trouble_file.write_text(f"{where}:hoard")
     begun, children = time.monotonic(), psutil.Process().children()
+    # a worker that is not forked has a torch of its own, which the budget would not hold
+    config = LoaderConfig(num_workers=workers, multiprocessing_context="fork" if workers else None)
     # WHEN it runs
-    failure = probe.burst(LoaderConfig(num_workers=workers), LONG)
+    failure = probe.burst(config, LONG)
     # THEN the burst is ended, and no worker is left
     assert isinstance(failure, Failure)
     assert failure.kind == "memory_guard"
@@ -64,7 +66,7 @@ def test_trap_13_the_memory_guard_ends_an_inline_burst_and_spares_this_process(
     # AND the next one works
     trouble_file.write_text("")
     troubles.HOARD.clear()
-    assert isinstance(probe.burst(LoaderConfig(num_workers=workers), QUICK), Measurement)
+    assert isinstance(probe.burst(config, QUICK), Measurement)
 
 
 def test_what_this_process_holds_anyway_is_no_part_of_the_budget(trouble_file: Path) -> None:
