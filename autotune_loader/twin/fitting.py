@@ -14,6 +14,9 @@ from autotune_loader.twin.stages import starved_threads, step_share
 
 PIN_BYTES_PER_S = 4e9
 """Copy into page-locked memory where no burst with pinning was seen; one core's memcpy."""
+PINNED_COPY_SHARE = 0.5
+"""Of the seconds of a copy to the device that one from page-locked memory takes, where none was seen: it saves the host's own
+copy into a staging buffer. A guess, on the side of trying it."""
 LEAST_WAITED = 0.05
 """Quantile of the receive times that stands for a batch that was ready, where the loop waited for all."""
 
@@ -58,7 +61,7 @@ def calibrate(
         serial_service_s=_serial(serial, "service_s", contention.cpu_s + contention.wait_s, rng),
         serial_receive_s=_serial(serial, "receive_s", np.zeros(BEST + DRAWS), rng),
         pin_s=_pin_seconds(pinned, observations, receive.mean(axis=0)),
-        hand_over_s=min((float(o.receive_s.mean()) for o in fitted if o.pin_memory), default=np.inf),
+        hand_over_s=_hand_over_s(fitted, float(receive.mean(axis=0)[0])),
         luck=_luck(rng),
         speed=np.exp(MACHINE_SPEED_SD * _luck(rng)),
     )
@@ -176,5 +179,14 @@ def _serial(serial: Sequence[Observation], stage: str, otherwise: Floats, rng: n
 def _pin_seconds(pinned: Sequence[Observation], observations: Sequence[Observation], receive_s: Floats) -> Floats:
     if pinned:
         return np.full(BEST + DRAWS, np.mean([o.pin_s for o in pinned]))
-    # The pinning thread also does what the training loop otherwise does: it rebuilds the batch from shared memory.
-    return receive_s + max(o.batch_bytes for o in observations) / PIN_BYTES_PER_S
+    # The pinning thread also does what the training loop otherwise does: it rebuilds the batch from shared memory. The copy
+    # to the device stays with the loop.
+    rebuilt_s = np.maximum(receive_s - max(o.copy_s for o in observations), 0.0)
+    return rebuilt_s + max(o.batch_bytes for o in observations) / PIN_BYTES_PER_S
+
+
+def _hand_over_s(fitted: Sequence[Observation], receive_s: float) -> float:
+    """Seconds in which the loop takes a pinned batch over, its copy to the device included."""
+    copy_s = min((o.copy_s for o in fitted if not o.pin_memory), default=0.0)
+    unseen = receive_s - copy_s * (1.0 - PINNED_COPY_SHARE) if copy_s else np.inf
+    return min((float(o.receive_s.mean()) for o in fitted if o.pin_memory), default=float(unseen))
