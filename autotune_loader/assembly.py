@@ -264,7 +264,7 @@ def _finals(found: Found) -> Finals:
         return Finals()
     keys = range(len(found.finals.configs))
     rounds = tuple(tuple(each.rates.get(str(key)) for key in keys) for each in found.finals.rounds)
-    return Finals(configs=found.finals.configs, rounds=rounds)
+    return Finals(configs=found.finals.configs, rounds=rounds, whole_epochs=found.whole_epochs)
 
 
 def _summary(

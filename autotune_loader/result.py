@@ -131,6 +131,8 @@ class Finals:
     configs: tuple[LoaderConfig, ...] = ()
     rounds: tuple[tuple[float | None, ...], ...] = ()
     """Samples/s of each configuration in each round; null where its burst failed."""
+    whole_epochs: bool = False
+    """Whether whole epochs were run, as these are short: the rates include start-up and the gaps between epochs."""
 
     def __post_init__(self) -> None:
         if any(len(rates) != len(self.configs) for rates in self.rounds):

@@ -81,8 +81,9 @@ def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tole
     if veto is not None:
         seen.objection = veto.message
         return seen
+    plan = replace(CHECK_BURST, whole_epochs=entry.result.finals.whole_epochs)
     while len(seen.rounds) < MOST_ROUNDS:
-        failure = _run_round(probe, best, seen)
+        failure = _run_round(probe, best, plan, seen)
         if failure is not None:
             seen.objection = f"it failed now ({failure.kind}): {failure.message}"
             return seen
@@ -109,13 +110,13 @@ def study_of(result: TuningResult, space: Space, settings: Settings, default_thr
     return ledger.study
 
 
-def _run_round(probe: Probe, best: LoaderConfig, seen: Check) -> Failure | None:
+def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Check) -> Failure | None:
     """One burst of each side, in turning order; the failure of the best, if it failed."""
     number = len(seen.rounds)
     sides = [(_BEST, best)] + ([(_PARTNER, seen.partner)] if seen.partner is not None else [])
     rates: dict[str, float] = {}
     for key, config in sides if number % 2 == 0 else reversed(sides):
-        outcome = probe.burst(config, replace(CHECK_BURST, seed=number))
+        outcome = probe.burst(config, replace(plan, seed=number))
         seen.bursts += 1
         if not isinstance(outcome, Failure):
             rates[key] = outcome.samples_per_s.value
@@ -165,5 +166,7 @@ def rate_then(config: LoaderConfig, earlier: TuningResult) -> float | None:
         rates: Sequence[float] = [rate for rates in finals.rounds if (rate := rates[column])]
         if rates:
             return math.exp(math.fsum(map(math.log, rates)) / len(rates))
+    if finals.whole_epochs:  # the search's bursts were not
+        return None
     measured = [each.samples_per_s for each in earlier.trials if modelled(each.config) == modelled(config)]
     return next((rate for rate in reversed(measured) if rate), None)

@@ -139,6 +139,20 @@ def test_where_the_best_is_torchs_default_it_is_checked_alone() -> None:
     assert (seen.objection, seen.partner, seen.bursts) == ("", None, ROUNDS)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bool) -> None:
+    class Noting(SimulatedProbe):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+            plans.append(plan)
+            return super().burst(config, plan)
+
+    plans: list[BurstPlan] = []
+    entry = earlier()
+    entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
+    check(Noting(THEN, FakeClock()), entry, LoaderConfig(), Space(max_workers=4), 0.02)
+    assert {plan.whole_epochs for plan in plans} == {whole}
+
+
 # tune(), in this process
 
 
@@ -197,6 +211,17 @@ def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_ear
     third = quick(slower, budget=12)
     assert third.reused is not None
     assert not any("was not reused" in warning for warning in third.warnings)
+
+
+class FewRows(Rows):
+    def __len__(self) -> int:
+        return 32
+
+
+def test_a_result_of_short_epochs_is_reused_too() -> None:
+    first = quick(FewRows())
+    assert first.finals.whole_epochs
+    assert quick(FewRows()).reused is not None
 
 
 @pytest.mark.slow
