@@ -351,6 +351,44 @@ def test_torchrun_gives_both_ranks_one_configuration_and_one_file(tmp_path: Path
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["loader.json"]
 
 
+REUSING_JOB = """
+    import json, time
+    import torch, torch.distributed as dist
+    from torch.utils.data import Dataset
+    from autotune_loader import tune
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4096
+        def __getitem__(self, index):
+            time.sleep(0.002)
+            return torch.full((8,), float(index))
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        results = [tune(Rows(), batch_size=8, budget=8, max_trials=3, max_workers=1, progress=False) for _ in range(2)]
+        said = [dict(best=each.best.to_dict(), status=each.status, reused=each.reused and each.reused.tuned_at)
+                for each in results]
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        print("SAID", json.dumps(dict(rank=rank, said=said)), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HARD_DEADLINE_S + 20)
+def test_an_earlier_result_is_looked_up_by_rank_0_and_used_by_all(launch: Any, cache_of_its_own: Path) -> None:
+    # GIVEN two ranks that tune the same twice
+    ranks = [launch(REUSING_JOB, rank, 2) for rank in (0, 1)]
+    first, second = zip(*(said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0])["said"] for rank in ranks), strict=True)
+    # THEN the second time both have the first result, which was kept once
+    assert [each["reused"] for each in first] == [None, None]
+    assert second[0] == second[1]
+    assert second[0]["reused"] is not None
+    assert second[0]["best"] == first[0]["best"]
+    assert len(list(cache_of_its_own.rglob("*.json"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
 def test_a_rank_killed_mid_trial_ends_in_a_clear_error_on_the_other(launch: Any, tmp_path: Path) -> None:
