@@ -13,34 +13,42 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+
+import numpy as np
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import (
     MAX_ROUNDS,
-    Candidate,
     Interval,
     Round,
-    cheapest_within,
     log_ratios,
     mean_interval,
     sequential_interval,
-    sequential_verdict,
     usable_rounds,
 )
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
+from autotune_loader.twin.residual import Knowledge
 
 # One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine. It
 # hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet.
-FINAL_BURST = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.003)
+FINAL_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
 # Two-sided 95 % of a normal distribution.
 Z_95 = 1.96
-# Rounds that agree by chance are not exact; nor is a single one worthless.
-LEAST_SPREAD = 0.002
-SINGLE_ROUND_SD = 0.08
-# The search's beliefs share the twin's errors, which their own deviations do not show.
-PRIOR_SD = 0.05
+# Without beliefs from the search: anything may be twice as fast as anything else, and bursts scatter so much.
+UNKNOWN_SD = 0.7
+TYPICAL_NOISE = 0.03
+# New candidates are let in after the first rounds only, so that each runs in more than one.
+ADMITTING_ROUNDS = 2
+# So many bursts' worth a typical noise counts beside that of the rounds.
+NOISE_WEIGHT = 4.0
+LEAST_NOISE = 0.003
+# A candidate that is slower, or as fast, with this probability needs no further rounds.
+CERTAIN = 0.95
+# Besides whoever would be chosen now, so many run in a round.
+RIVALS = 1
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
@@ -49,8 +57,7 @@ BASELINE_PRECISION = 0.03
 MAX_FAILURES = 2
 
 
-Prior = Mapping[LoaderConfig, tuple[float, float]]
-"""What was believed before: logarithm of samples/s and its standard deviation, by configuration."""
+Burst = tuple[LoaderConfig, Measurement]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +82,15 @@ class _Standing:
     """Who is still in, and what has been measured."""
 
     configs: list[LoaderConfig]
-    prior: Prior
+    believe: Callable[[Sequence[Burst]], Knowledge | None]
+    cost: Callable[[LoaderConfig], tuple[float, ...]]
     rounds: list[Round]
     failures: list[int]
     latest: dict[int, Measurement] = field(default_factory=dict)
+    bursts: list[tuple[Round, int, Measurement]] = field(default_factory=list)
+    remembered: tuple[tuple[int, int], Knowledge] | None = None
+    messages: dict[int, str] = field(default_factory=dict)
+    """Of the latest failure of each."""
 
     def active(self) -> list[int]:
         return [index for index in range(len(self.configs)) if self.failures[index] < MAX_FAILURES]
@@ -94,8 +106,9 @@ def run_finals(
     time_left: Callable[[], float],
     patience_s: float,
     seed: int,
-    deadline_s: float,
-    prior: Prior | None = None,
+    plan_of: Callable[[LoaderConfig, BurstPlan], BurstPlan] = lambda config, plan: plan,
+    believe: Callable[[Sequence[Burst]], Knowledge | None] = lambda bursts: None,
+    nominate: Callable[[Knowledge], Sequence[LoaderConfig]] = lambda known: (),
     on_round: Callable[[int, dict[LoaderConfig, float]], None] = lambda number, rates: None,
 ) -> FinalsOutcome | None:
     """Race the candidates and the baseline; the cheapest of those within tolerance of the fastest wins.
@@ -109,15 +122,17 @@ def run_finals(
         time_left: seconds that may still be spent; checked before each round.
         patience_s: seconds after which open questions between candidates within tolerance are left open.
         seed: of the order within the rounds.
-        deadline_s: for one burst.
-        prior: what the search believed of the candidates; used for the choice, never for a rate.
+        plan_of: adapts the plan of a burst to a configuration.
+        believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
+            a rate. Without it the rounds alone decide.
+        nominate: who else should run, given what is known; asked after the first rounds, and answers from what is known.
         on_round: told each round's rates.
 
     Returns:
         The outcome; None when no round could be completed.
     """
     configs = list(dict.fromkeys([*candidates, baseline]))
-    standing = _Standing(configs, prior or {}, [], [0] * len(configs))
+    standing = _Standing(configs, believe, cost, [], [0] * len(configs))
     base = configs.index(baseline)
     order, spent_s = random.Random(seed), 0.0
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
@@ -126,55 +141,133 @@ def run_finals(
         out_of_time = before_s < round_s or (spent_s + round_s > patience_s and len(standing.rounds) >= MIN_ROUNDS)
         if out_of_time or _is_settled(standing, base, tolerance):
             break
-        _run_round(standing, probe, _entrants(standing, base, tolerance), order, deadline_s)
+        _run_round(standing, probe, _entrants(standing, base, tolerance), order, plan_of)
         spent_s += max(before_s - time_left(), 1e-9)
         rates = standing.rounds[-1].rates
+        if len(standing.rounds) <= ADMITTING_ROUNDS:
+            _admit(standing, nominate)
         on_round(len(standing.rounds), {configs[int(key)]: rate for key, rate in rates.items()})
-    return _outcome(standing, base, tolerance, cost)
+    return _outcome(standing, base, tolerance)
 
 
-def _run_round(standing: _Standing, probe: Probe, entrants: list[int], order: random.Random, deadline_s: float) -> None:
+def _run_round(
+    standing: _Standing,
+    probe: Probe,
+    entrants: list[int],
+    order: random.Random,
+    plan_of: Callable[[LoaderConfig, BurstPlan], BurstPlan],
+) -> None:
     number = len(standing.rounds)
-    plan = BurstPlan(
-        max_s=FINAL_BURST.max_s,
-        min_s=FINAL_BURST.min_s,
-        relative_error=FINAL_BURST.relative_error,
-        seed=1_000 + number,  # apart from the search's seeds: fresh samples as well as fresh bursts
-        deadline_s=deadline_s,
-    )
+    # Apart from the search's seeds: fresh samples as well as fresh bursts.
+    plan = replace(FINAL_BURST, seed=1_000 + number)
     rates: dict[str, float] = {}
     foreign: list[float] = []
     for index in order.sample(entrants, len(entrants)):
-        outcome = probe.burst(standing.configs[index], plan)
+        outcome = probe.burst(standing.configs[index], plan_of(standing.configs[index], plan))
         if isinstance(outcome, Failure):
             standing.failures[index] += 1
+            standing.messages[index] = outcome.message
             continue
         rates[str(index)] = outcome.samples_per_s.value
         standing.latest[index] = outcome
         if outcome.foreign_cpu_share is not None:
             foreign.append(outcome.foreign_cpu_share)
-    standing.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
+    done = Round(rates=rates, foreign_cpu_share=max(foreign, default=None))
+    standing.rounds.append(done)
+    standing.bursts += [(done, int(key), standing.latest[int(key)]) for key in rates]
+
+
+def _believed(standing: _Standing, rounds: Sequence[Round]) -> Knowledge:
+    """What is known after the rounds, of the entrants in their order."""
+    if standing.remembered is None or standing.remembered[0] != (len(rounds), len(standing.configs)):
+        bursts = [(standing.configs[index], burst) for done, index, burst in standing.bursts if done in rounds]
+        known = standing.believe(bursts)
+        known = _by_rounds(standing, rounds) if known is None else _completed(known, standing.configs, bursts)
+        standing.remembered = ((len(rounds), len(standing.configs)), known)
+    return standing.remembered[1]
+
+
+def _completed(known: Knowledge, configs: Sequence[LoaderConfig], bursts: Sequence[Burst]) -> Knowledge:
+    """What is known of the entrants; of those that the search could not measure, what their first burst said."""
+    first = {config: burst.samples_per_s.value for config, burst in reversed(bursts)}
+    typical = math.exp(float(known.mean.max()))
+    missing = {config: first.get(config, typical) for config in configs if config not in known.configs}
+    return known.including(missing).at(configs)
+
+
+def _by_rounds(standing: _Standing, rounds: Sequence[Round]) -> Knowledge:
+    """What the rounds alone tell, each relative to its own level."""
+    size = len(standing.configs)
+    before = Knowledge(
+        configs=tuple(standing.configs),
+        mean=np.zeros(size),
+        covariance=UNKNOWN_SD**2 * np.eye(size),
+        noise_sd=TYPICAL_NOISE,
+    )
+    seen = [(int(key), math.log(rate)) for each in rounds for key, rate in each.rates.items()]
+    noise = _noise_sd(standing, rounds)
+    level = fmean(log for _, log in seen) if seen else 0.0
+    return before.updated([index for index, _ in seen], [log - level for _, log in seen], [noise**2] * len(seen))
+
+
+def _noise_sd(standing: _Standing, rounds: Sequence[Round]) -> float:
+    """Noise of one burst: a typical one, and the scatter of each entrant over the rounds, by their weight."""
+    squares, freedom = NOISE_WEIGHT * TYPICAL_NOISE**2, NOISE_WEIGHT
+    for index in range(len(standing.configs)):
+        logs = [math.log(each.rates[str(index)]) for each in rounds if str(index) in each.rates]
+        if len(logs) > 1:
+            # The median deviation: a single disturbed burst is no noise.
+            typical = median(abs(log - median(logs)) for log in logs) * 1.48
+            squares, freedom = squares + (len(logs) - 1) * typical**2, freedom + len(logs) - 1
+    return max(math.sqrt(squares / freedom), LEAST_NOISE)
+
+
+def _admit(standing: _Standing, nominate: Callable[[Knowledge], Sequence[LoaderConfig]]) -> None:
+    """Let in whom the rounds so far have made a candidate."""
+    usable = usable_rounds(standing.rounds).rounds
+    bursts = [(standing.configs[index], burst) for done, index, burst in standing.bursts if done in usable]
+    known = standing.believe(bursts)
+    new = [config for config in (nominate(known) if known is not None else ()) if config not in standing.configs]
+    standing.configs += new
+    standing.failures += [0] * len(new)
 
 
 def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
-    """Who runs in the next round: all still in, but candidates shown to be slower and a baseline that is known."""
+    """Who runs in the next round: whoever would be chosen now, its strongest rival, and a baseline that is not known yet."""
     active = standing.active()
     usable = usable_rounds(standing.rounds).rounds
-    leader = _leader(standing, usable)
-    if leader is None or len(usable) < MIN_ROUNDS:
+    leader = _leader(standing, usable, tolerance)
+    if leader is None:
         return active
-    return [index for index in active if index == leader or not _is_answered(usable, index, leader, base, tolerance)]
+    known = _believed(standing, usable)
+    new = [index for index in active if not any(str(index) in each.rates for each in usable)]
+    open_ = [
+        index for index in active if index not in (leader, base) and not _is_answered(known, index, leader, tolerance)
+    ]
+    rivals = sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
+    wanted = {leader, *new, *rivals}
+    if base in active and not _is_compared(usable, base, leader, tolerance):
+        wanted.add(base)
+    return sorted(wanted)
 
 
-def _is_answered(rounds: Sequence[Round], index: int, leader: int, base: int, tolerance: float) -> bool:
-    logs = log_ratios(rounds, str(index), str(leader))
+def _is_answered(known: Knowledge, index: int, leader: int, tolerance: float) -> bool:
+    mean, sd = known.ratio(index, leader)
+    slower = _below(math.log(1 - tolerance), mean, sd)
+    faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
+    return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+
+def _is_compared(rounds: Sequence[Round], base: int, leader: int, tolerance: float) -> bool:
+    logs = log_ratios(rounds, str(base), str(leader))
     if len(logs) < MIN_ROUNDS:
         return False
-    ratio = sequential_interval(logs)
-    if index == base:
-        plain = mean_interval(logs)
-        return (plain.high - plain.low) / 2 < BASELINE_PRECISION and plain.high < -2 * tolerance
-    return ratio.high < 1 - tolerance or sequential_verdict(logs, tolerance) in ("tie", "slower")
+    plain = mean_interval(logs)
+    return (plain.high - plain.low) / 2 < BASELINE_PRECISION and plain.high < -2 * tolerance
+
+
+def _below(value: float, mean: float, sd: float) -> float:
+    return 0.5 * math.erfc((mean - value) / sd / math.sqrt(2))
 
 
 def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
@@ -182,55 +275,21 @@ def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
     return len(standing.rounds) >= MIN_ROUNDS and len(_entrants(standing, base, tolerance)) <= 1
 
 
-def _leader(standing: _Standing, rounds: Sequence[Round]) -> int | None:
-    """The fastest by paired comparison with the candidate that ran in most rounds."""
-    counts = {index: sum(str(index) in each.rates for each in rounds) for index in standing.active()}
-    counts = {index: count for index, count in counts.items() if count}
-    if not counts:
+def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float) -> int | None:
+    """Who would be chosen now, of those that ran and did not fail."""
+    ran = [index for index in standing.active() if any(str(index) in each.rates for each in rounds)]
+    if not ran:
         return None
-    anchor = max(counts, key=lambda index: counts[index])
-    return max(counts, key=lambda index: _ratio(standing, rounds, index, anchor).value)
+    known = _believed(standing, rounds).at([standing.configs[index] for index in ran])
+    chosen, _ = known.choice([standing.cost(config) for config in known.configs], tolerance)
+    return ran[chosen]
 
 
-def _ratio(standing: _Standing, rounds: Sequence[Round], index: int, other: int) -> Interval:
-    """Rate of one candidate over another's: the rounds and the prior, weighted by their precision (95 %)."""
-    if index == other:
-        return Interval(value=1.0, low=1.0, high=1.0, count=len(rounds))
-    mean, precision = 0.0, 0.0
-    logs = log_ratios(rounds, str(index), str(other))
-    if len(logs) > 1:
-        seen = mean_interval(logs)  # half-widths by Student's t: few rounds weigh less than their spread says
-        precision = (2 * Z_95 / max(seen.high - seen.low, LEAST_SPREAD)) ** 2
-        mean = seen.value
-    elif logs:
-        mean, precision = logs[0], 1 / SINGLE_ROUND_SD**2
-    before = [standing.prior.get(standing.configs[each]) for each in (index, other)]
-    if before[0] is not None and before[1] is not None:
-        expected = before[0][0] - before[1][0]
-        trust = 1 / (before[0][1] ** 2 + before[1][1] ** 2 + PRIOR_SD**2)
-        mean, precision = (mean * precision + expected * trust) / (precision + trust), precision + trust
-    half = Z_95 / math.sqrt(precision) if precision else math.inf
-    low, high = math.exp(mean - half), math.exp(min(mean + half, 700.0))
-    return Interval(value=math.exp(mean), low=low, high=high, count=len(logs))
-
-
-def _outcome(
-    standing: _Standing, base: int, tolerance: float, cost: Callable[[LoaderConfig], tuple[float, ...]]
-) -> FinalsOutcome | None:
+def _outcome(standing: _Standing, base: int, tolerance: float) -> FinalsOutcome | None:
     usable = usable_rounds(standing.rounds)
-    leader = _leader(standing, usable.rounds)
-    if leader is None:
+    winner = _leader(standing, usable.rounds, tolerance)
+    if winner is None:
         return None
-    entries = [
-        Candidate(
-            key=str(index),
-            ratio_to_best=_ratio(standing, usable.rounds, index, leader),
-            cost=cost(standing.configs[index]),
-        )
-        for index in standing.active()
-        if index == leader or log_ratios(usable.rounds, str(index), str(leader))
-    ]
-    winner = int(cheapest_within(entries, tolerance).key)
     rates = [each.rates[str(winner)] for each in usable.rounds if str(winner) in each.rates]
     logs = log_ratios(usable.rounds, str(winner), str(base))
     exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
@@ -241,5 +300,13 @@ def _outcome(
         rate=mean_interval(rates) if len(rates) > 1 else standing.latest[winner].samples_per_s,
         measurement=standing.latest[winner],
         speedup=exactly_one if winner == base else (sequential_interval(logs, final=True) if len(logs) > 1 else None),
-        notes=(usable.note,) if usable.note else (),
+        notes=((usable.note,) if usable.note else ()) + _failed(standing),
+    )
+
+
+def _failed(standing: _Standing) -> tuple[str, ...]:
+    """A sentence for each entrant that failed in the finals: in the search it had worked."""
+    return tuple(
+        f"{standing.configs[index]} failed {standing.failures[index]} time(s) in the finals: {message}"
+        for index, message in standing.messages.items()
     )

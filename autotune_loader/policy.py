@@ -20,43 +20,20 @@ from autotune_loader.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
+from autotune_loader.twin.residual import Knowledge, prior_covariance
 
-# Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %).
-MODEL_SD = 0.06
-# How far apart, in doublings, configurations still share the twin's error.
-LENGTH_SCALE = 1.2
-# Relative noise of one burst that its own interval does not show: drift and neighbours between bursts.
-BURST_SD = 0.02
 # From so many cores on, a scout stands between one worker and as many as cores.
 LARGE_MACHINE = 16
 # A burst this far from its prediction (as a log-ratio) is run again before either is believed.
 SURPRISE = 0.15
 # Steps shorter than this differ by scheduling alone.
 STEP_RESOLUTION_S = 0.0005
-# Search ends when the expected gain of the best untried configuration is below this share of the tolerance.
-WORTHWHILE_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
-    """What is believed of one configuration, in samples/s."""
-
-    config: LoaderConfig
-    samples_per_s: float
-    """Posterior median."""
-    log_sd: float
-    """Posterior standard deviation of its logarithm."""
-    twin_samples_per_s: float
-    """What the twin alone says."""
-
-    def expected_gain(self, incumbent: float) -> float:
-        """Expected relative improvement over a rate (Jones, Schonlau and Welch 1998, on the log scale)."""
-        distance = math.log(self.samples_per_s / incumbent)
-        if self.log_sd <= 0:
-            return max(0.0, distance)
-        z = distance / self.log_sd
-        density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        return distance * 0.5 * math.erfc(-z / math.sqrt(2)) + self.log_sd * density
+# Search ends when a burst of no configuration is expected to gain more than this share of the tolerance.
+WORTHWHILE_SHARE = 0.4
+# Share of the memory limit that makes one configuration dearer than another.
+MEMORY_STEP = 0.05
+# A further finalist must be expected to save this share of the tolerance.
+FINALIST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +64,16 @@ def scouts(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
 
 def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | None:
     """The legal configuration with these threads and torch's prefetch that comes closest to so many workers."""
-    legal = [config for config in space.configs() if config.consumer_threads == threads and config.in_order]
+    legal = [config for config in space.plain_configs() if config.consumer_threads == threads and config.in_order]
     plain = [config for config in legal if config.prefetch_factor in (None, TORCH_PREFETCH_FACTOR)] or legal
     return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)
 
 
 def fit_twin(trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Twin | None:
     """The twin of all successful trials; None before there is any."""
+    # Each burst of the search reads other samples, so that no page cache flatters it: positions tell nothing in common.
     observations = [
-        Observation.from_measurement(trial.config, trial.measurement)
+        replace(Observation.from_measurement(trial.config, trial.measurement), positions=())
         for trial in trials
         if trial.measurement is not None and trial.config.batch_size is None
     ]
@@ -110,65 +88,71 @@ def fit_twin(trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Twin
     )
 
 
-def beliefs(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> list[Belief]:
-    """What is believed of every legal configuration and every one tried; empty before anything was measured."""
+def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Knowledge | None:
+    """What is believed of every legal configuration and every one tried; None before anything was measured."""
+    # Variants in what the twin knows nothing of are compared by their rates alone.
+    trials = [trial for trial in trials if space.is_plain(trial.config)]
     twin = fit_twin(trials, inputs, seed)
     if twin is None:
-        return []
-    tried = {modelled(trial.config): trial for trial in trials if trial.measurement is not None}
-    failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
-    configs = list(dict.fromkeys([*map(modelled, space.configs()), *tried]))
-    configs = [config for config in configs if config not in failed]
-    predicted = dict(zip(configs, twin.predict_all(configs), strict=True))
-    measured = [config for config in configs if config in tried]
-    twin_rates = {config: predicted[config].samples_per_s.value for config in configs}
-    mean, sd = _posterior(configs, measured, tried, twin_rates, inputs.consumer_cores)
-    return [
-        Belief(
-            config=config,
-            samples_per_s=predicted[config].samples_per_s.value * math.exp(shift),
-            log_sd=float(spread),
-            twin_samples_per_s=predicted[config].samples_per_s.value,
-        )
-        for config, shift, spread in zip(configs, mean, sd, strict=True)
-    ]
-
-
-def next_config(
-    space: Space, trials: Sequence[Trial], inputs: TwinInputs, tolerance: float, seed: int = 0
-) -> Belief | None:
-    """The untried configuration with the largest expected gain; None when no gain is worth a burst."""
-    known = beliefs(space, trials, inputs, seed)
-    tried = {modelled(trial.config) for trial in trials}
-    incumbent = max((belief.samples_per_s for belief in known if belief.config in tried), default=None)
-    untried = [belief for belief in known if belief.config not in tried]
-    if incumbent is None or not untried:
         return None
-    best = max(untried, key=lambda belief: (round(belief.expected_gain(incumbent), 4), -belief.config.num_workers))
-    return best if best.expected_gain(incumbent) > WORTHWHILE_SHARE * tolerance else None
+    measured = [trial for trial in trials if trial.measurement is not None and space.is_plain(trial.config)]
+    tried = dict.fromkeys(modelled(trial.config) for trial in measured)
+    failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
+    configs = [c for c in dict.fromkeys([*map(modelled, space.plain_configs()), *tried]) if c not in failed]
+    predicted = [prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
+    before = Knowledge(
+        configs=tuple(configs),
+        mean=np.log(np.maximum(predicted, 1e-12)),
+        covariance=prior_covariance(configs, inputs.consumer_cores),
+        noise_sd=twin.calibration.noise_sd,
+    )
+    where = {config: index for index, config in enumerate(configs)}
+    usable = [trial for trial in measured if (trial.samples_per_s or 0.0) > 0]
+    bursts = (
+        [where[modelled(trial.config)] for trial in usable],
+        [math.log(trial.samples_per_s or 1.0) for trial in usable],
+        [_burst_variance(trial.measurement, twin) for trial in usable if trial.measurement is not None],
+    )
+    return before.scaled(*bursts).updated(*bursts)
 
 
-def finalists(
-    known: Sequence[Belief], trials: Sequence[Trial], space: Space, tolerance: float, most: int = 4
-) -> list[LoaderConfig]:
-    """The few configurations that deserve fresh rounds: the fastest believed, predicted and measured, and the cheapest as fast.
+def choose(known: Knowledge, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:
+    """The cheapest configuration that is expected to lose hardly more than any must, and whether it is safe."""
+    index, safe = known.choice([cost(config, space) for config in known.configs], tolerance)
+    return known.configs[index], safe
 
-    Args:
-        known: beliefs after the search.
-        trials: what was measured; a model that is wrong about the fastest must not keep it out.
-        space: tells what memory a configuration needs.
-        tolerance: relative difference that counts as equally fast.
-        most: how many at most.
+
+def next_config(known: Knowledge, space: Space, trials: Sequence[Trial], tolerance: float) -> LoaderConfig | None:
+    """The untried configuration of which a burst teaches most; None when the choice is safe or no burst is worth it."""
+    chosen, safe = choose(known, space, tolerance)
+    if safe:
+        return None
+    tried = {modelled(trial.config) for trial in trials}
+    gains = known.information_gain(known.configs.index(chosen))
+    untried = [index for index, config in enumerate(known.configs) if config not in tried]
+    best = max(untried, key=lambda i: (round(float(gains[i]), 4), -known.configs[i].num_workers), default=None)
+    if best is None or gains[best] <= WORTHWHILE_SHARE * tolerance:
+        return None
+    return known.configs[best]
+
+
+def finalists(known: Knowledge, space: Space, tolerance: float, most: int = 2) -> list[LoaderConfig]:
+    """The few configurations that deserve fresh rounds: the choice, and those that may well be what it misses.
+
+    Each further one is the one that leaves least to be lost when the best of them all is taken.
     """
-    if not known:
-        return []
-    fastest = max(known, key=lambda belief: belief.samples_per_s)
-    near = [belief for belief in known if belief.samples_per_s >= fastest.samples_per_s * (1 - tolerance / 2)]
-    cheapest = min(near, key=lambda belief: (cost(belief.config, space), -belief.samples_per_s))
-    predicted = max(known, key=lambda belief: belief.twin_samples_per_s)
-    measured = max((t for t in trials if t.measurement is not None), key=lambda trial: trial.samples_per_s or 0.0)
-    chosen = (fastest.config, cheapest.config, predicted.config, modelled(measured.config))
-    return list(dict.fromkeys(chosen))[:most]
+    chosen, _ = choose(known, space, tolerance)
+    short = known.shortfalls()
+    taken = [known.configs.index(chosen)]
+    left = short[:, taken[0]]
+    while len(taken) < most:
+        losses = np.minimum(left[:, None], short).mean(axis=0)
+        best = int(np.argmin(losses))
+        if left.mean() - losses[best] < FINALIST_SHARE * tolerance:
+            break
+        taken.append(best)
+        left = np.minimum(left, short[:, best])
+    return [known.configs[index] for index in taken]
 
 
 def is_surprising(config: LoaderConfig, measurement: Measurement, predicted: float | None, inputs: TwinInputs) -> bool:
@@ -177,6 +161,8 @@ def is_surprising(config: LoaderConfig, measurement: Measurement, predicted: flo
     Without workers nothing shares the cores with the step, so there it is compared with itself on a cached batch.
     """
     undisturbed_s = inputs.step_s_by_threads.get(config.consumer_threads)
+    if config.batch_size is not None:  # another step, on other batches
+        return False
     if config.num_workers == 0 and undisturbed_s:
         return measurement.step_s > undisturbed_s * math.exp(SURPRISE) + STEP_RESOLUTION_S
     rate = measurement.samples_per_s.value
@@ -184,9 +170,16 @@ def is_surprising(config: LoaderConfig, measurement: Measurement, predicted: flo
 
 
 def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
-    """What a configuration costs, most important first: workers, then the memory they need, then odd settings."""
+    """What a configuration costs, most important first: other batches to train on, workers, their memory, odd settings."""
+    other_batches = (config.batch_size is not None) + (config.drop_last is not None)
     oddities = (config.consumer_threads is not None) + config.pin_memory + (not config.in_order)
-    return (config.num_workers, space.memory_need(config), config.device_prefetch, oddities)
+    oddities += (config.sharing_strategy is not None) + (not space.is_plain(config))
+    memory = space.memory_need(config)
+    if space.limits.memory_bytes:
+        memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
+    # Where memory is no matter, a deeper queue is never slower, and it evens out the slow batches that no burst has seen.
+    depth = -(config.prefetch_factor or 0)
+    return (other_batches, config.num_workers, memory, config.device_prefetch, oddities, depth)
 
 
 def modelled(config: LoaderConfig) -> LoaderConfig:
@@ -194,55 +187,9 @@ def modelled(config: LoaderConfig) -> LoaderConfig:
     return replace(config, persistent_workers=False)
 
 
-def _posterior(
-    configs: Sequence[LoaderConfig],
-    measured: Sequence[LoaderConfig],
-    tried: dict[LoaderConfig, Trial],
-    twin: dict[LoaderConfig, float],
-    default_threads: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sd of ln(rate / twin's rate) at every configuration: Gaussian process regression on the residuals.
-
-    Rasmussen and Williams 2006, algorithm 2.1, with a squared exponential kernel.
-    """
-    prior = MODEL_SD**2 * _kernel(configs, configs, default_threads)
-    if not measured:
-        return np.zeros(len(configs)), np.sqrt(np.diag(prior))
-    residual = np.array([math.log((tried[c].samples_per_s or twin[c]) / twin[c]) for c in measured])
-    noise = np.array([_burst_variance(tried[c]) for c in measured])
-    cross = MODEL_SD**2 * _kernel(configs, measured, default_threads)
-    within = MODEL_SD**2 * _kernel(measured, measured, default_threads) + np.diag(noise)
-    factor = np.linalg.cholesky(within)
-    mean = cross @ np.linalg.solve(factor.T, np.linalg.solve(factor, residual))
-    explained = np.linalg.solve(factor, cross.T)
-    return mean, np.sqrt(np.maximum(np.diag(prior) - np.sum(explained**2, axis=0), 1e-8))
-
-
-def _burst_variance(trial: Trial) -> float:
-    assert trial.measurement is not None
-    rate = trial.measurement.samples_per_s
+def _burst_variance(measurement: Measurement, twin: Twin) -> float:
+    """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, and unseen slow batches."""
+    rate = measurement.samples_per_s
     half = (rate.high - rate.low) / 2 / rate.value if rate.value > 0 and math.isfinite(rate.high) else 0.2
-    return float((half / 1.96) ** 2 + BURST_SD**2)
-
-
-def _kernel(a: Sequence[LoaderConfig], b: Sequence[LoaderConfig], default_threads: float) -> np.ndarray:
-    left, right = _features(a, default_threads), _features(b, default_threads)
-    distance = ((left[:, None, :] - right[None, :, :]) / LENGTH_SCALE) ** 2
-    similarity: np.ndarray = np.exp(-0.5 * distance.sum(axis=2))
-    return similarity
-
-
-def _features(configs: Sequence[LoaderConfig], default_threads: float) -> np.ndarray:
-    """Coordinates in doublings: what doubles a knob moves a configuration by one."""
-    return np.array(
-        [
-            (
-                math.log2(config.num_workers + 0.5),
-                0.5 * math.log2(config.prefetch_factor or 1),
-                math.log2(config.consumer_threads or default_threads),
-                2.0 * config.pin_memory + config.device_prefetch,
-                2.0 * (not config.in_order) + math.log2(config.batch_size or 1),
-            )
-            for config in configs
-        ]
-    )
+    tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
+    return float(max((half / 1.96) ** 2, tails) + twin.calibration.noise_sd**2)

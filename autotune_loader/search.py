@@ -15,16 +15,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, Prior, run_finals
+from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, run_finals
 from autotune_loader.settings import Settings
-from autotune_loader.space import Space
+from autotune_loader.space import UNMODELLED, Space
 from autotune_loader.stats import Interval
 from autotune_loader.study import Ledger, journal_beside, role_of
 from autotune_loader.trial import Acceleration, BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
+from autotune_loader.twin.residual import Knowledge
 
 if TYPE_CHECKING:
     import optuna
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # One burst of the search: it need only rank and feed the twin; the finals measure.
-SEARCH_BURST = BurstPlan(max_s=1.0, min_s=0.3, relative_error=0.015)
+SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
+# A window of fewer rounds of the workers is mostly edges: 64 workers on a full machine then read up to 1.8 times too fast.
+ROUNDS_PER_BURST = 4.5
+LONGEST_BURST_S = 3.0
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.4
 # Open questions between candidates within tolerance are worth this many seconds of finals, and no more of the budget.
-FINALS_PATIENCE_S = 8.0
+FINALS_PATIENCE_S = 7.0
 # The ceiling is reached when the rates of so many trials come this close to it.
 CEILING_SHARE = 0.98
 CEILING_TRIALS = 2
@@ -45,10 +50,23 @@ CEILING_TRIALS = 2
 DEADLINE_FACTOR = 10.0
 SHORTEST_DEADLINE_S = 30.0
 LONGEST_DEADLINE_S = 120.0
+# However little of the budget is left, a burst may take this long, and twice the slowest so far.
+LEAST_DEADLINE_S = 20.0
 # Two failures at so many workers or more, and the search goes no further that way.
 FAILURES_TO_STOP_GROWING = 2
+# Share of the budget that is kept for variants of the best, where the user allows what the twin knows nothing of.
+VARIANTS_SHARE = 0.15
 # Model-free proposals: TPE's say, once in so many trials of the search, so that a wrong twin cannot trap it.
-EXPLORE_EVERY = 4
+EXPLORE_EVERY = 6
+# Persistent workers are proposed when starting workers anew would take more than this share of an epoch.
+STARTUP_WORTH_AVOIDING = 0.005
+# Epochs up to this are run whole in the finals: start-up and the gaps between epochs are then much of them.
+SHORT_EPOCH_S = 1.0
+MOST_EPOCH_CANDIDATES = 4
+# Workers of a right-sized configuration are busy for no more than this share of their time.
+BUSY_SHARE = 0.9
+# So many trials come before any variant of the best: two to compare.
+LEAST_TRIALS = 2
 # A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
 TAKEN_PATIENCE_S = 15.0
 TAKEN_PAUSE_S = 0.05
@@ -75,11 +93,15 @@ class Found:
     baseline: LoaderConfig
     ceilings: dict[int | None, Measurement] = field(default_factory=dict)
     """The step on a cached batch, by `consumer_threads`."""
+    ceilings_by_batch: dict[int, Measurement] = field(default_factory=dict)
+    """The step on a cached batch of another size, by that size."""
     finals: FinalsOutcome | None = None
     inputs: policy.TwinInputs
     study: optuna.Study | None = None
     interrupted: bool = False
     bursts: int = 0
+    whole_epochs: bool = False
+    """Whether the finals ran whole epochs, as these are short: their rates include start-up."""
     stopped_because: str = ""
     accelerations: tuple[Acceleration, ...] = ()
     """What allowed changes of the step would bring, measured after the finals."""
@@ -90,6 +112,13 @@ class Found:
         rates = [measured.samples_per_s for measured in self.ceilings.values()]
         return max(rates, key=lambda rate: rate.value, default=None)
 
+    def ceiling_of(self, config: LoaderConfig) -> Interval | None:
+        """Rate of the step on a cached batch of the size that a configuration has."""
+        if config.batch_size is None:
+            return self.ceiling
+        measured = self.ceilings_by_batch.get(config.batch_size)
+        return None if measured is None else measured.samples_per_s
+
     @property
     def was_cut_short(self) -> bool:
         """Whether more time or trials would have been used."""
@@ -99,6 +128,19 @@ class Found:
         """The successful trial with the highest measured rate."""
         measured = [trial for trial in self.trials if trial.measurement is not None]
         return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
+
+
+class WholeEpochs:
+    """A probe whose bursts are of whole epochs."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        return self._probe.burst(config, replace(plan, whole_epochs=True))
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        return self._probe.step_ceiling(consumer_threads, plan)
 
 
 class SearchRun:
@@ -118,6 +160,7 @@ class SearchRun:
         name: of the Optuna study.
         has_step: whether anything is done with a batch.
         suggestions: tried right after the user's own configuration and torch's default, such as an earlier run's best.
+        epoch_batches: batches of an epoch that a burst may run to its end; None where that is unknown.
     """
 
     def __init__(
@@ -136,16 +179,19 @@ class SearchRun:
         name: str = "autotune",
         has_step: bool = True,
         suggestions: Sequence[LoaderConfig] = (),
+        epoch_batches: int | None = None,
     ) -> None:
         self._probe = probe
         self._space = space
         self._settings = settings
         self._own_config = own_config
         self._usable_cores = usable_cores
+        self._step_uses_cores = step_uses_cores
         self._clock = clock
         self._started = started
         self._listener = listener
         self._has_step = has_step
+        self._epoch_batches = epoch_batches
         self._suggestions = tuple(config for config in suggestions if space.veto(config) is None)
         self._repeats = 0
         self._passed_over: dict[LoaderConfig, float] = {}
@@ -172,6 +218,7 @@ class SearchRun:
             if self._has_step:
                 self._measure_ceilings()
             self._search()
+            self._try_variants()
             self._race()
         except KeyboardInterrupt:
             self.found.interrupted = True
@@ -222,8 +269,15 @@ class SearchRun:
                 continue
             self.found.ceilings[threads] = measured
             self.found.inputs.step_s_by_threads[threads] = measured.step_s
+            if threads is None and self._step_uses_cores and measured.cpu_share is not None:
+                # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
+                busy = min(self.found.inputs.consumer_cores, measured.cpu_share * self._usable_cores)
+                self.found.inputs = replace(self.found.inputs, consumer_cores=busy)
 
     def _search(self) -> None:
+        if self._is_out_of_trials():  # a resumed study
+            self.found.stopped_because = OUT_OF_TRIALS.format(self._settings.max_trials)
+            return
         for config in self._proposals():
             self._try(config)
             reason = self._reason_to_stop()
@@ -231,6 +285,63 @@ class SearchRun:
                 self.found.stopped_because = reason
                 return
         self.found.stopped_because = self.found.stopped_because or "nothing untried is worth a burst"
+
+    def _try_variants(self) -> None:
+        """The best with each change that the user allows and the twin knows nothing of, one knob after the other."""
+        if self._settings.search == "auto":  # the others propose them like any other knob
+            self._walk_variants()
+        self._right_size_variant()
+
+    def _walk_variants(self) -> None:
+        for name in UNMODELLED:
+            fastest = self.found.fastest()
+            if fastest is None:
+                return
+            for config in self._space.variants(fastest.config, name):
+                if self._is_tried(config):
+                    continue
+                if self._is_out_of_trials() or self.seconds_left() < self._settings.budget_s * FINALS_SHARE:
+                    self.found.stopped_because = OUT_OF_BUDGET
+                    return
+                if config.batch_size is not None and not self._may_grow_to(config.batch_size):
+                    continue
+                self._try(config)
+
+    def _right_size_variant(self) -> None:
+        """A faster variant was tried with the workers of the fastest; where its burst shows that fewer do, with them too."""
+        for config in self._faster_variants():
+            self._measure_ceiling_of_batch(config)
+            burst = next(t.measurement for t in self.found.trials if t.config == config and t.measurement is not None)
+            busy = burst.samples_per_s.value / burst.batch_size * burst.service_s
+            fewer = replace(config, num_workers=math.ceil(busy / BUSY_SHARE)) if config.num_workers else config
+            enough = self.seconds_left() > self._settings.budget_s * FINALS_SHARE and not self._is_out_of_trials()
+            if fewer.num_workers < config.num_workers and enough and not self._is_tried(fewer):
+                self._try(fewer)
+
+    def _may_grow_to(self, batch_size: int) -> bool:
+        """Whether no smaller batch failed yet: what took a device's memory at twice the size takes it at four times."""
+        fell = [trial.config.batch_size for trial in self.found.trials if trial.failure is not None]
+        return all(size is None or size > batch_size for size in fell)
+
+    def _measure_ceiling_of_batch(self, config: LoaderConfig) -> None:
+        size = config.batch_size
+        if size is None or not self._has_step:
+            return
+        plan = replace(CEILING_BURST, batch_size=size)
+        measured = self._probe.step_ceiling(config.consumer_threads, plan)
+        self.found.bursts += 1
+        if not isinstance(measured, Failure):
+            self.found.ceilings_by_batch[size] = measured
+
+    def _variants(self) -> int:
+        """How many trials the variants of one configuration take."""
+        if self._settings.search != "auto":
+            return 0
+        return sum(len(getattr(self._space, axis)) - 1 for axis in UNMODELLED.values())
+
+    def _is_out_of_trials(self, kept: int = 0) -> bool:
+        most = self._settings.max_trials
+        return most is not None and len(self.found.trials) >= max(most - kept, min(most, LEAST_TRIALS))
 
     def _proposals(self) -> Iterator[LoaderConfig | None]:
         """Configurations in the order they are to be tried; None asks the sampler."""
@@ -241,7 +352,7 @@ class SearchRun:
             if config not in tried:
                 yield config
         if self._settings.search == "auto":
-            yield from self._by_expected_gain()
+            yield from self._by_information()
         elif self._settings.search == "grid":
             yield from (config for config in self._space.configs() if not self._is_tried(config))
         else:
@@ -250,16 +361,18 @@ class SearchRun:
     def _is_tried(self, config: LoaderConfig) -> bool:
         return any(trial.config == config for trial in self.found.trials)
 
-    def _by_expected_gain(self) -> Iterator[LoaderConfig | None]:
+    def _by_information(self) -> Iterator[LoaderConfig | None]:
         for count in itertools.count(1):
-            belief = policy.next_config(
-                self._space, self.found.trials, self.found.inputs, self._settings.tolerance, self._settings.seed
-            )
-            if belief is None:
+            known = self._knowledge()
+            config = known and policy.next_config(known, self._space, self.found.trials, self._settings.tolerance)
+            if not config:
                 return
-            yield self._as_used(belief.config)
+            yield self._as_used(config)
             if count % EXPLORE_EVERY == 0:
                 yield None
+
+    def _knowledge(self) -> Knowledge | None:
+        return policy.learn(self._space, self.found.trials, self.found.inputs, self._settings.seed)
 
     def _try(self, config: LoaderConfig | None) -> None:
         if config is not None and self._is_others(config):
@@ -309,17 +422,34 @@ class SearchRun:
         return max(first, second, key=lambda measurement: measurement.samples_per_s.value)
 
     def _burst(self, config: LoaderConfig) -> Measurement | Failure:
-        plan = replace(SEARCH_BURST, seed=len(self.found.trials), deadline_s=self._deadline_s())
+        plan = self._plan(config, replace(SEARCH_BURST, seed=len(self.found.trials)))
         self.found.bursts += 1
         outcome = self._probe.burst(config, plan)
-        if isinstance(outcome, Failure) and outcome.retryable:
+        if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
             self.found.bursts += 1
-            return self._probe.burst(config, plan)
-        return outcome
+            outcome = self._probe.burst(config, plan)
+        return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
+
+    def _plan(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+        """The plan for one configuration: long enough for some rounds of its workers, and with a deadline."""
+        least_s = min(ROUNDS_PER_BURST * self._round_s(config), LONGEST_BURST_S)
+        return replace(
+            plan, min_s=max(plan.min_s, least_s), max_s=max(plan.max_s, least_s), deadline_s=self._deadline_s()
+        )
+
+    def _round_s(self, config: LoaderConfig) -> float:
+        """Seconds in which every worker makes one batch, as in the trial with the most similar number of them."""
+        measured = [trial for trial in self.found.trials if trial.measurement is not None and trial.config.num_workers]
+        nearest = min(measured, key=lambda t: abs(t.config.num_workers - config.num_workers), default=None)
+        if nearest is None or nearest.measurement is None or not config.num_workers:
+            return 0.0
+        crowding = max(1.0, config.num_workers / max(nearest.config.num_workers, self._usable_cores))
+        return nearest.measurement.service_s * crowding
 
     def _deadline_s(self) -> float:
         longest = max((trial.seconds for trial in self.found.trials if trial.measurement), default=0.0)
-        return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
+        patient = min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
+        return max(min(patient, self.seconds_left()), LEAST_DEADLINE_S, 2 * longest)
 
     def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
         """A veto learnt from failures: two at or below this many workers, and more of them are not tried."""
@@ -327,7 +457,10 @@ class SearchRun:
         fell = [
             trial.config.num_workers
             for trial in self.found.trials
-            if trial.failure is not None and trial.failure.kind in resource and trial.config.num_workers > 0
+            if trial.failure is not None
+            and trial.failure.kind in resource
+            and trial.config.num_workers > 0
+            and trial.config.batch_size is None
         ]
         if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < sorted(fell)[FAILURES_TO_STOP_GROWING - 1]:
             return None
@@ -339,13 +472,18 @@ class SearchRun:
         )
 
     def _prediction(self, config: LoaderConfig) -> float | None:
+        if config.batch_size is not None:
+            return None
         twin = policy.fit_twin(self.found.trials, self.found.inputs, self._settings.seed)
         return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
 
     def _reason_to_stop(self) -> str:
-        if self._settings.max_trials is not None and len(self.found.trials) >= self._settings.max_trials:
+        variants = self._variants()
+        if self._is_out_of_trials(kept=variants):
             return OUT_OF_TRIALS.format(self._settings.max_trials)
-        if self.seconds_left() < max(self._settings.budget_s * FINALS_SHARE, self._least_finals_s()):
+        share = FINALS_SHARE + (VARIANTS_SHARE if variants else 0.0)
+        next_s = median(trial.seconds for trial in self.found.trials) if self.found.trials else 0.0
+        if self.seconds_left() - next_s < max(self._settings.budget_s * share, self._least_finals_s()):
             return OUT_OF_BUDGET
         if self._repeats >= MOST_REPEATS:
             return "the sampler repeats itself"
@@ -363,27 +501,113 @@ class SearchRun:
         return reaching >= CEILING_TRIALS
 
     def _race(self) -> None:
-        believed = policy.beliefs(self._space, self.found.trials, self.found.inputs, self._settings.seed)
-        candidates = self._finalists(believed)
+        known = self._knowledge()
+        if known is None:
+            return
+        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, self._settings.tolerance)]
+        candidates = self._for_whole_epochs(candidates)
         while len(candidates) > 1 and self._expected_round_s(candidates) > self.seconds_left():
             candidates.pop()
-        if not candidates:
-            return
         self.found.finals = run_finals(
-            self._probe,
-            candidates,
+            WholeEpochs(self._probe) if self.found.whole_epochs else self._probe,
+            list(dict.fromkeys(map(self._as_in_training, candidates))),
             self.found.baseline,
-            cost=lambda config: policy.cost(config, self._space),
+            # Workers that live on keep their memory between epochs.
+            cost=lambda config: (*policy.cost(config, self._space), config.persistent_workers),
             tolerance=self._settings.tolerance,
             time_left=self.seconds_left,
             patience_s=FINALS_PATIENCE_S,
             seed=self._settings.seed,
-            deadline_s=self._deadline_s(),
-            prior=self._prior(believed),
+            plan_of=self._plan,
+            # What is believed is believed of steady rates.
+            believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
+            nominate=lambda after: policy.finalists(after, self._space, self._settings.tolerance)[:1],
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
+
+    def _for_whole_epochs(self, candidates: list[LoaderConfig]) -> list[LoaderConfig]:
+        """The candidates, and where epochs are short enough to be run whole, what these may favour: fewer and no workers."""
+        self.found.whole_epochs = self._epoch_s() is not None and (self._epoch_s() or 0.0) <= SHORT_EPOCH_S
+        if not self.found.whole_epochs or not candidates:
+            return candidates
+        first, most = candidates[0], self._epoch_batches or 1
+        useful = [config for config in candidates if config.num_workers <= most]
+        fewer = [
+            config for config in (self._with_workers(first, most), self._with_workers(first, 0)) if config != first
+        ]
+        return list(dict.fromkeys([*useful, *fewer]))[:MOST_EPOCH_CANDIDATES]
+
+    def _with_workers(self, config: LoaderConfig, most: int) -> LoaderConfig:
+        if config.num_workers <= most:
+            return config
+        if most:
+            return replace(config, num_workers=most)
+        return replace(
+            config,
+            num_workers=0,
+            prefetch_factor=None,
+            persistent_workers=False,
+            in_order=True,
+            multiprocessing_context=None,
+        )
+
+    def _epoch_s(self) -> float | None:
+        """Seconds of an epoch at the fastest rate so far; None where its length is unknown."""
+        own = [
+            trial.measurement for trial in self.found.trials if trial.measurement and trial.config.batch_size is None
+        ]
+        fastest = self.found.fastest()
+        if not own or fastest is None or self._epoch_batches is None or not fastest.samples_per_s:
+            return None
+        return self._epoch_batches * own[0].batch_size / fastest.samples_per_s
+
+    def _startup_s(self, config: LoaderConfig) -> float | None:
+        """Seconds in which workers start, measured with the number of them that is nearest; None before any was started."""
+        started = [
+            (abs(trial.config.num_workers - config.num_workers), trial.measurement)
+            for trial in self.found.trials
+            if trial.measurement is not None
+            and trial.config.num_workers
+            and trial.config.multiprocessing_context == config.multiprocessing_context
+        ]
+        if not started:
+            return None
+        nearest = min(started, key=lambda each: each[0])[1]
+        return max(0.0, nearest.first_batch_s - nearest.service_s)
+
+    def _as_in_training(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with workers that persist where they may and starting them anew takes much of an epoch."""
+        startup_s, epoch_s = self._startup_s(config), self._epoch_s()
+        if startup_s is None or epoch_s is None or not config.num_workers:
+            return self._as_used(config)
+        keeps = self._space.may_keep_workers and startup_s > STARTUP_WORTH_AVOIDING * epoch_s
+        return replace(config, persistent_workers=keeps)
+
+    def _faster_variants(self) -> list[LoaderConfig]:
+        """Of what the twin knows nothing of, the fastest and the cheapest as fast, where they beat what it knows."""
+        rates = {trial.config: trial.samples_per_s or 0.0 for trial in self.found.trials}
+        plain = max((rate for config, rate in rates.items() if self._space.is_plain(config)), default=0.0)
+        others = [config for config in rates if not self._space.is_plain(config)]
+        fastest = max(others, key=lambda config: rates[config], default=None)
+        if fastest is None or rates[fastest] <= plain * (1 + self._settings.tolerance / 2):
+            return []
+        near = [config for config in others if rates[config] >= rates[fastest] * (1 - self._settings.tolerance)]
+        cheapest = min(near, key=lambda config: policy.cost(config, self._space))
+        return list(dict.fromkeys([fastest, cheapest]))
+
+    def _believed_after(self, bursts: Sequence[tuple[LoaderConfig, Measurement]]) -> Knowledge | None:
+        """What is known after these bursts of the finals, under the names that the entrants run by."""
+        more = [Trial(number=0, config=config, role="search", measurement=burst) for config, burst in bursts]
+        known = policy.learn(self._space, [*self.found.trials, *more], self.found.inputs, self._settings.seed)
+        if known is None:
+            return None
+        return replace(known, configs=tuple(self._name_of(config) for config in known.configs))
+
+    def _name_of(self, config: LoaderConfig) -> LoaderConfig:
+        baseline = self.found.baseline
+        return baseline if config == policy.modelled(baseline) else self._as_in_training(config)
 
     def _least_finals_s(self) -> float:
         """Seconds of the fewest rounds between the fastest so far and the baseline."""
@@ -396,15 +620,6 @@ class SearchRun:
         longest = max(seconds.values(), default=0.0)
         entrants = {policy.modelled(config) for config in (*candidates, self.found.baseline)}
         return sum(seconds.get(config, longest) for config in entrants)
-
-    def _finalists(self, believed: Sequence[policy.Belief]) -> list[LoaderConfig]:
-        chosen = policy.finalists(believed, self.found.trials, self._space, self._settings.tolerance)
-        return [self._as_used(config) for config in chosen]
-
-    def _prior(self, believed: Sequence[policy.Belief]) -> Prior:
-        known = {belief.config: (math.log(belief.samples_per_s), belief.log_sd) for belief in believed}
-        entrants = [*map(self._as_used, known), self.found.baseline]
-        return {config: known[plain] for config in entrants if (plain := policy.modelled(config)) in known}
 
     def _as_used(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with what no burst can see, and so no belief holds, set as the job will have it."""

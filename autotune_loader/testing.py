@@ -132,13 +132,23 @@ class SimulatedProbe:
         self._clock.advance(now - begun)
         return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun)
 
-    def truth(self, config: LoaderConfig, *, batches: int = 2000) -> float:
-        """Samples per second that `config` sustains in the long run, without noise, drift and spikes."""
+    def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
+        """Samples per second that `config` sustains in the long run, without noise, drift and spikes.
+
+        Args:
+            config: the configuration.
+            batches: how many are timed, both ends averaged over a round of the workers, who deliver in waves.
+            warm: how many go before; enough to fill every queue when None. The same for all configurations makes them
+                read the same batches.
+        """
         if config not in self._truths:
-            warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
+            if warm is None:
+                warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
             run = _Events(_Disturbed(self.machine, 1.0), config, 0, 0.0)
-            traces = list(itertools.islice(run.batches(), warm + batches))
-            self._truths[config] = self.machine.batch_size * batches / (traces[-1].step_end - traces[warm - 1].step_end)
+            ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
+            wave = min(max(config.num_workers, 1), batches // 2)
+            begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
+            self._truths[config] = self.machine.batch_size * (batches - wave) / (ended - begun)
         return self._truths[config]
 
     def _disturbed(self) -> _Disturbed:

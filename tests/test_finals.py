@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from autotune_loader.config import LoaderConfig
@@ -11,6 +12,7 @@ from autotune_loader.finals import MAX_FAILURES, MIN_ROUNDS, run_finals
 from autotune_loader.stats import MAX_ROUNDS, Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure
+from autotune_loader.twin.residual import Knowledge
 
 BASELINE = LoaderConfig()
 FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
@@ -54,7 +56,6 @@ def race(
         time_left=lambda: budget_s - probe.clock(),
         patience_s=patience_s,
         seed=seed,
-        deadline_s=30.0,
         **options,
     )
 
@@ -151,6 +152,28 @@ def test_a_finalist_that_keeps_failing_is_dropped():
     outcome = race(probe, [SOME, FEW])
     assert probe.asked.count(SOME) == MAX_FAILURES
     assert outcome.winner == FEW
+
+
+def test_a_finalist_that_dies_is_named():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 90.0, SOME: BROKEN}, noise=0.01), [SOME, FEW])
+    assert any(str(SOME) in note and "finals" in note for note in outcome.notes)
+
+
+def test_who_the_rounds_make_a_candidate_is_let_in():
+    # GIVEN a configuration that the search did not send to the finals
+    probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
+    # WHEN what is known after the first round nominates it
+    outcome = race(probe, [FEW], believe=lambda bursts: _known([FEW, SOME, BASELINE]), nominate=lambda known: [SOME])
+    # THEN it runs
+    assert SOME in outcome.configs
+    assert probe.asked.count(SOME) >= 2
+
+
+def _known(configs):
+    size = len(configs)
+    return Knowledge(
+        configs=tuple(configs), mean=np.log([80.0, 100.0, 50.0]), covariance=1e-4 * np.eye(size), noise_sd=0.02
+    )
 
 
 def test_one_failure_is_forgiven():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -198,11 +198,57 @@ def test_without_a_step_there_is_no_ceiling():
 
 def test_a_resumed_search_keeps_its_trials_and_measures_none_again(tmp_path):
     storage = str(tmp_path / "study.journal")
-    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=5)
+    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=4)
     again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=9)
-    assert [trial.config for trial in again.trials[:5]] == [trial.config for trial in first.trials]
+    assert [trial.config for trial in again.trials[:4]] == [trial.config for trial in first.trials]
     assert len({trial.config for trial in again.trials}) == len(again.trials)
-    assert 5 <= len(again.trials) <= 9
+    assert 4 <= len(again.trials) <= 9
+
+
+def test_a_resumed_search_that_has_all_its_trials_runs_no_other(tmp_path):
+    storage = str(tmp_path / "study.journal")
+    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
+    again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
+    assert [trial.config for trial in again.trials] == [trial.config for trial in first.trials]
+    assert "max_trials=3" in again.stopped_because
+
+
+def test_a_resumed_search_goes_on_in_the_same_way_for_a_seed(tmp_path):
+    def resumed(name):
+        storage = str(tmp_path / name)
+        run_on(SimulatedMachine(noise_sd=0.03), storage=storage, max_trials=3)
+        found, probe, _ = run_on(SimulatedMachine(noise_sd=0.03), storage=storage, max_trials=8)
+        return probe.bursts, found.finals.winner
+
+    assert resumed("one.journal") == resumed("other.journal")
+
+
+def test_a_hang_near_the_end_does_not_overrun_the_budget_by_half_a_minute():
+    # GIVEN a search whose budget is spent
+    run = SearchRun(
+        SimulatedProbe(FAST_STEP, FakeClock()),
+        space_of(FAST_STEP),
+        Settings(budget_s=60.0),
+        own_config=None,
+        usable_cores=4,
+        default_threads=4,
+        step_uses_cores=False,
+        clock=lambda: 59.0,
+        started=0.0,
+        listener=Log(),
+    )
+    # THEN a burst that hangs is given up soon after, but not sooner than any normal burst would take
+    assert 15 < run._deadline_s() < 30
+
+
+def test_a_step_that_sleeps_keeps_no_core_busy():
+    class Idle(Interrupting):
+        def step_ceiling(self, threads, plan):
+            return replace(self.probe.step_ceiling(threads, plan), cpu_share=0.01)
+
+    machine = SimulatedMachine(step_cores=4.0)
+    found, _, _ = run_on(machine, probe=Idle(SimulatedProbe(machine, FakeClock()), at=10_000))
+    assert found.inputs.consumer_cores < 0.1
 
 
 # Failures

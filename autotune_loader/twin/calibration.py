@@ -75,6 +75,8 @@ class Calibration:
     """What the bursts taught. Built by `fitting.calibrate`."""
 
     contention: Contention
+    noise_sd: float
+    """Relative standard deviation between bursts of one configuration, as the bursts show it."""
     service: Nodes
     """Logarithm of the seen service time over the contention model's."""
     step: Nodes

@@ -10,6 +10,7 @@ from autotune_loader.twin.calibration import ALONE, BEST, DRAWS, MACHINE_SPEED_S
 from autotune_loader.twin.contention import BURST_SD, Contention, busy_beside, fit_contention
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.smoothing import LEVEL_SD, noise_sd, sampling_variance, smooth
 from autotune_loader.twin.stages import starved_threads, step_share
 
 PIN_BYTES_PER_S = 4e9
@@ -48,12 +49,19 @@ def calibrate(
     ready = [o for o in unpinned if o.saw_ready] or unpinned
     receive = np.array([_noisy(_receive(o), rng) for o in ready])
     step_is_parallel = max(threads_of(threads) for threads in step_base_s) > 1
+    at_work = np.array([o.workers_at_work for o in fitted])
+    bends = _service_bends(fitted, threads, contention, cores, rng)
+    sampling = sampling_variance(fitted)
+    noise = noise_sd(np.log(np.maximum(at_work, 1.0)), bends[:, 0], sampling)
+    disturbances = [_disturbance(o, threads_of, contention, cores, step_is_parallel) for o in observations]
+    step_bends = np.array([_step_bend(o, threads_of, step_base_s, contention, cores, rng) for o in observations])
     return Calibration(
         contention=contention,
-        service=Nodes.of([o.workers_at_work for o in fitted], _service_bends(fitted, threads, contention, cores, rng)),
+        noise_sd=noise,
+        service=Nodes.of(list(at_work), smooth(np.log(np.maximum(at_work, 1.0)), bends, noise**2 + sampling, LEVEL_SD)),
         step=Nodes.of(
-            [_disturbance(o, threads_of, contention, cores, step_is_parallel) for o in observations],
-            np.array([_step_bend(o, threads_of, step_base_s, contention, cores, rng) for o in observations]),
+            disturbances,
+            smooth(_step_axis(disturbances), step_bends, np.full(len(observations), noise**2), LEVEL_SD),
         ),
         step_is_parallel=step_is_parallel,
         receive=Nodes.of([o.workers_at_work for o in ready], receive),
@@ -65,6 +73,12 @@ def calibrate(
         luck=_luck(rng),
         speed=np.exp(MACHINE_SPEED_SD * _luck(rng)),
     )
+
+
+def _step_axis(disturbances: Sequence[float]) -> Floats:
+    """Disturbances in e-folds, with the lone main process as far from all others as it is in `Nodes`."""
+    placed: Floats = np.where(np.array(disturbances) <= ALONE, ALONE, np.log1p(np.maximum(disturbances, 0.0)))
+    return placed
 
 
 def _receive(seen: Observation) -> Floats:

@@ -1,0 +1,194 @@
+"""The twin corrected by what was measured: one joint belief about the rates of all configurations.
+
+The twin's error is smooth over (workers, prefetch, threads), so it is a Gaussian process over these (Rasmussen and Williams
+2006, algorithm 2.1), and measured rates pull it to the truth. What two configurations have in common cancels in their
+ratio, which is what every choice is about; hence a joint belief, with all its covariances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.twin.recursion import Floats
+
+MODEL_SD = 0.06
+"""Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
+LENGTH_SCALE = 1.2
+"""How far apart, in doublings, configurations still share the twin's error."""
+UNMODELLED_SD = 0.1
+"""Relative error of a single burst of a configuration that the twin knows nothing of."""
+MODEL_SCALES = (1.0, 2.0, 4.0)
+"""How many times `MODEL_SD` the twin may err; the bursts show which."""
+TAIL_FREEDOM = 4.0
+"""Degrees of freedom of Student's t, as which bursts scatter: one that something disturbed must not move everything."""
+REWEIGHTINGS = 4
+SAFE = 0.9
+"""A choice is safe when it is within tolerance of the best with this probability."""
+CHEAPNESS_SHARE = 0.2
+"""Of the tolerance, what a cheaper configuration may be expected to lose against the one expected to lose least."""
+PATHS = 256
+"""Drawn truths that probabilities and expected losses are counted over."""
+JITTER = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Knowledge:
+    """A joint normal belief about the logarithms of some configurations' rates."""
+
+    configs: tuple[LoaderConfig, ...]
+    mean: Floats
+    covariance: Floats
+    noise_sd: float
+    """Relative standard deviation of one further burst."""
+
+    def at(self, configs: Sequence[LoaderConfig]) -> Knowledge:
+        """The same belief about some of the configurations only."""
+        where = [self.configs.index(config) for config in configs]
+        return Knowledge(
+            configs=tuple(configs),
+            mean=self.mean[where],
+            covariance=self.covariance[np.ix_(where, where)],
+            noise_sd=self.noise_sd,
+        )
+
+    def including(self, rates: Mapping[LoaderConfig, float]) -> Knowledge:
+        """The same belief, and of the configurations that it does not know what one burst said."""
+        new = [config for config in rates if config not in self.configs]
+        known, size = len(self.configs), len(self.configs) + len(new)
+        covariance = np.zeros((size, size))
+        covariance[:known, :known] = self.covariance
+        covariance[range(known, size), range(known, size)] = UNMODELLED_SD**2
+        return Knowledge(
+            configs=(*self.configs, *new),
+            mean=np.concatenate([self.mean, np.log([rates[config] for config in new])]),
+            covariance=covariance,
+            noise_sd=self.noise_sd,
+        )
+
+    def updated(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
+        """The belief after bursts of the configurations at these positions; disturbed bursts count less.
+
+        Args:
+            seen: positions in `configs`, one per burst.
+            logs: logarithms of the measured rates.
+            variances: of these logarithms.
+        """
+        if not seen:
+            return self
+        where, values, noise = np.array(seen), np.array(logs), np.array(variances)
+        weights = np.ones(len(values))
+        cross = self.covariance[:, where]
+        mean, gain = self.mean, cross
+        for _ in range(REWEIGHTINGS):
+            within = self.covariance[np.ix_(where, where)] + np.diag(noise / weights)
+            gain = np.linalg.solve(within, cross.T).T
+            mean = self.mean + gain @ (values - self.mean[where])
+            squared = (values - mean[where]) ** 2 / noise
+            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + squared)
+        covariance = self.covariance - gain @ cross.T
+        return Knowledge(configs=self.configs, mean=mean, covariance=covariance, noise_sd=self.noise_sd)
+
+    def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
+        """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
+        if not seen:
+            return self
+        where = np.array(seen)
+        off, shape = np.array(logs) - self.mean[where], self.covariance[np.ix_(where, where)]
+        scores = []
+        for scale in MODEL_SCALES:
+            within = scale**2 * shape + np.diag(variances)
+            _, determinant = np.linalg.slogdet(within)
+            scores.append(-0.5 * (off @ np.linalg.solve(within, off) + determinant + math.log(scale) ** 2))
+        scale = MODEL_SCALES[int(np.argmax(scores))]
+        return replace(self, covariance=scale**2 * self.covariance)
+
+    def sd(self) -> Floats:
+        """Posterior standard deviation of each logarithm."""
+        deviation: Floats = np.sqrt(np.maximum(np.diag(self.covariance), JITTER))
+        return deviation
+
+    def ratio(self, index: int, other: int) -> tuple[float, float]:
+        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
+        c = self.covariance
+        variance = c[index, index] + c[other, other] - 2 * c[index, other]
+        return float(self.mean[index] - self.mean[other]), math.sqrt(max(float(variance), JITTER))
+
+    def paths(self) -> Floats:
+        """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
+        root = np.linalg.cholesky(self.covariance + 10 * JITTER * np.eye(len(self.configs)))
+        drawn = np.random.default_rng(0).standard_normal((PATHS, len(self.configs)))
+        paths: Floats = self.mean + drawn @ root.T
+        for shallow, deep in self._deeper():
+            # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
+            paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
+        return paths
+
+    def _deeper(self) -> list[tuple[int, int]]:
+        """Positions of configurations that differ in prefetch alone, next deeper ones, shallow before deep."""
+        groups: dict[LoaderConfig, list[int]] = {}
+        for index, config in enumerate(self.configs):
+            if config.prefetch_factor is not None:
+                groups.setdefault(replace(config, prefetch_factor=1), []).append(index)
+        pairs = []
+        for group in groups.values():
+            ordered = sorted(group, key=lambda index: self.configs[index].prefetch_factor or 0)
+            pairs += list(pairwise(ordered))
+        return pairs
+
+    def shortfalls(self) -> Floats:
+        """What each configuration loses against the best, relatively, in each of the `paths`."""
+        paths = self.paths()
+        shortfalls: Floats = 1.0 - np.exp(paths - paths.max(axis=1, keepdims=True))
+        return shortfalls
+
+    def choice(self, costs: Sequence[tuple[float, ...]], tolerance: float) -> tuple[int, bool]:
+        """Position of the cheapest that is expected to lose hardly more than any must, and whether it is safe."""
+        short = self.shortfalls()
+        loss, within = short.mean(axis=0), (short <= tolerance).mean(axis=0)
+        eligible = (loss <= loss.min() + CHEAPNESS_SHARE * tolerance) | (within >= SAFE)
+        best = min(map(int, np.flatnonzero(eligible)), key=lambda i: (costs[i], loss[i]))
+        return best, bool(within[best] >= SAFE)
+
+    def information_gain(self, incumbent: int) -> Floats:
+        """By how much one burst of each configuration is expected to raise the rate of what is chosen then, relatively.
+
+        The knowledge gradient of correlated beliefs (Frazier, Powell and Dayanik 2009), against the incumbent alone.
+        """
+        c = self.covariance
+        learnt = (np.diag(c) - c[:, incumbent]) / np.sqrt(np.diag(c) + self.noise_sd**2)
+        spread = np.maximum(np.abs(learnt), 1e-9)
+        z = (self.mean - self.mean[incumbent]) / spread
+        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
+        gain: Floats = (self.mean - self.mean[incumbent]) * below + spread * density
+        return gain
+
+
+def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:
+    """Covariance of the twin's errors in the logarithm of the rate."""
+    points = _features(configs, default_threads)
+    distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
+    covariance: Floats = MODEL_SD**2 * np.exp(-0.5 * distance.sum(axis=2))
+    return covariance
+
+
+def _features(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:
+    """Coordinates in doublings: what doubles a knob moves a configuration by one."""
+    return np.array(
+        [
+            (
+                math.log2(config.num_workers + 0.5),
+                0.5 * math.log2(config.prefetch_factor or 1),
+                math.log2(config.consumer_threads or max(default_threads, 1.0)),
+                2.0 * config.pin_memory + config.device_prefetch,
+                2.0 * (not config.in_order) + math.log2(config.batch_size or 1),
+            )
+            for config in configs
+        ]
+    )

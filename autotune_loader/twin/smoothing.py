@@ -1,0 +1,64 @@
+"""What of the bursts' deviations from the contention model is the model's error, and what is noise of the bursts.
+
+A burst differs from the next one of the same configuration by a few percent, and by more where a heavy tail of batches
+happened to be there or not. Curves through every burst would take such luck for a property of the configuration. So the
+deviations are smoothed over the load (Gaussian process regression: Rasmussen and Williams 2006, algorithm 2.1), as far as
+the noise goes that they themselves show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune_loader.twin.observation import Observation
+from autotune_loader.twin.recursion import Floats
+
+MODEL_SD = 0.12
+"""What the contention model gets wrong, as the standard deviation of a logarithm, and over which distance in e-folds of
+the load one error differs from another."""
+MODEL_LENGTH = 1.0
+LEVEL_SD = 0.3
+"""The same of all bursts together: a reference that was itself measured in one burst."""
+NOISE_SDS = np.array([0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08])
+"""Noise of a burst that may come out. Quiet machines show 2 %, busy ones 8 %."""
+TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
+"""Median and log-sd of that noise before anything was measured."""
+
+
+def sampling_variance(observations: Sequence[Observation]) -> Floats:
+    """Relative variance of each burst's mean service time because it saw so few batches.
+
+    The variability is that of all bursts together: a burst without one of the rare slow batches cannot know of them.
+    """
+    spread = [float(((o.service_s / max(o.service_s.mean(), 1e-12) - 1.0) ** 2).sum()) for o in observations]
+    counts = np.array([len(o.service_s) for o in observations], dtype=np.float64)
+    variance: Floats = sum(spread) / counts.sum() / counts
+    return variance
+
+
+def noise_sd(load: Floats, deviations: Floats, sampling: Floats) -> float:
+    """Noise between bursts, the most probable one of `NOISE_SDS`, given deviations from the model at these loads."""
+    prior = -0.5 * ((np.log(NOISE_SDS) - np.log(TYPICAL_NOISE)) / NOISE_SPREAD) ** 2
+    scores = [_evidence(load, deviations, sampling + sd**2) for sd in NOISE_SDS]
+    return float(NOISE_SDS[int(np.argmax(prior + scores))])
+
+
+def smooth(load: Floats, values: Floats, noise: Floats, level_sd: float = 0.0) -> Floats:
+    """The values without what is noise: at these loads, with these variances; shape (loads, draws) in and out."""
+    prior = _prior(load, level_sd)
+    smoothed: Floats = prior @ np.linalg.solve(prior + np.diag(noise), values)
+    return smoothed
+
+
+def _prior(load: Floats, level_sd: float) -> Floats:
+    distance = (load[:, None] - load[None, :]) / MODEL_LENGTH
+    prior: Floats = MODEL_SD**2 * np.exp(-0.5 * distance**2) + level_sd**2
+    return prior
+
+
+def _evidence(load: Floats, deviations: Floats, noise: Floats) -> float:
+    within = _prior(load, LEVEL_SD) + np.diag(noise)
+    _, determinant = np.linalg.slogdet(within)
+    return float(-0.5 * (deviations @ np.linalg.solve(within, deviations) + determinant))
