@@ -114,7 +114,10 @@ def assemble_reused(
     earlier, rate = entry.result, seen.rate()
     assert rate is not None
     measured = earlier.measured
-    if baseline != earlier.baseline:
+    then, ratio_now = measured.speedup, seen.speedup
+    # A speed-up that was found while the machine was busy need not be that of a quiet one.
+    is_refuted = then is not None and ratio_now is not None and not then.low <= ratio_now.value <= then.high
+    if baseline != earlier.baseline or (is_refuted and seen.partner == baseline):
         now = seen.rate("partner") if seen.partner == baseline else rate
         unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
         speedup = seen.speedup if seen.partner == baseline else None

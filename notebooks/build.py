@@ -137,6 +137,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path, timeout_s: int = 120) -> 
 def main(folder: Path) -> None:
     import tempfile
 
+    os.environ["AUTOTUNE_LOADER_CACHE"] = "off"  # each notebook shows a search
     for name in NOTEBOOKS:
         notebook = make(name)
         with tempfile.TemporaryDirectory() as scratch:
