@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import math
 import os
 import secrets
@@ -630,6 +631,9 @@ def loader_schema() -> dict[str, Any]:
             "description": "null: the data do not bound it",
         }
     schema["$defs"]["LoaderFile"]["properties"]["created_by"].pop("default")  # changes with every release
+    for each in schema["$defs"].values():
+        if "description" in each:
+            each["description"] = inspect.cleandoc(each["description"])  # Python 3.13 has done so already
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}
 
 
