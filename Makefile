@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick docs clean
+.PHONY: help venv demo check test quick docs gpu clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -30,6 +30,9 @@ quick: $(INSTALLED) ## the tests that take seconds
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+gpu: ## on a machine with CUDA: the tests that need it and studies/gpu (see its README)
+	@sh studies/gpu/run.sh
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -43,7 +43,9 @@ def import_once(before: str, timed: str) -> tuple[float, list[str]]:
     script = SCRIPT.format(before=before, timed=timed, watched=WATCHED)
     # As pip installs it, the package is there in compiled form; so let it be compiled here too.
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environ).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environ
+    ).stdout
     seconds, loaded = json.loads(output)
     return seconds, loaded
 
