@@ -102,9 +102,10 @@ class Hanging(Dataset):
         time.sleep(0.001)
         return torch.tensor([float(index)])
 
-result = tune(DataLoader(Hanging(), batch_size=4, num_workers=1), output="loader.json", max_workers=1,
-              isolation="inline", progress=False, budget=600)
-print("STATUS", result.status)
+if __name__ == "__main__":  # a fork server runs the script too
+    result = tune(DataLoader(Hanging(), batch_size=4, num_workers=1), output="loader.json", max_workers=1,
+                  isolation="inline", progress=False, budget=600)
+    print("STATUS", result.status)
 """
 
 
