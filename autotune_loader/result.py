@@ -110,7 +110,7 @@ class Verdict:
     sentence: str
     """The verdict for a person, with the evidence in numbers."""
     headroom: float | None = None
-    """Ceiling over rate, minus one: what a perfect loader would still gain."""
+    """Ceiling over rate, minus one: what a loader that took neither time nor cores would still gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

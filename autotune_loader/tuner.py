@@ -377,6 +377,8 @@ def make_space(workload: Workload, readiness: Readiness, machine: Machine, setti
 def _max_workers(data: DataSide, readiness: Readiness, machine: Machine, settings: Settings) -> tuple[int, bool]:
     """The most workers to try, and whether more would break a promise instead of being merely useless."""
     useful = max_useful_workers(machine.usable_cores, readiness.first_fetch_s, readiness.first_fetch_cpu_s)
+    # A worker beyond the batches of an epoch never gets one.
+    useful = min(useful, max(1, data.batches_per_epoch() or useful))
     caps = [settings.max_workers, data.shards]
     caps += [0] if readiness.on_accelerator else []
     caps += [] if readiness.shardable else [1]

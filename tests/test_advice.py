@@ -220,7 +220,7 @@ def test_a_rate_above_the_measured_ceiling_has_no_headroom_and_is_called_all_of_
 def test_without_a_ceiling_no_headroom_is_claimed():
     verdict = judge(evidence(ceiling=None))
     assert verdict.headroom is None
-    assert "perfect loader" not in verdict.sentence
+    assert "neither time nor cores" not in verdict.sentence
 
 
 def waiting_machine_with(limits, *, worker_bytes=0, batch_bytes=1 << 20):

@@ -145,14 +145,14 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
 
 
 def _more(headroom: float | None) -> str:
-    """What a perfect loader would gain. Ten times and more only says that the step is next to nothing."""
+    """What a loader that costs nothing would gain. Ten times and more only says that the step is next to nothing."""
     if headroom is None:
         return ""
     if headroom >= 9:
         return "; the step takes next to nothing, so the loader alone sets the rate"
     if headroom >= 1:
-        return f"; a perfect loader would reach {gain_words(headroom)}"
-    return f"; a perfect loader would gain another {gain_words(headroom)}"
+        return f"; a loader that took neither time nor cores would reach {gain_words(headroom)}"
+    return f"; a loader that took neither time nor cores would gain another {gain_words(headroom)}"
 
 
 def _cores(evidence: Evidence) -> str:
