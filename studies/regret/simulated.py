@@ -159,6 +159,7 @@ STRATEGIES: dict[str, Callable[..., tuple[LoaderConfig, float]]] = {
     "random 16": by_search("random", 1e6, 16),
     "tpe 16": by_search("tpe", 1e6, 16),
     "tpe 40": by_search("tpe", 1e6, 40),
+    "tpe 100": by_search("tpe", 1e6, 100),
     "grid": by_search("grid", 1e6),
 }
 
