@@ -1,6 +1,6 @@
 """Which configuration to try next, and when nothing is worth trying: the twin's predictions, corrected by what was measured.
 
-    scouts ──► twin ──► posterior = twin + smooth residual of the measurements ──► largest expected improvement
+    scouts ──► twin ──► posterior = twin + smooth residual of the measurements ──► the burst that teaches most
                  ▲                                                                          │
                  └────────────────────── burst ◄────────────────────────────────────────────┘
 

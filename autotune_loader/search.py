@@ -1,6 +1,6 @@
 """The search: from the first burst to the chosen configuration. It knows the probe only as a callable, and no process.
 
-    own configuration and torch's default ─► scouts at 0, 1 and N workers ─► largest expected gain, again and again
+    own configuration and torch's default ─► scouts at 0, 1 and N workers ─► the burst that teaches most, again and again
         ─► finals between the fastest, the cheapest as fast, and the baseline
 
 It ends at the first of: the training step's own ceiling is reached, nothing untried is worth a burst, `max_trials`, or the
@@ -39,6 +39,8 @@ SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 ROUNDS_PER_BURST = 4.5
 LONGEST_BURST_S = 3.0
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
+# A step that keeps fewer cores busy than this gains nothing from another number of threads.
+CORES_OF_A_SERIAL_STEP = 1.3
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.4
 # Open questions between candidates within tolerance are worth this many seconds of finals, and no more of the budget.
@@ -273,6 +275,9 @@ class SearchRun:
                 # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
                 busy = min(self.found.inputs.consumer_cores, measured.cpu_share * self._usable_cores)
                 self.found.inputs = replace(self.found.inputs, consumer_cores=busy)
+                if busy < CORES_OF_A_SERIAL_STEP:
+                    self._space = replace(self._space, consumer_threads=(None,))
+                    return
 
     def _search(self) -> None:
         if self._is_out_of_trials():  # a resumed study
