@@ -477,7 +477,8 @@ class SearchRun:
         )
 
     def _prediction(self, config: LoaderConfig) -> float | None:
-        if config.batch_size is not None:
+        """The twin's, in samples/s; None in a search that does without it, and for batches of another size."""
+        if config.batch_size is not None or self._settings.search != "auto":
             return None
         twin = policy.fit_twin(self.found.trials, self.found.inputs, self._settings.seed)
         return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
