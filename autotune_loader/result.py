@@ -346,7 +346,7 @@ class TuningResult:
         cores: float | None = None,
         **knobs: Any,
     ) -> Prediction:
-        """What if: the rate that the twin expects of another configuration, or of another number of cores.
+        """What if: the rate and memory expected of another configuration, or of another number of cores.
 
         After `load()` the twin rests on each burst's means, as the histories of single batches are not in the file.
 
@@ -371,6 +371,7 @@ class TuningResult:
             ValueError: no burst succeeded, so there is nothing to predict from.
         """
         from autotune_loader.policy import fit_twin  # numpy, which a training job that loads a file need not wait for
+        from autotune_loader.twin.memory import MemoryModel
 
         basis = self.twin
         twin = None if basis is None else fit_twin(self.trials, _inputs_of(basis))
@@ -378,7 +379,13 @@ class TuningResult:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        return twin.predict_all(configs, epoch_batches=basis.epoch_batches, cores=cores)
+        memory = MemoryModel.fit(
+            (each.config, each.measurement) for each in self.trials if each.measurement is not None
+        )
+        return [
+            replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
+            for prediction in twin.predict_all(configs, epoch_batches=basis.epoch_batches, cores=cores)
+        ]
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per trial: configuration, rates, waits, memory, failure."""

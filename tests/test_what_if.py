@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,27 @@ def test_another_number_of_workers_is_predicted_near_the_truth(result: TuningRes
     truth = SimulatedProbe(MACHINE, FakeClock()).truth(LoaderConfig(num_workers=workers))
 
     assert result.predict(workers).samples_per_s.value == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(3, 2), (8, 2), (6, 8)])
+def test_the_memory_of_what_was_not_run_is_predicted(result: TuningResult, workers: int, prefetch: int) -> None:
+    config = LoaderConfig(num_workers=workers, prefetch_factor=prefetch)
+    burst = SimulatedProbe(MACHINE, FakeClock()).burst(config, BurstPlan(max_s=1.0))
+
+    assert isinstance(burst, Measurement)
+    assert burst.memory is not None
+    measured = burst.memory.pss_bytes or burst.memory.rss_bytes
+    assert result.predict(workers, prefetch).pss_bytes == pytest.approx(measured, rel=0.03)
+
+
+def test_without_a_burst_that_tells_memory_none_is_predicted(result: TuningResult) -> None:
+    blind = tuple(
+        replace(trial, measurement=replace(trial.measurement, memory=None))
+        for trial in result.trials
+        if trial.measurement is not None
+    )
+
+    assert replace(result, trials=blind).predict(3).pss_bytes is None
 
 
 def test_what_is_not_named_is_as_in_the_best(result: TuningResult) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.ceilings import MIN_BATCHES, Limit, cpu_limit
-from autotune_loader.config import LoaderConfig
+from autotune_loader.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
 from autotune_loader.trial import Acceleration, FailureKind, Measurement, Trial
 from autotune_loader.twin import Prediction, Twin
+from autotune_loader.twin.memory import MemoryModel
 
 # A slow tail is judged from at least so many batches.
 MIN_TAIL_BATCHES = 20
@@ -161,16 +162,17 @@ def _batches_held(config: LoaderConfig) -> int:
     return config.num_workers * (config.prefetch_factor or 1)
 
 
+def memory_model(evidence: Evidence) -> MemoryModel | None:
+    """What configurations take; None where no burst tells."""
+    return MemoryModel.fit(measured_trials(evidence))
+
+
 def worker_bytes(evidence: Evidence) -> float | None:
-    """Memory that one more worker takes, from bursts with different numbers of them; None without two."""
-    seen = []
-    for config, burst in measured_trials(evidence):
-        if config.num_workers and burst.memory is not None:
-            seen.append((float(config.num_workers), float(burst.memory.pss_bytes or burst.memory.rss_bytes)))
-    if len({workers for workers, _ in seen}) < 2:
+    """Memory that one more worker takes, its queue included, from bursts with different numbers of them; None without two."""
+    model = memory_model(evidence)
+    if model is None or model.worker_bytes is None:
         return None
-    slope = statistics.linear_regression(*zip(*seen, strict=True)).slope
-    return slope if slope > 0 else None
+    return model.worker_bytes + (evidence.best.prefetch_factor or TORCH_PREFETCH_FACTOR) * model.batch_bytes
 
 
 def predicted(evidence: Evidence, config: LoaderConfig, cores: float | None = None) -> Prediction | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.advice.evidence import MISSED_GAIN, Evidence, measured_trials, worker_bytes
+from autotune_loader.advice.evidence import MISSED_GAIN, Evidence, memory_model
 from autotune_loader.config import LoaderConfig
 from autotune_loader.space import SAFE_SHARE, Space
 
@@ -65,20 +65,14 @@ def _lack(
     if limits.shm_bytes is not None and in_flight > SAFE_SHARE * limits.shm_bytes:
         return "shared memory", in_flight, limits.shm_bytes
     need = _memory_need(config, evidence, space)
-    if limits.memory_bytes is not None and need is not None and need > SAFE_SHARE * limits.memory_bytes:
+    if limits.memory_bytes is not None and need > SAFE_SHARE * limits.memory_bytes:
         return "memory", need, limits.memory_bytes
     return None
 
 
-def _memory_need(config: LoaderConfig, evidence: Evidence, space: Space) -> float | None:
-    """Memory that was measured with the most workers so far, and as much for each further one as for those."""
-    seen = [
-        (tried.num_workers, float(burst.memory.pss_bytes or burst.memory.rss_bytes))
-        for tried, burst in measured_trials(evidence)
-        if burst.memory is not None
-    ]
-    each = worker_bytes(evidence)
-    if not seen or each is None:
+def _memory_need(config: LoaderConfig, evidence: Evidence, space: Space) -> float:
+    """What the measurements make of a configuration; what arithmetic does, before workers were measured."""
+    model = memory_model(evidence)
+    if model is None or model.worker_bytes is None:
         return float(space.memory_need(config))
-    workers, taken = max(seen)
-    return taken + each * max(0, config.num_workers - workers)
+    return model.peak_bytes(config)

@@ -35,6 +35,8 @@ class Prediction:
     """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
     startup_s: float
     """Seconds until the first worker begins."""
+    pss_bytes: int | None = None
+    """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

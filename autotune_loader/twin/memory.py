@@ -1,0 +1,60 @@
+"""Memory of configurations that were not run: what each worker was measured to take, and the batches in flight."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.trial import Measurement
+
+# What a worker takes before it has loaded anything, where bursts with one number of workers alone cannot tell.
+UNSEEN_WORKER_BYTES = 60 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Peak of the summed proportional set sizes (PSS) of a training process and its workers, in bytes.
+
+    base + workers * worker + in flight * batch, where a queue may fill up to workers * prefetch_factor + 1 batches.
+    """
+
+    base_bytes: float
+    worker_bytes: float | None
+    """Of one more worker; None where too few numbers of workers were run to know."""
+    batch_bytes: int
+
+    @classmethod
+    def fit(cls, bursts: Iterable[tuple[LoaderConfig, Measurement]]) -> MemoryModel | None:
+        """The model of these bursts; None where none tells its memory.
+
+        The slope is the median of those between bursts (Sen 1968), so that one burst beside a growing neighbour does
+        not turn it.
+        """
+        seen = [
+            (config, float(burst.memory.pss_bytes or burst.memory.rss_bytes), burst.batch_bytes)
+            for config, burst in bursts
+            if burst.memory is not None
+        ]
+        if not seen:
+            return None
+        # Bursts without workers share nothing with anybody and tell little of those with.
+        chosen = [each for each in seen if each[0].num_workers] or seen
+        rest = [(config.num_workers, taken - _in_flight(config) * size) for config, taken, size in chosen]
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(rest, 2) if a[0] != b[0]]
+        slope = statistics.median(slopes) if slopes else None
+        worker = slope if slope is not None and slope > 0 else None
+        each = UNSEEN_WORKER_BYTES if worker is None else worker
+        base = statistics.median(taken - workers * each for workers, taken in rest)
+        return cls(base_bytes=max(0.0, base), worker_bytes=worker, batch_bytes=seen[-1][2])
+
+    def peak_bytes(self, config: LoaderConfig) -> int:
+        """Peak PSS that is expected of a configuration, with its queue as full as it may get."""
+        each = UNSEEN_WORKER_BYTES if self.worker_bytes is None else self.worker_bytes
+        return round(self.base_bytes + config.num_workers * each + _in_flight(config) * self.batch_bytes)
+
+
+def _in_flight(config: LoaderConfig) -> int:
+    return config.num_workers * (config.prefetch_factor or 0) + 1
