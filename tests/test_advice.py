@@ -69,6 +69,7 @@ VERDICTS = [
     ("cpu", evidence(), "100 ms of CPU"),
     ("step", evidence(ceiling=exactly(1020.0)), "98% of what the step alone could do"),
     ("step", evidence(measured(wait_share=0.01), on_accelerator=True), "waits for data 1% of the time"),
+    ("step", evidence(measured(wait_share=0.01, cpu_share=0.2)), "waits for data 1% of the time"),
     ("cpu", evidence(measured(wait_share=0.01, step_s=0.03)), "30 ms of step, and there are 4 cores"),
     ("cpu", evidence(measured(service_cpu_s=0.05, cpu_share=0.97)), "4 cores, 97% in use"),
     ("wait", evidence(measured(service_cpu_s=0.01)), "of 110 ms per batch a worker computes 10 ms"),

@@ -36,6 +36,8 @@ STEP_BINDS_CEILING_SHARE = 0.95
 COMPUTING_SHARE = 0.6
 # Above this share of the usable cores in use, or of the rate that they allow, there is no core left to gain with.
 CORES_FULL_SHARE = 0.85
+# Below this share of the cores in use, workers take none from the step.
+CORES_SHARED_SHARE = 0.5
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
 # Handing over costs more than this share of all that a worker does for a batch: it is not worth handing over.
@@ -69,8 +71,8 @@ def _binding(evidence: Evidence) -> Binding:
     if _at_ceiling(evidence):
         return "step"
     if evidence.ceiling is not None and evidence.measurement.wait_share < STEP_BINDS_WAIT_SHARE:
-        # The loop never waits, yet the step runs slower than alone: workers and step share the cores.
-        return "step" if evidence.on_accelerator else "cpu"
+        # The loop never waits, yet the step runs slower than alone: because workers share its cores, or by chance.
+        return "cpu" if not evidence.on_accelerator and _cores_busy(evidence) >= CORES_SHARED_SHARE else "step"
     if stopped_by_memory(evidence) or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
@@ -104,6 +106,11 @@ def _without_workers(evidence: Evidence) -> Binding:
     if measured.service_s < max(IN_MEMORY_BATCH_S, IN_MEMORY_SAMPLE_S * measured.batch_size):
         return "in_memory"
     return _cpu_or_wait(evidence)
+
+
+def _cores_busy(evidence: Evidence) -> float:
+    share = evidence.measurement.cpu_share
+    return 1.0 if share is None else share
 
 
 def _cpu_or_wait(evidence: Evidence) -> Binding:

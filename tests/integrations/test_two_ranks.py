@@ -49,6 +49,10 @@ DATA = """
         import resource
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 100_000
 
+    def leave():
+        # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit.
+        time.sleep(0.5)
+
     QUICK = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
 """
 
@@ -79,6 +83,7 @@ LIGHTNING = """
         loader = trainer.train_dataloader
         say(best=data.result.best.to_dict(), workers=loader.num_workers, sampler=type(loader.sampler).__name__,
             seen=model.seen, weights=model.layer.weight.flatten().tolist(), cores=data.result.fingerprint.usable_cores)
+        leave()
         torch.distributed.destroy_process_group()
 """
 
@@ -111,6 +116,7 @@ ACCELERATE = """
         weights = accelerator.unwrap_model(model).weight.flatten().tolist()
         say(best=result.best.to_dict(), workers=workers, seen=seen, weights=weights,
             cores=result.fingerprint.usable_cores, warned=any("dispatch_batches" in str(each.message) for each in caught))
+        leave()
         accelerator.end_training()
 """
 
