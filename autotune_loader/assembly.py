@@ -13,6 +13,7 @@ from autotune_loader.advice.acceleration import acceleration_sentence
 from autotune_loader.allowed import consequences
 from autotune_loader.cache import Entry
 from autotune_loader.config import LoaderConfig
+from autotune_loader.findings import Found
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.workload import Workload
@@ -30,7 +31,6 @@ from autotune_loader.result import (
     Verdict,
 )
 from autotune_loader.reuse import Check
-from autotune_loader.search import Found
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval
 from autotune_loader.trial import Measurement, Trial

@@ -14,18 +14,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import MIN_ROUNDS, FinalsOutcome, run_finals
+from autotune_loader.epochs import SHORT_EPOCH_S, WholeEpochs, for_whole_epochs
+from autotune_loader.finals import MIN_ROUNDS, run_finals
+from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
+from autotune_loader.pacing import finals_round_s, paced
 from autotune_loader.settings import Settings
 from autotune_loader.space import UNMODELLED, Space
-from autotune_loader.stats import Interval
 from autotune_loader.study import Ledger, journal_beside, role_of
-from autotune_loader.trial import Acceleration, BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
+from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
 from autotune_loader.twin.residual import Knowledge
 
 if TYPE_CHECKING:
@@ -35,9 +37,6 @@ log = logging.getLogger(__name__)
 
 # One burst of the search: it need only rank and feed the twin; the finals measure.
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
-# A window of fewer rounds of the workers is mostly edges: 64 workers on a full machine then read up to 1.8 times too fast.
-ROUNDS_PER_BURST = 4.5
-LONGEST_BURST_S = 3.0
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 # A step that keeps fewer cores busy than this gains nothing from another number of threads.
 CORES_OF_A_SERIAL_STEP = 1.3
@@ -48,23 +47,12 @@ FINALS_PATIENCE_S = 7.0
 # The ceiling is reached when the rates of so many trials come this close to it.
 CEILING_SHARE = 0.98
 CEILING_TRIALS = 2
-# A burst that takes longer than this many times the slowest successful one is taken for a hang.
-DEADLINE_FACTOR = 10.0
-SHORTEST_DEADLINE_S = 30.0
-LONGEST_DEADLINE_S = 120.0
-# However little of the budget is left, a burst may take this long, and twice the slowest so far.
-LEAST_DEADLINE_S = 20.0
-# Two failures at so many workers or more, and the search goes no further that way.
-FAILURES_TO_STOP_GROWING = 2
 # Share of the budget that is kept for variants of the best, where the user allows what the twin knows nothing of.
 VARIANTS_SHARE = 0.15
 # Model-free proposals: TPE's say, once in so many trials of the search, so that a wrong twin cannot trap it.
 EXPLORE_EVERY = 6
 # Persistent workers are proposed when starting workers anew would take more than this share of an epoch.
 STARTUP_WORTH_AVOIDING = 0.005
-# Epochs up to this are run whole in the finals: start-up and the gaps between epochs are then much of them.
-SHORT_EPOCH_S = 1.0
-MOST_EPOCH_CANDIDATES = 4
 # Workers of a right-sized configuration are busy for no more than this share of their time.
 BUSY_SHARE = 0.9
 # So many trials come before any variant of the best: two to compare.
@@ -72,9 +60,6 @@ LEAST_TRIALS = 2
 # A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
 TAKEN_PATIENCE_S = 15.0
 TAKEN_PAUSE_S = 0.05
-# Why a search ends that would have gone on with more of it.
-OUT_OF_BUDGET = "the rest of the budget is kept for the finals"
-OUT_OF_TRIALS = "max_trials={} were run"
 # The sampler may repeat itself; so many repeats in a row mean it has nothing new to say.
 MOST_REPEATS = 20
 
@@ -85,64 +70,6 @@ class Listener(Protocol):
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None: ...
 
     def finals_round(self, number: int, rates: dict[LoaderConfig, float], seconds_left: float) -> None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """What a search has found so far; the state that an interruption leaves behind."""
-
-    trials: list[Trial] = field(default_factory=list)
-    baseline: LoaderConfig
-    ceilings: dict[int | None, Measurement] = field(default_factory=dict)
-    """The step on a cached batch, by `consumer_threads`."""
-    ceilings_by_batch: dict[int, Measurement] = field(default_factory=dict)
-    """The step on a cached batch of another size, by that size."""
-    finals: FinalsOutcome | None = None
-    inputs: policy.TwinInputs
-    study: optuna.Study | None = None
-    interrupted: bool = False
-    bursts: int = 0
-    whole_epochs: bool = False
-    """Whether the finals ran whole epochs, as these are short: their rates include start-up."""
-    stopped_because: str = ""
-    accelerations: tuple[Acceleration, ...] = ()
-    """What allowed changes of the step would bring, measured after the finals."""
-
-    @property
-    def ceiling(self) -> Interval | None:
-        """Rate of the step on a cached batch with the best thread count: no loader can exceed it."""
-        rates = [measured.samples_per_s for measured in self.ceilings.values()]
-        return max(rates, key=lambda rate: rate.value, default=None)
-
-    def ceiling_of(self, config: LoaderConfig) -> Interval | None:
-        """Rate of the step on a cached batch of the size that a configuration has."""
-        if config.batch_size is None:
-            return self.ceiling
-        measured = self.ceilings_by_batch.get(config.batch_size)
-        return None if measured is None else measured.samples_per_s
-
-    @property
-    def was_cut_short(self) -> bool:
-        """Whether more time or trials would have been used."""
-        return self.stopped_because == OUT_OF_BUDGET or self.stopped_because.startswith(OUT_OF_TRIALS.split("{")[0])
-
-    def fastest(self) -> Trial | None:
-        """The successful trial with the highest measured rate."""
-        measured = [trial for trial in self.trials if trial.measurement is not None]
-        return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
-
-
-class WholeEpochs:
-    """A probe whose bursts are of whole epochs."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        return self._probe.burst(config, replace(plan, whole_epochs=True))
-
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        return self._probe.step_ceiling(consumer_threads, plan)
 
 
 class SearchRun:
@@ -193,13 +120,13 @@ class SearchRun:
         self._started = started
         self._listener = listener
         self._has_step = has_step
-        self._epoch_batches = epoch_batches
         self._suggestions = tuple(config for config in suggestions if space.veto(config) is None)
         self._repeats = 0
         self._passed_over: dict[LoaderConfig, float] = {}
         consumer_cores = float(min(default_threads, usable_cores)) if step_uses_cores else 1.0
         self.found = Found(
             baseline=own_config or LoaderConfig(),
+            epoch_batches=epoch_batches,
             inputs=policy.TwinInputs(usable_cores=usable_cores, consumer_cores=consumer_cores, step_s_by_threads={}),
         )
         self._ledger = Ledger(
@@ -395,7 +322,9 @@ class SearchRun:
         begun, predicted = self._clock(), self._prediction(proposed)
         try:
             outcome = (
-                self._space.veto(proposed) or self._too_many_workers(proposed) or self._confirmed(proposed, predicted)
+                self._space.veto(proposed)
+                or self.found.too_many_workers(proposed)
+                or self._confirmed(proposed, predicted)
             )
         except BaseException:
             self._ledger.abandon(asked)
@@ -427,54 +356,13 @@ class SearchRun:
         return max(first, second, key=lambda measurement: measurement.samples_per_s.value)
 
     def _burst(self, config: LoaderConfig) -> Measurement | Failure:
-        plan = self._plan(config, replace(SEARCH_BURST, seed=len(self.found.trials)))
+        plan = self._paced(config, replace(SEARCH_BURST, seed=len(self.found.trials)))
         self.found.bursts += 1
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
             self.found.bursts += 1
             outcome = self._probe.burst(config, plan)
         return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
-
-    def _plan(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
-        """The plan for one configuration: long enough for some rounds of its workers, and with a deadline."""
-        least_s = min(ROUNDS_PER_BURST * self._round_s(config), LONGEST_BURST_S)
-        return replace(
-            plan, min_s=max(plan.min_s, least_s), max_s=max(plan.max_s, least_s), deadline_s=self._deadline_s()
-        )
-
-    def _round_s(self, config: LoaderConfig) -> float:
-        """Seconds in which every worker makes one batch, as in the trial with the most similar number of them."""
-        measured = [trial for trial in self.found.trials if trial.measurement is not None and trial.config.num_workers]
-        nearest = min(measured, key=lambda t: abs(t.config.num_workers - config.num_workers), default=None)
-        if nearest is None or nearest.measurement is None or not config.num_workers:
-            return 0.0
-        crowding = max(1.0, config.num_workers / max(nearest.config.num_workers, self._usable_cores))
-        return nearest.measurement.service_s * crowding
-
-    def _deadline_s(self) -> float:
-        longest = max((trial.seconds for trial in self.found.trials if trial.measurement), default=0.0)
-        patient = min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
-        return max(min(patient, self.seconds_left()), LEAST_DEADLINE_S, 2 * longest)
-
-    def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
-        """A veto learnt from failures: two at or below this many workers, and more of them are not tried."""
-        resource = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors")
-        fell = [
-            trial.config.num_workers
-            for trial in self.found.trials
-            if trial.failure is not None
-            and trial.failure.kind in resource
-            and trial.config.num_workers > 0
-            and trial.config.batch_size is None
-        ]
-        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < sorted(fell)[FAILURES_TO_STOP_GROWING - 1]:
-            return None
-        return Failure(
-            kind="infeasible",
-            phase="plan",
-            message=f"{config.num_workers} workers were not tried: {len(fell)} trials with {min(fell)} or more ran out of "
-            "memory or descriptors",
-        )
 
     def _prediction(self, config: LoaderConfig) -> float | None:
         """The twin's, in samples/s; None in a search that does without it, and for batches of another size."""
@@ -511,8 +399,11 @@ class SearchRun:
         if known is None:
             return
         candidates = [*self._faster_variants(), *policy.finalists(known, self._space, self._settings.tolerance)]
-        candidates = self._for_whole_epochs(candidates)
-        while len(candidates) > 1 and self._expected_round_s(candidates) > self.seconds_left():
+        epoch_s = self.found.epoch_s()
+        self.found.whole_epochs = epoch_s is not None and epoch_s <= SHORT_EPOCH_S
+        if self.found.whole_epochs:
+            candidates = for_whole_epochs(candidates, self.found.epoch_batches or 1)
+        while len(candidates) > 1 and self._round_s(candidates) > self.seconds_left():
             candidates.pop()
         self.found.finals = run_finals(
             WholeEpochs(self._probe) if self.found.whole_epochs else self._probe,
@@ -524,7 +415,7 @@ class SearchRun:
             time_left=self.seconds_left,
             patience_s=FINALS_PATIENCE_S,
             seed=self._settings.seed,
-            plan_of=self._plan,
+            plan_of=self._paced,
             # What is believed is believed of steady rates.
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
             nominate=lambda after: policy.finalists(after, self._space, self._settings.tolerance)[:1],
@@ -533,59 +424,9 @@ class SearchRun:
         if self.found.finals is not None:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
 
-    def _for_whole_epochs(self, candidates: list[LoaderConfig]) -> list[LoaderConfig]:
-        """The candidates, and where epochs are short enough to be run whole, what these may favour: fewer and no workers."""
-        self.found.whole_epochs = self._epoch_s() is not None and (self._epoch_s() or 0.0) <= SHORT_EPOCH_S
-        if not self.found.whole_epochs or not candidates:
-            return candidates
-        first, most = candidates[0], self._epoch_batches or 1
-        useful = [config for config in candidates if config.num_workers <= most]
-        fewer = [
-            config for config in (self._with_workers(first, most), self._with_workers(first, 0)) if config != first
-        ]
-        return list(dict.fromkeys([*useful, *fewer]))[:MOST_EPOCH_CANDIDATES]
-
-    def _with_workers(self, config: LoaderConfig, most: int) -> LoaderConfig:
-        if config.num_workers <= most:
-            return config
-        if most:
-            return replace(config, num_workers=most)
-        return replace(
-            config,
-            num_workers=0,
-            prefetch_factor=None,
-            persistent_workers=False,
-            in_order=True,
-            multiprocessing_context=None,
-        )
-
-    def _epoch_s(self) -> float | None:
-        """Seconds of an epoch at the fastest rate so far; None where its length is unknown."""
-        own = [
-            trial.measurement for trial in self.found.trials if trial.measurement and trial.config.batch_size is None
-        ]
-        fastest = self.found.fastest()
-        if not own or fastest is None or self._epoch_batches is None or not fastest.samples_per_s:
-            return None
-        return self._epoch_batches * own[0].batch_size / fastest.samples_per_s
-
-    def _startup_s(self, config: LoaderConfig) -> float | None:
-        """Seconds in which workers start, measured with the number of them that is nearest; None before any was started."""
-        started = [
-            (abs(trial.config.num_workers - config.num_workers), trial.measurement)
-            for trial in self.found.trials
-            if trial.measurement is not None
-            and trial.config.num_workers
-            and trial.config.multiprocessing_context == config.multiprocessing_context
-        ]
-        if not started:
-            return None
-        nearest = min(started, key=lambda each: each[0])[1]
-        return max(0.0, nearest.first_batch_s - nearest.service_s)
-
     def _as_in_training(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with workers that persist where they may and starting them anew takes much of an epoch."""
-        startup_s, epoch_s = self._startup_s(config), self._epoch_s()
+        startup_s, epoch_s = self.found.startup_s(config), self.found.epoch_s()
         if startup_s is None or epoch_s is None or not config.num_workers:
             return self._as_used(config)
         keeps = self._space.may_keep_workers and startup_s > STARTUP_WORTH_AVOIDING * epoch_s
@@ -618,14 +459,15 @@ class SearchRun:
     def _least_finals_s(self) -> float:
         """Seconds of the fewest rounds between the fastest so far and the baseline."""
         fastest = self.found.fastest()
-        return MIN_ROUNDS * self._expected_round_s([fastest.config]) if fastest else 0.0
+        return MIN_ROUNDS * self._round_s([fastest.config]) if fastest else 0.0
 
-    def _expected_round_s(self, candidates: Sequence[LoaderConfig]) -> float:
-        """Seconds that one round will take, from what the candidates' trials took."""
-        seconds = {policy.modelled(trial.config): trial.seconds for trial in self.found.trials}
-        longest = max(seconds.values(), default=0.0)
-        entrants = {policy.modelled(config) for config in (*candidates, self.found.baseline)}
-        return sum(seconds.get(config, longest) for config in entrants)
+    def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
+        """Seconds that one round of these and the baseline will take."""
+        return finals_round_s([*candidates, self.found.baseline], self.found.trials)
+
+    def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+        left = self.seconds_left()
+        return paced(plan, config, self.found.trials, usable_cores=self._usable_cores, seconds_left=left)
 
     def _as_used(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with what no burst can see, and so no belief holds, set as the job will have it."""

@@ -18,6 +18,7 @@ from autotune_loader.arguments import make_workload
 from autotune_loader.assembly import Setting, assemble, assemble_reused, loader_parts
 from autotune_loader.config import LoaderConfig
 from autotune_loader.distributed import Ranks, joined_ranks
+from autotune_loader.findings import Found
 from autotune_loader.lockstep import (
     common_space,
     environment,
@@ -34,7 +35,7 @@ from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.result import NOT_WRITTEN, TuningResult, require_writable
 from autotune_loader.reuse import check, study_of
-from autotune_loader.search import STARTUP_WORTH_AVOIDING, Found, SearchRun
+from autotune_loader.search import STARTUP_WORTH_AVOIDING, SearchRun
 from autotune_loader.settings import Isolation, Search, Settings, parse_settings
 from autotune_loader.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.trial import Acceleration, Probe, Trial

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.search import FAILURES_TO_STOP_GROWING, SearchRun
+from autotune_loader.findings import FAILURES_TO_STOP_GROWING
+from autotune_loader.pacing import deadline_s
+from autotune_loader.search import SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
@@ -224,21 +226,9 @@ def test_a_resumed_search_goes_on_in_the_same_way_for_a_seed(tmp_path):
 
 
 def test_a_hang_near_the_end_does_not_overrun_the_budget_by_half_a_minute():
-    # GIVEN a search whose budget is spent
-    run = SearchRun(
-        SimulatedProbe(FAST_STEP, FakeClock()),
-        space_of(FAST_STEP),
-        Settings(budget_s=60.0),
-        own_config=None,
-        usable_cores=4,
-        default_threads=4,
-        step_uses_cores=False,
-        clock=lambda: 59.0,
-        started=0.0,
-        listener=Log(),
-    )
-    # THEN a burst that hangs is given up soon after, but not sooner than any normal burst would take
-    assert 15 < run._deadline_s() < 30
+    # GIVEN a search whose budget is all but spent THEN a burst that hangs is given up soon after, but not sooner than any
+    # normal burst would take
+    assert 15 < deadline_s([], seconds_left=1.0) < 30
 
 
 def test_a_step_that_sleeps_keeps_no_core_busy():

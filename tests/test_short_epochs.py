@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.config import LoaderConfig
+from autotune_loader.epochs import SHORT_EPOCH_S
+from autotune_loader.findings import Found
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.search import SHORT_EPOCH_S, Found, SearchRun
+from autotune_loader.search import SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe

@@ -58,7 +58,7 @@ def own_step(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
-    return tune(dataset, model, **{"budget": 1, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
+    return tune(dataset, model, **{"budget": 4, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.config import LoaderConfig
-from autotune_loader.search import Found, SearchRun
+from autotune_loader.findings import Found
+from autotune_loader.search import SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import BatchCost, Limits, Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe

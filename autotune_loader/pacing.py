@@ -1,0 +1,57 @@
+"""How long a burst may take, and how long a round of finals will: from what the trials so far took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune_loader import policy
+from autotune_loader.config import LoaderConfig
+from autotune_loader.trial import BurstPlan, Trial
+
+# A window of fewer rounds of the workers is mostly edges: 64 workers on a full machine then read up to 1.8 times too fast.
+ROUNDS_PER_BURST = 4.5
+LONGEST_BURST_S = 3.0
+# A burst that takes longer than this many times the slowest successful one is taken for a hang.
+DEADLINE_FACTOR = 10.0
+SHORTEST_DEADLINE_S = 30.0
+LONGEST_DEADLINE_S = 120.0
+# However little of the budget is left, a burst may take this long, and twice the slowest so far.
+LEAST_DEADLINE_S = 20.0
+
+
+def paced(
+    plan: BurstPlan, config: LoaderConfig, trials: Sequence[Trial], *, usable_cores: int, seconds_left: float
+) -> BurstPlan:
+    """The plan for one configuration: long enough for some rounds of its workers, and with a deadline."""
+    least_s = min(ROUNDS_PER_BURST * worker_round_s(config, trials, usable_cores), LONGEST_BURST_S)
+    return replace(
+        plan,
+        min_s=max(plan.min_s, least_s),
+        max_s=max(plan.max_s, least_s),
+        deadline_s=deadline_s(trials, seconds_left),
+    )
+
+
+def worker_round_s(config: LoaderConfig, trials: Sequence[Trial], usable_cores: int) -> float:
+    """Seconds in which every worker makes one batch, as in the trial with the most similar number of them."""
+    measured = [trial for trial in trials if trial.measurement is not None and trial.config.num_workers]
+    nearest = min(measured, key=lambda t: abs(t.config.num_workers - config.num_workers), default=None)
+    if nearest is None or nearest.measurement is None or not config.num_workers:
+        return 0.0
+    crowding = max(1.0, config.num_workers / max(nearest.config.num_workers, usable_cores))
+    return nearest.measurement.service_s * crowding
+
+
+def deadline_s(trials: Sequence[Trial], seconds_left: float) -> float:
+    """Seconds after which a burst is taken for a hang."""
+    longest = max((trial.seconds for trial in trials if trial.measurement), default=0.0)
+    patient = min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
+    return max(min(patient, seconds_left), LEAST_DEADLINE_S, 2 * longest)
+
+
+def finals_round_s(entrants: Sequence[LoaderConfig], trials: Sequence[Trial]) -> float:
+    """Seconds that one round of finals between these will take."""
+    seconds = {policy.modelled(trial.config): trial.seconds for trial in trials}
+    longest = max(seconds.values(), default=0.0)
+    return sum(seconds.get(config, longest) for config in {policy.modelled(config) for config in entrants})
