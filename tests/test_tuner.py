@@ -58,7 +58,7 @@ def own_step(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
-    return tune(dataset, model, **{"budget": 4, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
+    return tune(dataset, model, **{"budget": 6, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_pain_39_the_file_is_rewritten_after_every_trial(tmp_path: Path, monkeyp
     original = TuningResult.save
     monkeypatch.setattr(TuningResult, "save", save)
 
-    quick(Rows(), batch_size=8, output=path, budget=3)
+    quick(Rows(), batch_size=8, output=path, budget=20)
 
     assert seen == [("partial", 1), ("partial", 2), ("complete", 2)]
 
@@ -149,7 +149,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def test_pain_17_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -> None:
-    result = quick(Stream(sharded=False), batch_size=4, max_workers=4, max_trials=4, budget=2)
+    result = quick(Stream(sharded=False), batch_size=4, max_workers=4, max_trials=4, budget=20)
 
     assert max(trial.config.num_workers for trial in result.trials) <= 1
     assert any("same samples" in warning and "get_worker_info" in warning for warning in result.warnings)
@@ -168,7 +168,7 @@ def test_pain_18_workers_are_capped_at_the_number_of_shards() -> None:
     stream = Stream(sharded=True)
     stream.num_shards = 2  # type: ignore[attr-defined]
 
-    result = quick(stream, batch_size=4, max_workers=8, max_trials=4, budget=4)
+    result = quick(stream, batch_size=4, max_workers=8, max_trials=4, budget=20)
 
     assert max(trial.config.num_workers for trial in result.trials) <= 2
 
@@ -236,7 +236,7 @@ class BreaksInWorkers(Rows):
 
 
 def test_a_failing_configuration_never_ends_the_study() -> None:
-    result = quick(BreaksInWorkers(), batch_size=8, max_trials=3, budget=3)
+    result = quick(BreaksInWorkers(), batch_size=8, max_trials=3, budget=20)
 
     assert result.status == "complete"
     assert result.best.num_workers == 0
