@@ -49,6 +49,8 @@ LEAST_NOISE = 0.003
 CERTAIN = 0.95
 # Besides whoever would be chosen now, so many run in a round.
 RIVALS = 1
+# Patience lasts so many times longer while the rounds do not bear out what would be chosen.
+LONGER_PATIENCE = 2.0
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
@@ -120,7 +122,8 @@ def run_finals(
         cost: what a configuration costs, compared as tuples are.
         tolerance: relative difference that counts as equally fast.
         time_left: seconds that may still be spent; checked before each round.
-        patience_s: seconds after which open questions between candidates within tolerance are left open.
+        patience_s: seconds after which open questions are left open; `LONGER_PATIENCE` times that where the rounds
+            contradict the choice or do not show it to be faster than the baseline.
         seed: of the order within the rounds.
         plan_of: adapts the plan of a burst to a configuration.
         believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
@@ -138,8 +141,10 @@ def run_finals(
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
         before_s = time_left()
         round_s = spent_s / len(standing.rounds) if standing.rounds else 0.0
-        out_of_time = before_s < round_s or (spent_s + round_s > patience_s and len(standing.rounds) >= MIN_ROUNDS)
-        if out_of_time or _is_settled(standing, base, tolerance):
+        if before_s < round_s or _is_settled(standing, base, tolerance):
+            break
+        factor = 1.0 if _is_borne_out(standing, base, tolerance) else LONGER_PATIENCE
+        if spent_s + round_s > factor * patience_s and len(standing.rounds) >= MIN_ROUNDS:
             break
         _run_round(standing, probe, _entrants(standing, base, tolerance), order, plan_of)
         spent_s += max(before_s - time_left(), 1e-9)
@@ -275,6 +280,20 @@ def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
     return len(standing.rounds) >= MIN_ROUNDS and len(_entrants(standing, base, tolerance)) <= 1
 
 
+def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
+    """Whether the rounds alone agree with the choice: nothing was faster in them, and the baseline was slower."""
+    rounds = usable_rounds(standing.rounds).rounds
+    leader = _leader(standing, rounds, tolerance)
+    if leader is None:
+        return False
+    for index in standing.active():
+        logs = log_ratios(rounds, str(index), str(leader))
+        if index != leader and len(logs) > 1 and fmean(logs) > tolerance:
+            return False
+    over_base = log_ratios(rounds, str(leader), str(base))
+    return leader == base or (len(over_base) > 1 and mean_interval(over_base).low > 0)
+
+
 def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float) -> int | None:
     """Who would be chosen now, of those that ran and did not fail."""
     ran = [index for index in standing.active() if any(str(index) in each.rates for each in rounds)]
@@ -285,11 +304,23 @@ def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float) -> i
     return ran[chosen]
 
 
+def _cheapest_unbeaten(standing: _Standing, rounds: Sequence[Round], leader: int) -> int:
+    """The choice, or a cheaper entrant that was not slower in most of the rounds: what costs more must show that it helps."""
+
+    def is_unbeaten(index: int) -> bool:
+        logs = log_ratios(rounds, str(index), str(leader))
+        return index == leader or (len(logs) >= MIN_ROUNDS and median(logs) >= 0)
+
+    unbeaten = [index for index in standing.active() if is_unbeaten(index)]
+    return min([leader, *unbeaten], key=lambda index: standing.cost(standing.configs[index]))
+
+
 def _outcome(standing: _Standing, base: int, tolerance: float) -> FinalsOutcome | None:
     usable = usable_rounds(standing.rounds)
-    winner = _leader(standing, usable.rounds, tolerance)
-    if winner is None:
+    leader = _leader(standing, usable.rounds, tolerance)
+    if leader is None:
         return None
+    winner = _cheapest_unbeaten(standing, usable.rounds, leader)
     rates = [each.rates[str(winner)] for each in usable.rounds if str(winner) in each.rates]
     logs = log_ratios(usable.rounds, str(winner), str(base))
     exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))

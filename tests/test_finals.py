@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import MAX_FAILURES, MIN_ROUNDS, run_finals
+from autotune_loader.finals import LONGER_PATIENCE, MAX_FAILURES, MIN_ROUNDS, run_finals
 from autotune_loader.stats import MAX_ROUNDS, Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure
@@ -30,8 +31,6 @@ class RatedProbe:
         self._shape = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(FEW, BurstPlan(max_s=0.3, min_s=0.1))
 
     def burst(self, config, plan):
-        from dataclasses import replace
-
         self.asked.append(config)
         self.plans.append(plan)
         self.clock.advance(BURST_S)
@@ -120,6 +119,31 @@ def test_patience_ends_open_questions_but_not_before_the_first_rounds():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
     outcome = race(probe, [FEW, SOME], patience_s=4.0)
     assert len(outcome.rounds) == MIN_ROUNDS
+
+
+def believing(bursts):
+    """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
+    return Knowledge(
+        configs=(FEW, SOME, BASELINE), mean=np.log([100.0, 110.0, 50.0]), covariance=4e-3 * np.eye(3), noise_sd=0.02
+    )
+
+
+def test_patience_lasts_longer_where_the_rounds_contradict_the_choice():
+    # GIVEN a belief in SOME, rounds in which FEW is 10 % faster, and patience for the least rounds
+    contradicting = RatedProbe({BASELINE: 50.0, FEW: 110.0, SOME: 100.0}, noise=0.01)
+    agreeing = RatedProbe({BASELINE: 50.0, FEW: 108.5, SOME: 110.0}, noise=0.01)
+    # WHEN they race THEN more rounds are run than where the rounds agree, but not without end
+    longer = race(contradicting, [SOME, FEW], patience_s=9.0, believe=believing)
+    usual = race(agreeing, [SOME, FEW], patience_s=9.0, believe=believing)
+    assert len(usual.rounds) < len(longer.rounds)
+    assert contradicting.clock() <= LONGER_PATIENCE * 9.0
+
+
+def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
+    # GIVEN a belief in more workers WHEN fewer are as fast in every round
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0, SOME: 100.0}), [SOME, FEW], believe=believing)
+    # THEN the fewer are chosen
+    assert outcome.winner == FEW
 
 
 def test_there_is_an_end_without_any_limit():
