@@ -51,6 +51,8 @@ CERTAIN = 0.95
 RIVALS = 1
 # Patience lasts so many times longer while the rounds do not bear out what would be chosen.
 LONGER_PATIENCE = 2.0
+# A choice is borne out only by a speed-up that is known this well, relatively.
+SPEEDUP_PRECISION = 0.25
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
@@ -281,7 +283,7 @@ def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
 
 
 def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
-    """Whether the rounds alone agree with the choice: nothing was faster in them, and the baseline was slower."""
+    """Whether the rounds alone agree with the choice: nothing was faster, and the baseline slower by an amount that is known."""
     rounds = usable_rounds(standing.rounds).rounds
     leader = _leader(standing, rounds, tolerance)
     if leader is None:
@@ -291,7 +293,10 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
         if index != leader and len(logs) > 1 and fmean(logs) > tolerance:
             return False
     over_base = log_ratios(rounds, str(leader), str(base))
-    return leader == base or (len(over_base) > 1 and mean_interval(over_base).low > 0)
+    if leader == base:
+        return True
+    speedup = mean_interval(over_base) if len(over_base) > 1 else None
+    return speedup is not None and speedup.low > 0 and speedup.high - speedup.value < SPEEDUP_PRECISION
 
 
 def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float) -> int | None:
