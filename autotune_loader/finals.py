@@ -283,7 +283,7 @@ def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
 
 
 def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
-    """Whether the rounds alone agree with the choice: nothing was faster, and the baseline slower by an amount that is known."""
+    """Whether the rounds alone agree with the choice: nothing was faster, the baseline slower by a known amount."""
     rounds = usable_rounds(standing.rounds).rounds
     leader = _leader(standing, rounds, tolerance)
     if leader is None:

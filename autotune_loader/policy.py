@@ -11,7 +11,7 @@ gets wrong, so that a wrong twin cannot trap the search. Pure functions of the t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,7 +45,6 @@ class TwinInputs:
     """Cores that the step keeps busy: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
     step_s_by_threads: dict[int | None, float]
     """Seconds of the step on a cached batch, by `consumer_threads`."""
-    epoch_batches: int | None = None
 
 
 def scouts(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
@@ -114,6 +113,28 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         [_burst_variance(trial.measurement, twin) for trial in usable if trial.measurement is not None],
     )
     return before.scaled(*bursts).updated(*bursts)
+
+
+def over_epochs(
+    known: Knowledge,
+    space: Space,
+    trials: Sequence[Trial],
+    inputs: TwinInputs,
+    *,
+    epoch_batches: int,
+    as_run: Callable[[LoaderConfig], LoaderConfig],
+    seed: int = 0,
+) -> Knowledge:
+    """What is believed of whole epochs: the steady rates, by what the twin says that queues filling anew and start-up take.
+
+    `as_run` tells of a configuration how it will be trained with: whether its workers persist.
+    """
+    twin = fit_twin([trial for trial in trials if space.is_plain(trial.config)], inputs, seed)
+    if twin is None:
+        return known
+    predictions = twin.predict_all([as_run(config) for config in known.configs], epoch_batches=epoch_batches)
+    shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
+    return replace(known, mean=known.mean + np.log(np.maximum(shares, 1e-12)))
 
 
 def choose(known: Knowledge, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:

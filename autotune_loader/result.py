@@ -467,7 +467,6 @@ def _inputs_of(basis: TwinBasis) -> TwinInputs:
         usable_cores=basis.usable_cores,
         consumer_cores=basis.consumer_cores,
         step_s_by_threads=dict(basis.step_s),
-        epoch_batches=basis.epoch_batches,
     )
 
 

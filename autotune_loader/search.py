@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, WholeEpochs, for_whole_epochs
+from autotune_loader.epochs import SHORT_EPOCH_S, WholeEpochs, with_fewer_rounds
 from autotune_loader.finals import MIN_ROUNDS, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
-from autotune_loader.pacing import finals_round_s, paced
+from autotune_loader.pacing import deadline_s, finals_round_s, paced
 from autotune_loader.settings import Settings
 from autotune_loader.space import UNMODELLED, Space
 from autotune_loader.study import Ledger, journal_beside, role_of
@@ -398,11 +398,14 @@ class SearchRun:
         known = self._knowledge()
         if known is None:
             return
-        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, self._settings.tolerance)]
-        epoch_s = self.found.epoch_s()
+        tolerance, epoch_s = self._settings.tolerance, self.found.epoch_s()
         self.found.whole_epochs = epoch_s is not None and epoch_s <= SHORT_EPOCH_S
         if self.found.whole_epochs:
-            candidates = for_whole_epochs(candidates, self.found.epoch_batches or 1)
+            known = self._known_over_epochs(known)
+        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, tolerance)]
+        if self.found.whole_epochs:
+            batches = self.found.epoch_batches or 1
+            candidates += with_fewer_rounds(candidates[0], batches, self._space.max_workers)
         while len(candidates) > 1 and self._round_s(candidates) > self.seconds_left():
             candidates.pop()
         self.found.finals = run_finals(
@@ -411,14 +414,15 @@ class SearchRun:
             self.found.baseline,
             # Workers that live on keep their memory between epochs.
             cost=lambda config: (*policy.cost(config, self._space), config.persistent_workers),
-            tolerance=self._settings.tolerance,
+            tolerance=tolerance,
             time_left=self.seconds_left,
             patience_s=FINALS_PATIENCE_S,
             seed=self._settings.seed,
-            plan_of=self._paced,
+            # An epoch takes what it takes.
+            plan_of=self._with_deadline if self.found.whole_epochs else self._paced,
             # What is believed is believed of steady rates.
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
-            nominate=lambda after: policy.finalists(after, self._space, self._settings.tolerance)[:1],
+            nominate=lambda after: policy.finalists(after, self._space, tolerance)[:1],
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
@@ -431,6 +435,17 @@ class SearchRun:
             return self._as_used(config)
         keeps = self._space.may_keep_workers and startup_s > STARTUP_WORTH_AVOIDING * epoch_s
         return replace(config, persistent_workers=keeps)
+
+    def _known_over_epochs(self, known: Knowledge) -> Knowledge:
+        return policy.over_epochs(
+            known,
+            self._space,
+            self.found.trials,
+            self.found.inputs,
+            epoch_batches=self.found.epoch_batches or 1,
+            as_run=self._as_in_training,
+            seed=self._settings.seed,
+        )
 
     def _faster_variants(self) -> list[LoaderConfig]:
         """Of what the twin knows nothing of, the fastest and the cheapest as fast, where they beat what it knows."""
@@ -468,6 +483,9 @@ class SearchRun:
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         left = self.seconds_left()
         return paced(plan, config, self.found.trials, usable_cores=self._usable_cores, seconds_left=left)
+
+    def _with_deadline(self, _: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+        return replace(plan, deadline_s=deadline_s(self.found.trials, self.seconds_left()))
 
     def _as_used(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with what no burst can see, and so no belief holds, set as the job will have it."""

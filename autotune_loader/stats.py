@@ -34,13 +34,6 @@ FINAL_SHARE = 0.5
 VERDICT_ALPHA = 0.018
 """Two-sided error of a verdict: less than one A/A comparison in a hundred may call the candidate faster."""
 
-NEGLIGIBLE = 0.005
-"""Being slower by less than this is no reason for another worker, however certain: no training run shows it."""
-
-CAUTION = 0.5
-"""Part of a 95 % half-width that must fit into the tolerance too: a standard error. By simulation (4 candidates, 5 to
-16 rounds, 1.5 to 3 % noise) a choice more than 2 % slow then falls from up to 28 % of cases to at most 6 %."""
-
 Verdict = Literal["faster", "slower", "tie", "undecided"]
 
 
@@ -86,18 +79,6 @@ class UsableRounds:
     """Rounds left out."""
     note: str | None = None
     """One sentence for a person where rounds were suspect; None when all were clean."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A configuration that stood in the finals."""
-
-    key: str
-    """The key in `Round.rates`."""
-    ratio_to_best: Interval
-    """Rate divided by that of the fastest by point estimate, from the fresh finals only; 1 for the fastest itself."""
-    cost: tuple[float, ...]
-    """What it costs, most important first: workers, then memory in bytes. Compared as tuples are."""
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -230,22 +211,6 @@ def sequential_verdict(
     return "tie" if 1 - margin < interval.low and interval.high < 1 + margin else "undecided"
 
 
-def cheapest_within(candidates: Sequence[Candidate], tolerance: float = 0.02) -> Candidate:
-    """The cheapest candidate that is as fast as the best: a tie goes to fewer workers, then to less memory.
-
-    As fast means: its point estimate less a standard error is within `tolerance` of the best, and its interval does not
-    show it to be slower by `NEGLIGIBLE` or more. Of equal cost, the faster one. So noise keeps workers rather than
-    costs speed: where the finals are too noisy to tell, the best by point estimate itself is chosen.
-
-    Raises:
-        ValueError: no candidates, or none within the tolerance (then `ratio_to_best` is not relative to the best).
-    """
-    eligible = [each for each in candidates if _is_as_fast(each.ratio_to_best, tolerance)]
-    if not eligible:
-        raise ValueError("no candidate is within the tolerance; the best itself must be among them, with a ratio of 1")
-    return min(eligible, key=lambda each: (each.cost, -each.ratio_to_best.value))
-
-
 def gap_to_ceiling(rate: Interval, ceiling: Interval) -> Interval:
     """Share of the ceiling that is not reached, 1 - rate / ceiling; negative where the rate lies above it.
 
@@ -285,11 +250,6 @@ def _central_probability(angle: float, freedom: int) -> float:
         term *= cosine**2 * (i - 1) / i
         total += term
     return (angle + sine * total) * 2 / math.pi if odd else sine * total
-
-
-def _is_as_fast(ratio: Interval, tolerance: float) -> bool:
-    cautious = ratio.value - CAUTION * (ratio.value - ratio.low)
-    return cautious >= 1 - tolerance and ratio.high >= 1 - NEGLIGIBLE
 
 
 def _slope(totals: list[float], smooth: int) -> float:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S
+from autotune_loader.epochs import SHORT_EPOCH_S, with_fewer_rounds
 from autotune_loader.findings import Found
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.inline import InlineProbe
@@ -158,6 +158,18 @@ def test_workers_that_may_not_live_on_lose_where_starting_them_takes_longer_than
 def test_workers_that_may_live_on_do_and_win() -> None:
     found, _ = searched(8, may_keep=True)
     assert (winner(found).num_workers >= 3, winner(found).persistent_workers) == (True, True)
+
+
+def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
+    few = LoaderConfig(num_workers=5, prefetch_factor=4, consumer_threads=2)
+    more = with_fewer_rounds(few, epoch_batches=16, max_workers=16)
+    assert [(each.num_workers, each.prefetch_factor, each.consumer_threads) for each in more] == [
+        (16, 4, None),
+        (8, 4, None),
+    ]
+    # AND not more than are allowed, nor where none are wanted
+    assert [each.num_workers for each in with_fewer_rounds(few, epoch_batches=16, max_workers=12)] == [8]
+    assert with_fewer_rounds(LoaderConfig(), epoch_batches=16, max_workers=16) == []
 
 
 def test_no_more_workers_than_an_epoch_has_batches() -> None:

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from autotune_loader.stats import (
     LOOKS,
     MAX_ROUNDS,
-    Candidate,
     Interval,
     Round,
-    cheapest_within,
     correlated_mean_interval,
     gap_to_ceiling,
     mean_interval,
@@ -272,64 +270,6 @@ def test_a_verdict_the_other_way_round_is_the_opposite() -> None:
     assert sequential_verdict([-each for each in logs], 0.02) == "slower"
     assert sequential_verdict([0.001, -0.001, 0.0005, -0.0005], 0.02) == "tie"
     assert sequential_verdict(logs[:3], 0.02) == "undecided"
-
-
-def candidate(key: str, value: float, half: float, *cost: float) -> Candidate:
-    return Candidate(
-        key=key, ratio_to_best=Interval(value=value, low=value - half, high=value + half, count=8), cost=cost
-    )
-
-
-BEST = candidate("best", 1.0, 0.0, 8, 4e9)
-
-
-def test_a_tie_goes_to_fewer_workers_then_to_less_memory() -> None:
-    many, few, lean = (
-        candidate("many", 0.999, 0.01, 6, 1e9),
-        candidate("few", 0.995, 0.01, 4, 3e9),
-        candidate("lean", 0.991, 0.01, 4, 2e9),
-    )
-    assert cheapest_within([BEST, many, few, lean]) is lean
-    assert cheapest_within([BEST, many]) is many
-
-
-def test_equal_cost_goes_to_the_faster() -> None:
-    slow, fast = candidate("slow", 0.99, 0.01, 4, 1e9), candidate("fast", 0.998, 0.01, 4, 1e9)
-    assert cheapest_within([BEST, slow, fast]) is fast
-
-
-def test_cheap_is_no_excuse() -> None:
-    outside = candidate("outside the tolerance", 0.97, 0.005, 1, 1e9)
-    shown = candidate("within the tolerance, but shown to be slower", 0.985, 0.005, 1, 1e9)
-    vague = candidate("within the tolerance, but nobody knows", 0.99, 0.2, 1, 1e9)
-    assert cheapest_within([BEST, outside, shown, vague]) is BEST
-
-
-def test_a_certain_but_negligible_loss_is_taken() -> None:
-    hair = candidate("hair", 0.996, 0.001, 4, 1e9)
-    assert cheapest_within([BEST, hair]) is hair
-
-
-def test_choosing_from_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="best itself"):
-        cheapest_within([])
-
-
-def test_the_choice_is_rarely_more_than_two_per_cent_slow() -> None:
-    # GIVEN finals of 8 rounds at 2 % noise, in which the cheaper candidate is the slower one
-    rng, truths, regrets = random.Random(12), {"8": 1.0, "6": 0.99, "4": 0.97, "2": 0.9}, []
-    for _ in range(400):
-        rounds = [
-            Round(rates={key: rate * math.exp(rng.gauss(0, 0.02)) for key, rate in truths.items()}) for _ in range(8)
-        ]
-        best = max(truths, key=lambda key: math.prod(each.rates[key] for each in rounds))
-        chosen = cheapest_within(
-            [Candidate(key=key, ratio_to_best=paired_ratio(rounds, key, best), cost=(float(key),)) for key in truths]
-        )
-        regrets.append(1 - truths[chosen.key])
-    # THEN
-    assert fmean(regret > 0.02 for regret in regrets) <= 0.05
-    assert fmean(regrets) <= 0.01
 
 
 def test_the_gap_to_the_ceiling_adds_both_uncertainties() -> None:
