@@ -84,7 +84,7 @@ model = Model()
 """,
     ],
 }
-QUICK = {"README.md", "docs/index.md", "docs/explanation/twin.md"}
+QUICK = {"README.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 PRELUDE = """

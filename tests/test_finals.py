@@ -139,6 +139,11 @@ def test_patience_lasts_longer_where_the_rounds_contradict_the_choice():
     assert contradicting.clock() <= LONGER_PATIENCE * 9.0
 
 
+def test_a_baseline_that_keeps_failing_does_not_use_up_the_budget():
+    outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 80.0, SOME: 81.0}, noise=0.01), [SOME, FEW], patience_s=0.0)
+    assert len(outcome.rounds) == MIN_ROUNDS
+
+
 def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
     # GIVEN a belief in more workers WHEN fewer are as fast in every round
     outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0, SOME: 100.0}), [SOME, FEW], believe=believing)

@@ -58,7 +58,7 @@ def own_step(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
-    return tune(dataset, model, **{"budget": 6, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
+    return tune(dataset, model, **{"budget": 4, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def test_pain_17_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -> None:
-    result = quick(Stream(sharded=False), batch_size=4, max_workers=4, max_trials=4, budget=20)
+    result = quick(Stream(sharded=False), batch_size=4, max_workers=4, max_trials=3, budget=6)
 
     assert max(trial.config.num_workers for trial in result.trials) <= 1
     assert any("same samples" in warning and "get_worker_info" in warning for warning in result.warnings)

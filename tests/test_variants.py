@@ -216,6 +216,7 @@ def quick(dataset: Any, **options: Any) -> TuningResult:
     return tune(dataset, None, **given)
 
 
+@pytest.mark.slow
 def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path: Path) -> None:
     # GIVEN a step that takes as long for any batch
     result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=8)
