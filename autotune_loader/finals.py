@@ -35,8 +35,6 @@ from autotune_loader.twin.residual import Knowledge
 # One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine. It
 # hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet.
 FINAL_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
-# Two-sided 95 % of a normal distribution.
-Z_95 = 1.96
 # Without beliefs from the search: anything may be twice as fast as anything else, and bursts scatter so much.
 UNKNOWN_SD = 0.7
 TYPICAL_NOISE = 0.03

@@ -42,7 +42,7 @@ CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 CORES_OF_A_SERIAL_STEP = 1.3
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.4
-# Open questions between candidates within tolerance are worth this many seconds of finals, and no more of the budget.
+# Open questions are worth this many seconds of finals, and some more where these do not bear out the choice.
 FINALS_PATIENCE_S = 7.0
 # The ceiling is reached when the rates of so many trials come this close to it.
 CEILING_SHARE = 0.98
