@@ -115,7 +115,7 @@ def test_start_methods_are_the_users_own_and_the_others(own: str | None) -> None
             "set_epoch()",
         ),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, DataSide) else str(value),
 )
 def test_what_a_choice_changes_in_training_is_said(best: LoaderConfig, side: DataSide, said: str) -> None:
     assert any(said in sentence for sentence in consequences(best, side))

@@ -107,7 +107,7 @@ def test_what_was_kept_is_found_by_the_same_identity(tmp_path: Path) -> None:
         {"tolerance": 0.05},
         {"search": "tpe"},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_another_workload_machine_or_limit_is_another_identity(other: dict[str, Any]) -> None:
     assert identity(**other).key != identity().key

@@ -134,7 +134,11 @@ def test_pain_31_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None
     assert not reads_otherwise(Records(path), worker_init_fn=reopen)
 
 
-@pytest.mark.parametrize("dataset", [Augmented(), AugmentedByItself(), Failing(), list(range(64))], ids=repr)
+@pytest.mark.parametrize(
+    "dataset",
+    [Augmented(), AugmentedByItself(), Failing(), list(range(64))],
+    ids=lambda dataset: type(dataset).__name__,
+)
 def test_random_failing_and_plain_data_are_not_blamed_on_the_workers(dataset: Any) -> None:
     assert not reads_otherwise(dataset)
 
