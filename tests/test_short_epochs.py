@@ -48,9 +48,13 @@ class Stamped(Rows):
 # A burst of whole epochs
 
 
+def start_slowly(worker: int) -> None:
+    time.sleep(0.3)  # much longer than the samples take, on a loaded machine too
+
+
 @pytest.fixture
 def probe() -> Any:
-    data = DataSide.from_dataset(Rows(), batch_size=8)
+    data = DataSide.from_dataset(Rows(), batch_size=8, worker_init_fn=start_slowly)
     found = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
     found.start()
     yield found
@@ -66,16 +70,16 @@ def rate(outcome: Measurement | Failure) -> float:
 def test_a_burst_of_whole_epochs_is_as_fast_as_training_is(probe: Any, persistent: bool) -> None:
     # GIVEN what some epochs take
     config = LoaderConfig(num_workers=2, persistent_workers=persistent)
-    loader = DataLoader(Rows(), batch_size=8, shuffle=True, **config.to_kwargs())
+    loader = DataLoader(Rows(), batch_size=8, shuffle=True, worker_init_fn=start_slowly, **config.to_kwargs())
     seconds = []
     for _ in range(5):
         begun = time.monotonic()
         list(loader)
         seconds.append(time.monotonic() - begun)
     in_training = 64 / sorted(seconds[1:])[2]
-    # WHEN a burst runs whole epochs THEN it measures that, and a usual burst something else
+    # WHEN a burst runs whole epochs THEN it measures that
     measured = probe.burst(config, replace(PLAN, whole_epochs=True))
-    assert rate(measured) == pytest.approx(in_training, rel=0.35)
+    assert in_training / 2 < rate(measured) < in_training * 2
     assert measured.samples % 64 == 0
     assert measured.samples_per_s.low <= rate(measured) <= measured.samples_per_s.high
 
@@ -83,8 +87,8 @@ def test_a_burst_of_whole_epochs_is_as_fast_as_training_is(probe: Any, persisten
 def test_start_up_shows_in_whole_epochs_only(probe: Any) -> None:
     leaving, staying = LoaderConfig(num_workers=2), LoaderConfig(num_workers=2, persistent_workers=True)
     whole = replace(PLAN, whole_epochs=True)
-    assert rate(probe.burst(staying, whole)) > 1.15 * rate(probe.burst(leaving, whole))
-    assert rate(probe.burst(leaving, PLAN)) > 1.15 * rate(probe.burst(leaving, whole))
+    assert rate(probe.burst(staying, whole)) > 2 * rate(probe.burst(leaving, whole))
+    assert rate(probe.burst(leaving, PLAN)) > 2 * rate(probe.burst(leaving, whole))
 
 
 def test_without_workers_whole_epochs_cost_nothing(probe: Any) -> None:
