@@ -2,7 +2,8 @@
 
 Every strategy searches the same space on the same simulated machine through the same `Probe` interface; the truth is the
 machine's own long-run rate without noise. Simulated seconds are counted by the fake clock: bursts, worker start-up and
-the start of the probe process (`START_S`) included.
+the start of the probe process (`START_S`) included. A rival that searches goes on until it has had so many times the seconds
+that `autotune_loader` took on that machine (`PATIENCE`); what it held at each moment is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autotune_loader.search import SEARCH_BURST, SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import Measurement
+from autotune_loader.trial import Measurement, Trial
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
@@ -47,6 +48,12 @@ class Outcome:
     workers: int
     fastest_workers: int
     """Workers of the truly fastest configuration."""
+    history: tuple[tuple[float, float], ...] = ()
+    """Seconds, and the regret of what was held from then on; empty for rules."""
+
+    def held_at(self, seconds: float) -> float:
+        """The regret, had it been stopped then; before its first measurement it holds nothing, and all is lost."""
+        return next((regret for at, regret in reversed(self.history) if at <= seconds), 1.0)
 
 
 def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
@@ -98,70 +105,103 @@ def space_of(kind: str, machine: SimulatedMachine) -> Space:
     return Space(max_workers=max_useful_workers(machine.cores, wall, machine.cpu_s), consumer_threads=threads)
 
 
-class _Nobody:
-    def trial(self, *_: object) -> None: ...
+class _Watcher:
+    """Keeps what a search held and when; ends it, as Ctrl-C would, when its time is up or, if so told, at the finals."""
 
-    def finals_round(self, *_: object) -> None: ...
+    def __init__(self, clock: FakeClock, limit_s: float, finals: bool) -> None:
+        self._clock, self._limit_s, self._finals = clock, limit_s, finals
+        self.held: list[tuple[float, LoaderConfig]] = []
+        self.searched_s = 0.0
+
+    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
+        self.searched_s = self._clock()
+        if best is not None and (not self.held or self.held[-1][1] != best.config):
+            self.held.append((self.searched_s, best.config))
+        if self.searched_s >= self._limit_s:
+            raise KeyboardInterrupt
+
+    def finals_round(self, *_: object) -> None:
+        if not self._finals:
+            raise KeyboardInterrupt
 
 
-def by_search(search: str, budget_s: float, max_trials: int | None = None) -> Callable[..., tuple[LoaderConfig, float]]:
-    """A strategy that is one of our own searches."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A strategy's choice, its seconds, and what it held before."""
 
-    def run(machine: SimulatedMachine, space: Space, kind: str, seed: int) -> tuple[LoaderConfig, float]:
+    config: LoaderConfig
+    seconds: float = 0.0
+    held: Sequence[tuple[float, LoaderConfig]] = ()
+
+
+Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
+"""Of a machine, its space, its kind, a seed, and the seconds that the strategy may take."""
+
+
+def by_search(search: str, budget_s: float) -> Strategy:
+    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would."""
+
+    def run(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
         clock = FakeClock()
         probe = SimulatedProbe(machine, clock, seed=seed)
+        watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
         found = SearchRun(
             probe,
             space,
-            Settings(budget_s=budget_s, max_trials=max_trials, search=search, seed=seed),
+            Settings(budget_s=budget_s, search=search, seed=seed),
             own_config=None,
             usable_cores=machine.cores,
             default_threads=machine.cores,
             step_uses_cores=kind == "cpu step",
             clock=clock,
             started=0.0,
-            listener=_Nobody(),
+            listener=watcher,
         ).run()
         fastest = found.fastest()
         assert fastest is not None
-        chosen = found.finals.winner if search == "auto" and found.finals is not None else fastest.config
-        return chosen, clock()
+        if search != "auto":
+            return Chosen(fastest.config, watcher.searched_s, watcher.held)
+        chosen = found.finals.winner if found.finals is not None else fastest.config
+        return Chosen(chosen, clock(), watcher.held)
 
     return run
 
 
-def by_rule(rule: Callable[..., LoaderConfig]) -> Callable[..., tuple[LoaderConfig, float]]:
+def by_rule(rule: Callable[[SimulatedMachine], LoaderConfig]) -> Strategy:
     """A strategy that measures nothing."""
-    return lambda machine, space, kind, seed: (rule(machine), 0.0)
+    return lambda machine, space, kind, seed, limit_s: Chosen(rule(machine))
 
 
-def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int) -> tuple[LoaderConfig, float]:
+def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
     """One worker more while that gains 3 % or more (Cachew's rule)."""
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed)
     clock.advance(START_S)
-    best, best_rate = LoaderConfig(), 0.0
+    best, best_rate, held = LoaderConfig(), 0.0, []
     for workers in range(space.max_workers + 1):
         config = LoaderConfig(num_workers=workers)
         outcome = probe.burst(config, replace(SEARCH_BURST, seed=workers))
         if not isinstance(outcome, Measurement) or outcome.samples_per_s.value < 1.03 * best_rate:
             break
         best, best_rate = config, outcome.samples_per_s.value
-    return best, clock()
+        held.append((clock(), best))
+    return Chosen(best, clock(), held)
 
 
-STRATEGIES: dict[str, Callable[..., tuple[LoaderConfig, float]]] = {
-    "autotune_loader": by_search("auto", 60.0),
+OURS = "autotune_loader"
+STRATEGIES: dict[str, Strategy] = {
+    OURS: by_search("auto", 60.0),
     "torch default": by_rule(lambda machine: LoaderConfig()),
     "workers = cores": by_rule(lambda machine: LoaderConfig(num_workers=machine.cores)),
     "climb 3 %": climb,
-    "random 16": by_search("random", 1e6, 16),
-    "tpe 16": by_search("tpe", 1e6, 16),
-    "tpe 40": by_search("tpe", 1e6, 40),
-    "tpe 100": by_search("tpe", 1e6, 100),
-    "grid": by_search("grid", 1e6),
+    "random": by_search("random", math.inf),
+    "tpe": by_search("tpe", math.inf),
+    "grid": by_search("grid", math.inf),
 }
+# Rivals that search may take so many times our seconds.
+PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
+SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
 
 
 class Oracle:
@@ -211,18 +251,24 @@ def study_machine(seed: int, strategies: Sequence[str], kept: Path | None = None
     space = space_of(kind, machine)
     oracle = oracle_of(seed, machine, space, kept)
     outcomes = []
+    limits: dict[str, float] = {}
     for name in strategies:
-        chosen, seconds = STRATEGIES[name](machine, space, kind, seed)
+        chosen = STRATEGIES[name](machine, space, kind, seed, limits.get(name, math.inf))
+        if name == OURS:
+            limits = {rival: times * chosen.seconds for rival, times in PATIENCE.items()}
+        held = [(seconds, oracle.regret(config)) for seconds, config in chosen.held]
+        regret = oracle.regret(chosen.config)
         outcomes.append(
             Outcome(
                 machine=seed,
                 kind=kind,
                 cores=machine.cores,
                 strategy=name,
-                regret=oracle.regret(chosen),
-                seconds=seconds,
-                workers=chosen.num_workers,
+                regret=regret,
+                seconds=chosen.seconds,
+                workers=chosen.config.num_workers,
                 fastest_workers=oracle.fastest.num_workers,
+                history=(*held, (chosen.seconds, regret)) if held else (),
             )
         )
     return outcomes
@@ -242,6 +288,27 @@ def table(outcomes: Sequence[Outcome]) -> str:
             f"| {sum(r <= 0.02 for r in regrets) / len(mine):.0%} | {_at(seconds, 0.5):.0f} | {_at(seconds, 0.9):.0f} "
             f"| {statistics.fmean(o.workers for o in mine):.1f} |"
         )
+    return "\n".join(lines)
+
+
+def multiples(outcomes: Sequence[Outcome]) -> str:
+    """How many machines each rival has within 2 % after so many times the seconds that we took there, as a table."""
+    ours = {outcome.machine: outcome for outcome in outcomes if outcome.strategy == OURS}
+    shown = " | ".join(f"{times:g}x" for times in SHOWN_MULTIPLES)
+    share = sum(outcome.regret <= 0.02 for outcome in ours.values()) / len(ours)
+    lines = [
+        f"| strategy | {shown} |",
+        "|---" * (len(SHOWN_MULTIPLES) + 1) + "|",
+        f"| {OURS} | | {share:.0%} | | | | |",
+    ]
+    for name in dict.fromkeys(outcome.strategy for outcome in outcomes if outcome.history and outcome.strategy != OURS):
+        mine = [outcome for outcome in outcomes if outcome.strategy == name and outcome.machine in ours]
+        cells = []
+        for times in SHOWN_MULTIPLES:
+            held = [outcome.held_at(times * ours[outcome.machine].seconds) for outcome in mine]
+            patient = times <= PATIENCE.get(name, math.inf)
+            cells.append(f"{sum(regret <= 0.02 for regret in held) / len(held):.0%}" if patient else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -268,6 +335,8 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     print(table(outcomes))
+    if OURS in names:
+        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes))
     for kind in sorted({outcome.kind for outcome in outcomes}):
         print(f"\n{kind}\n" + table([outcome for outcome in outcomes if outcome.kind == kind]))
     print(f"\n{arguments.machines} machines in {time.monotonic() - begun:.0f} s")
