@@ -53,6 +53,8 @@ LONGER_PATIENCE = 2.0
 SPEEDUP_PRECISION = 0.25
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
+# Whoever wins ran in two rounds, or in as many as anybody: one burst gives no interval.
+LEAST_OF_WINNER = 2
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
 BASELINE_PRECISION = 0.03
 # A candidate that failed this often in the finals is out.
@@ -297,11 +299,13 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
     return speedup is not None and speedup.low > 0 and speedup.high - speedup.value < SPEEDUP_PRECISION
 
 
-def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float) -> int | None:
-    """Who would be chosen now, of those that ran and did not fail."""
-    ran = [index for index in standing.active() if any(str(index) in each.rates for each in rounds)]
-    if not ran:
+def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float, least_rounds: int = 1) -> int | None:
+    """Who would be chosen now, of those that ran so often, if any did, and did not fail."""
+    counts = {index: sum(str(index) in each.rates for each in rounds) for index in standing.active()}
+    most = max(counts.values(), default=0)
+    if most == 0:
         return None
+    ran = [index for index, count in counts.items() if count >= min(least_rounds, most)]
     known = _believed(standing, rounds).at([standing.configs[index] for index in ran])
     chosen, _ = known.choice([standing.cost(config) for config in known.configs], tolerance)
     return ran[chosen]
@@ -320,7 +324,7 @@ def _cheapest_unbeaten(standing: _Standing, rounds: Sequence[Round], leader: int
 
 def _outcome(standing: _Standing, base: int, tolerance: float) -> FinalsOutcome | None:
     usable = usable_rounds(standing.rounds)
-    leader = _leader(standing, usable.rounds, tolerance)
+    leader = _leader(standing, usable.rounds, tolerance, LEAST_OF_WINNER)
     if leader is None:
         return None
     winner = _cheapest_unbeaten(standing, usable.rounds, leader)

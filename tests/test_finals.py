@@ -198,6 +198,22 @@ def test_who_the_rounds_make_a_candidate_is_let_in():
     assert probe.asked.count(SOME) >= 2
 
 
+def test_who_ran_only_once_does_not_win():
+    # GIVEN a configuration that becomes a candidate when there is time for one more round
+    probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
+
+    def nominate(known):
+        return [SOME] if probe.asked.count(FEW) == 2 else []
+
+    # WHEN it is fastest there
+    known = _known([FEW, SOME, BASELINE])
+    outcome = race(probe, [FEW], patience_s=6.0, budget_s=8.5, believe=lambda bursts: known, nominate=nominate)
+    # THEN it is not chosen: one burst has no interval
+    assert probe.asked.count(SOME) == 1
+    assert outcome.winner == FEW
+    assert outcome.speedup.count >= 2
+
+
 def _known(configs):
     size = len(configs)
     return Knowledge(
