@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,14 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
         patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A model that a test makes without a seed is the same in every run."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
