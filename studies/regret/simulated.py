@@ -48,6 +48,8 @@ class Outcome:
     workers: int
     fastest_workers: int
     """Workers of the truly fastest configuration."""
+    fewest_workers: int
+    """Fewest workers that are at most 1 % slower, by the oracle's first look."""
     history: tuple[tuple[float, float], ...] = ()
     """Seconds, and the regret of what was held from then on; empty for rules."""
 
@@ -199,8 +201,10 @@ STRATEGIES: dict[str, Strategy] = {
     "tpe": by_search("tpe", math.inf),
     "grid": by_search("grid", math.inf),
 }
-# Rivals that search may take so many times our seconds.
+# Rivals that search may take so many times our seconds; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
+# On a plateau so many times the workers of the fastest lose no more than this.
+PLATEAU_WORKERS, PLATEAU_LOSS = 0.7, 0.01
 SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
 
 
@@ -226,6 +230,11 @@ class Oracle:
         if plain not in self._truths:
             self._truths[plain] = self._run(plain, TRUTH_BATCHES)
         return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
+
+    def fewest_workers(self) -> int:
+        """Fewest workers of a configuration at most `PLATEAU_LOSS` slower than the fastest, by the first looks."""
+        enough = (1 - PLATEAU_LOSS) * self._glances[self.fastest]
+        return min(config.num_workers for config, rate in self._glances.items() if rate >= enough)
 
     def _run(self, config: LoaderConfig, batches: int) -> float:
         # A fresh probe: the event simulation itself, without noise, drift and spikes.
@@ -268,6 +277,7 @@ def study_machine(seed: int, strategies: Sequence[str], kept: Path | None = None
                 seconds=chosen.seconds,
                 workers=chosen.config.num_workers,
                 fastest_workers=oracle.fastest.num_workers,
+                fewest_workers=oracle.fewest_workers(),
                 history=(*held, (chosen.seconds, regret)) if held else (),
             )
         )
@@ -294,22 +304,31 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def multiples(outcomes: Sequence[Outcome]) -> str:
     """How many machines each rival has within 2 % after so many times the seconds that we took there, as a table."""
     ours = {outcome.machine: outcome for outcome in outcomes if outcome.strategy == OURS}
-    shown = " | ".join(f"{times:g}x" for times in SHOWN_MULTIPLES)
-    share = sum(outcome.regret <= 0.02 for outcome in ours.values()) / len(ours)
     lines = [
-        f"| strategy | {shown} |",
+        "| strategy | " + " | ".join(f"{times:g}x" for times in SHOWN_MULTIPLES) + " |",
         "|---" * (len(SHOWN_MULTIPLES) + 1) + "|",
-        f"| {OURS} | | {share:.0%} | | | | |",
     ]
-    for name in dict.fromkeys(outcome.strategy for outcome in outcomes if outcome.history and outcome.strategy != OURS):
+    for name in dict.fromkeys(outcome.strategy for outcome in outcomes if outcome.history):
         mine = [outcome for outcome in outcomes if outcome.strategy == name and outcome.machine in ours]
         cells = []
         for times in SHOWN_MULTIPLES:
             held = [outcome.held_at(times * ours[outcome.machine].seconds) for outcome in mine]
-            patient = times <= PATIENCE.get(name, math.inf)
+            patient = times <= PATIENCE.get(name, 1.0)
             cells.append(f"{sum(regret <= 0.02 for regret in held) / len(held):.0%}" if patient else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def plateaus(outcomes: Sequence[Outcome]) -> str:
+    """On how many plateaus we chose as few workers as would do, in a sentence."""
+    ours = [outcome for outcome in outcomes if outcome.strategy == OURS and outcome.fastest_workers]
+    mine = [outcome for outcome in ours if outcome.fewest_workers <= PLATEAU_WORKERS * outcome.fastest_workers]
+    few = [outcome for outcome in mine if outcome.workers <= PLATEAU_WORKERS * outcome.fastest_workers]
+    right = sum(outcome.regret <= PLATEAU_LOSS for outcome in few)
+    return (
+        f"{len(mine)} plateaus: on {right} at least 30 % fewer workers than the fastest, at most 1 % slower; "
+        f"on {len(mine) - len(few)} more workers, on {len(few) - right} slower"
+    )
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -336,7 +355,7 @@ def main() -> None:
     arguments.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     print(table(outcomes))
     if OURS in names:
-        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes))
+        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes) + "\n\n" + plateaus(outcomes))
     for kind in sorted({outcome.kind for outcome in outcomes}):
         print(f"\n{kind}\n" + table([outcome for outcome in outcomes if outcome.kind == kind]))
     print(f"\n{arguments.machines} machines in {time.monotonic() - begun:.0f} s")
