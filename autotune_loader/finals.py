@@ -113,6 +113,7 @@ def run_finals(
     plan_of: Callable[[LoaderConfig, BurstPlan], BurstPlan] = lambda config, plan: plan,
     believe: Callable[[Sequence[Burst]], Knowledge | None] = lambda bursts: None,
     nominate: Callable[[Knowledge], Sequence[LoaderConfig]] = lambda known: (),
+    ceiling: float | None = None,
     on_round: Callable[[int, dict[LoaderConfig, float]], None] = lambda number, rates: None,
 ) -> FinalsOutcome | None:
     """Race the candidates and the baseline; the cheapest of those within tolerance of the fastest wins.
@@ -131,6 +132,7 @@ def run_finals(
         believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
             a rate. Without it the rounds alone decide.
         nominate: who else should run, given what is known; asked after the first rounds, and answers from what is known.
+        ceiling: samples/s that nobody can exceed, where that is known: whoever comes within tolerance of it is fast enough.
         on_round: told each round's rates.
 
     Returns:
@@ -154,7 +156,7 @@ def run_finals(
         if len(standing.rounds) <= ADMITTING_ROUNDS:
             _admit(standing, nominate)
         on_round(len(standing.rounds), {configs[int(key)]: rate for key, rate in rates.items()})
-    return _outcome(standing, base, tolerance)
+    return _outcome(standing, base, tolerance, ceiling)
 
 
 def _run_round(
@@ -311,23 +313,33 @@ def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float, leas
     return ran[chosen]
 
 
-def _cheapest_unbeaten(standing: _Standing, rounds: Sequence[Round], leader: int) -> int:
-    """The choice, or a cheaper entrant that was not slower in most of the rounds: what costs more must show that it helps."""
+def _cheapest_unbeaten(
+    standing: _Standing, rounds: Sequence[Round], leader: int, tolerance: float, ceiling: float | None
+) -> int:
+    """The choice, or a cheaper entrant that was not slower in most of the rounds: what costs more must show that it helps.
+
+    An entrant as near the ceiling as the tolerance allows need not be as fast as the choice: there is nothing to gain.
+    """
 
     def is_unbeaten(index: int) -> bool:
         logs = log_ratios(rounds, str(index), str(leader))
-        return index == leader or (len(logs) >= MIN_ROUNDS and median(logs) >= 0)
+        if len(logs) >= MIN_ROUNDS and median(logs) >= 0:
+            return True
+        if ceiling is None or len(logs) < LEAST_OF_WINNER:
+            return False
+        rate = fmean(each.rates[str(index)] for each in rounds if str(index) in each.rates)
+        return min(math.log(rate / ceiling), fmean(logs)) >= math.log(1 - tolerance)
 
-    unbeaten = [index for index in standing.active() if is_unbeaten(index)]
+    unbeaten = [index for index in standing.active() if index != leader and is_unbeaten(index)]
     return min([leader, *unbeaten], key=lambda index: standing.cost(standing.configs[index]))
 
 
-def _outcome(standing: _Standing, base: int, tolerance: float) -> FinalsOutcome | None:
+def _outcome(standing: _Standing, base: int, tolerance: float, ceiling: float | None) -> FinalsOutcome | None:
     usable = usable_rounds(standing.rounds)
     leader = _leader(standing, usable.rounds, tolerance, LEAST_OF_WINNER)
     if leader is None:
         return None
-    winner = _cheapest_unbeaten(standing, usable.rounds, leader)
+    winner = _cheapest_unbeaten(standing, usable.rounds, leader, tolerance, ceiling)
     rates = [each.rates[str(winner)] for each in usable.rounds if str(winner) in each.rates]
     logs = log_ratios(usable.rounds, str(winner), str(base))
     exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))

@@ -423,10 +423,17 @@ class SearchRun:
             # What is believed is believed of steady rates.
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
             nominate=lambda after: policy.finalists(after, self._space, tolerance)[:1],
+            ceiling=self._ceiling_rate(),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
+
+    def _ceiling_rate(self) -> float | None:
+        """Samples/s of the step alone; not where epochs have gaps, or another batch size another ceiling."""
+        if self.found.whole_epochs or self.found.ceilings_by_batch or self.found.ceiling is None:
+            return None
+        return self.found.ceiling.value
 
     def _as_in_training(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with workers that persist where they may and starting them anew takes much of an epoch."""

@@ -151,6 +151,16 @@ def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
     assert outcome.winner == FEW
 
 
+@pytest.mark.parametrize(("ceiling", "winner"), [(None, SOME), (100.5, FEW), (110.0, SOME)])
+def test_who_is_as_fast_as_the_step_allows_need_not_be_the_fastest(ceiling, winner):
+    # GIVEN a cheap configuration that is 1 % slower in every round, and believed to be slower still
+    probe = RatedProbe({BASELINE: 50.0, FEW: 99.0, SOME: 100.0}, noise=0.0005)
+    believed = replace(_known([FEW, SOME, BASELINE]), mean=np.log([96.0, 100.0, 50.0]))
+    # WHEN it comes within tolerance of the ceiling THEN it wins
+    outcome = race(probe, [SOME, FEW], believe=lambda bursts: believed, patience_s=9.0, ceiling=ceiling)
+    assert outcome.winner == winner
+
+
 def test_there_is_an_end_without_any_limit():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
     assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS
