@@ -402,7 +402,7 @@ class SearchRun:
         self.found.whole_epochs = epoch_s is not None and epoch_s <= SHORT_EPOCH_S
         if self.found.whole_epochs:
             known = self._known_over_epochs(known)
-        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, tolerance)]
+        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, tolerance), *self._fastest_burst()]
         if self.found.whole_epochs:
             batches = self.found.epoch_batches or 1
             candidates += with_fewer_rounds(candidates[0], batches, self._space.max_workers)
@@ -465,6 +465,13 @@ class SearchRun:
         near = [config for config in others if rates[config] >= rates[fastest] * (1 - self._settings.tolerance)]
         cheapest = min(near, key=lambda config: policy.cost(config, self._space))
         return list(dict.fromkeys([fastest, cheapest]))
+
+    def _fastest_burst(self) -> list[LoaderConfig]:
+        """The fastest trial, believed or not, where the twin errs most: a step with threads of its own, or none at all."""
+        fastest = self.found.fastest()
+        if fastest is None or not self._space.is_plain(fastest.config):
+            return []
+        return [fastest.config] if len(self._space.consumer_threads) > 1 or not self._has_step else []
 
     def _believed_after(self, bursts: Sequence[tuple[LoaderConfig, Measurement]]) -> Knowledge | None:
         """What is known after these bursts of the finals, under the names that the entrants run by."""
