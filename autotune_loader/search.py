@@ -402,7 +402,11 @@ class SearchRun:
         self.found.whole_epochs = epoch_s is not None and epoch_s <= SHORT_EPOCH_S
         if self.found.whole_epochs:
             known = self._known_over_epochs(known)
-        candidates = [*self._faster_variants(), *policy.finalists(known, self._space, tolerance), *self._fastest_burst()]
+        candidates = [
+            *self._faster_variants(),
+            *policy.finalists(known, self._space, tolerance),
+            *self._fastest_burst(),
+        ]
         if self.found.whole_epochs:
             batches = self.found.epoch_batches or 1
             candidates += with_fewer_rounds(candidates[0], batches, self._space.max_workers)

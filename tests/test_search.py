@@ -260,6 +260,18 @@ def test_failures_do_not_end_the_study(kind, search):
     assert found.finals.winner.num_workers == 2
 
 
+def test_where_the_twin_errs_most_the_fastest_burst_is_in_the_finals():
+    # GIVEN a step whose threads are a knob
+    machine = SimulatedMachine(
+        cores=8, cpu_s=0.02, step_s=0.012, step_cores=8.0, step_s_by_threads={4: 0.016, 8: 0.012}, noise_sd=0.05
+    )
+    for seed in range(5):
+        # WHEN it is tuned THEN the fastest trial runs in the finals, whatever the twin believes
+        found, _, _ = run_on(machine, seed=seed, space=space_of(machine, consumer_threads=(None, 4)))
+        raced = {replace(config, persistent_workers=False) for config in found.finals.configs}
+        assert replace(found.fastest().config, persistent_workers=False) in raced
+
+
 @pytest.mark.parametrize("kind", ["oom_killed", "memory_guard", "shared_memory", "out_of_memory", "descriptors"])
 def test_the_search_stops_growing_after_failures_for_lack_of_resources(kind):
     # GIVEN a machine with room for three workers out of many
