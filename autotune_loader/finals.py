@@ -219,11 +219,16 @@ def _by_rounds(standing: _Standing, rounds: Sequence[Round]) -> Knowledge:
     return before.updated([index for index, _ in seen], [log - level for _, log in seen], [noise**2] * len(seen))
 
 
+def _rates(rounds: Sequence[Round], index: int) -> list[float]:
+    """The rates of one entrant, in the rounds that it ran in."""
+    return [each.rates[str(index)] for each in rounds if str(index) in each.rates]
+
+
 def _noise_sd(standing: _Standing, rounds: Sequence[Round]) -> float:
     """Noise of one burst: a typical one, and the scatter of each entrant over the rounds, by their weight."""
     squares, freedom = NOISE_WEIGHT * TYPICAL_NOISE**2, NOISE_WEIGHT
     for index in range(len(standing.configs)):
-        logs = [math.log(each.rates[str(index)]) for each in rounds if str(index) in each.rates]
+        logs = [math.log(rate) for rate in _rates(rounds, index)]
         if len(logs) > 1:
             # The median deviation: a single disturbed burst is no noise.
             typical = median(abs(log - median(logs)) for log in logs) * 1.48
@@ -249,7 +254,7 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
     if leader is None:
         return active
     known = _believed(standing, usable)
-    new = [index for index in active if not any(str(index) in each.rates for each in usable)]
+    new = [index for index in active if not _rates(usable, index)]
     open_ = [
         index for index in active if index not in (leader, base) and not _is_answered(known, index, leader, tolerance)
     ]
@@ -303,7 +308,7 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
 
 def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float, least_rounds: int = 1) -> int | None:
     """Who would be chosen now, of those that ran so often, if any did, and did not fail."""
-    counts = {index: sum(str(index) in each.rates for each in rounds) for index in standing.active()}
+    counts = {index: len(_rates(rounds, index)) for index in standing.active()}
     most = max(counts.values(), default=0)
     if most == 0:
         return None
@@ -327,8 +332,7 @@ def _cheapest_unbeaten(
             return True
         if ceiling is None or len(logs) < LEAST_OF_WINNER:
             return False
-        rate = fmean(each.rates[str(index)] for each in rounds if str(index) in each.rates)
-        return min(math.log(rate / ceiling), fmean(logs)) >= math.log(1 - tolerance)
+        return min(math.log(fmean(_rates(rounds, index)) / ceiling), fmean(logs)) >= math.log(1 - tolerance)
 
     unbeaten = [index for index in standing.active() if index != leader and is_unbeaten(index)]
     return min([leader, *unbeaten], key=lambda index: standing.cost(standing.configs[index]))
@@ -340,7 +344,7 @@ def _outcome(standing: _Standing, base: int, tolerance: float, ceiling: float | 
     if leader is None:
         return None
     winner = _cheapest_unbeaten(standing, usable.rounds, leader, tolerance, ceiling)
-    rates = [each.rates[str(winner)] for each in usable.rounds if str(winner) in each.rates]
+    rates = _rates(usable.rounds, winner)
     logs = log_ratios(usable.rounds, str(winner), str(base))
     exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
     return FinalsOutcome(

@@ -11,9 +11,9 @@ import json
 import statistics
 from pathlib import Path
 
+from studies.regret.over_time import NEAR, share_curve
 from studies.regret.simulated import RESULTS, Outcome
 
-NEAR = 0.02
 PICTURE = Path(__file__).parent / "results" / "simulated.png"
 LEAST_REGRET = 1e-4
 """Smaller ones are drawn here: the axis is logarithmic, and the oracle knows no better."""
@@ -38,9 +38,8 @@ def main() -> None:
         colour = tuple(dots.get_facecolor()[0][:3])
         axes.scatter(*middle, s=90, color=colour, edgecolor="black", label=label)
         if mine[0].history:
-            moments = sorted({seconds for outcome in mine for seconds, _ in outcome.history})
-            shares = [sum(outcome.held_at(moment) <= NEAR for outcome in mine) / len(mine) for moment in moments]
-            share_axes.step(moments, shares, where="post", color=colour, label=name)
+            curve = share_curve([outcome.history for outcome in mine])
+            share_axes.step(*curve, where="post", color=colour, label=name)
     axes.axhline(NEAR, color="grey", linestyle=":", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="simulated seconds", ylabel="regret", title="Simulated machines")
     axes.legend(fontsize=7, loc="lower left")

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
 from studies.regret.oracle import Regret, config_of, leader_of, regret_of, surveyed_regret
+from studies.regret.over_time import NEAR, seconds_to_share, share_curve
 
 if TYPE_CHECKING:
     from studies.regret.real import Known
 
-NEAR = 0.02
 # Strategies that search, of whom it makes sense to ask how regret falls with time.
 SHOWN_FLOOR = 0.001
+LONGEST_S = 400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +160,6 @@ def over_time(known: dict[str, Known], strategy: str) -> list[list[tuple[float, 
     return runs
 
 
-def seconds_to_share(runs: Sequence[Sequence[tuple[float, float]]], share: float) -> float | None:
-    """The first moment at which this share of the runs holds a configuration within 2 %; None if that never happens."""
-    moments = sorted({at for run in runs for at, _ in run})
-    for moment in moments:
-        held = [[regret for at, regret in run if at <= moment] for run in runs]
-        if sum(bool(each) and each[-1] <= NEAR for each in held) >= share * len(runs):
-            return moment
-    return None
-
-
 def equal_share(known: dict[str, Known], cells: Sequence[Cell]) -> str:
     """Seconds that others need for the share of runs within 2 % that they reach, beside ours for the same share."""
     ours = over_time(known, "autotune_loader")
@@ -208,7 +199,10 @@ def draw(cells: Sequence[Cell], known: dict[str, Known], path: Path) -> None:
         )
         runs = over_time(known, strategy)
         if any(run[-1][0] > 1 for run in runs):
-            right.step(*_share_curve(runs), where="post", color=colour, label=strategy, linewidth=1.8)
+            moments, shares = share_curve([[(max(at, 0.5), regret) for at, regret in run] for run in runs])
+            # Drawn on to where the slowest ends.
+            moments, shares = [*moments, LONGEST_S], [*shares, shares[-1]]
+            right.step(moments, shares, where="post", color=colour, label=strategy, linewidth=1.8)
     left.set(xscale="log", yscale="log", xlabel="wall seconds from call to result (0 drawn at 0.5)")
     left.set(ylabel="regret in % (none drawn at 0.1)", title="Each run, and the median of each strategy")
     left.axhline(100 * NEAR, color="grey", linewidth=0.8, linestyle=":")
@@ -220,16 +214,6 @@ def draw(cells: Sequence[Cell], known: dict[str, Known], path: Path) -> None:
     right.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _share_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
-    moments = sorted({max(at, 0.5) for run in runs for at, _ in run})
-    shares = []
-    for moment in moments:
-        held = [[regret for at, regret in run if at <= moment] for run in runs]
-        shares.append(sum(bool(each) and each[-1] <= NEAR for each in held) / len(runs))
-    longest = 400.0
-    return [*moments, longest], [*shares, shares[-1]]
 
 
 def report(known: dict[str, Known], path: Path) -> None:

@@ -26,6 +26,7 @@ from autotune_loader.settings import Settings
 from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import Measurement, Trial
+from studies.regret.over_time import NEAR, held_at
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
@@ -52,10 +53,6 @@ class Outcome:
     """Fewest workers that are at most 1 % slower, by the oracle's first look."""
     history: tuple[tuple[float, float], ...] = ()
     """Seconds, and the regret of what was held from then on; empty for rules."""
-
-    def held_at(self, seconds: float) -> float:
-        """The regret, had it been stopped then; before its first measurement it holds nothing, and all is lost."""
-        return next((regret for at, regret in reversed(self.history) if at <= seconds), 1.0)
 
 
 def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
@@ -295,7 +292,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         regrets, seconds = sorted(o.regret for o in mine), sorted(o.seconds for o in mine)
         lines.append(
             f"| {name} | {len(mine)} | {_at(regrets, 0.5):.1%} | {_at(regrets, 0.9):.1%} | {_at(regrets, 0.95):.1%} "
-            f"| {sum(r <= 0.02 for r in regrets) / len(mine):.0%} | {_at(seconds, 0.5):.0f} | {_at(seconds, 0.9):.0f} "
+            f"| {sum(r <= NEAR for r in regrets) / len(mine):.0%} | {_at(seconds, 0.5):.0f} | {_at(seconds, 0.9):.0f} "
             f"| {statistics.fmean(o.workers for o in mine):.1f} |"
         )
     return "\n".join(lines)
@@ -312,9 +309,9 @@ def multiples(outcomes: Sequence[Outcome]) -> str:
         mine = [outcome for outcome in outcomes if outcome.strategy == name and outcome.machine in ours]
         cells = []
         for times in SHOWN_MULTIPLES:
-            held = [outcome.held_at(times * ours[outcome.machine].seconds) for outcome in mine]
+            held = [held_at(outcome.history, times * ours[outcome.machine].seconds) for outcome in mine]
             patient = times <= PATIENCE.get(name, 1.0)
-            cells.append(f"{sum(regret <= 0.02 for regret in held) / len(held):.0%}" if patient else "")
+            cells.append(f"{sum(regret <= NEAR for regret in held) / len(held):.0%}" if patient else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
