@@ -115,8 +115,8 @@ def correlated_mean_interval(series: Sequence[float], period: int = 1, confidenc
         raise ValueError(f"a series of {count} values with period={period!r}; both must be at least 1")
     tail = _tail(confidence)
     totals = list(accumulate(series, initial=0.0))
-    smooth = min(period, (count + 1) // 2)
-    mean = _slope(totals, smooth)
+    # In less than two periods the ends are averaged over what keeps them one period apart.
+    mean = _slope(totals, min(period, max(count + 1 - period, 1)))
     block = period * max(1, int(math.sqrt(count)) // period)
     freedom = int(1.5 * (count / block - 1))
     if freedom < 1:
