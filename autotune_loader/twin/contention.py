@@ -34,8 +34,8 @@ GAMMA_PRIOR = (0.0, 0.03)
 STEP_CORES_PRIOR = (1.0, 0.3)
 """Mean and sd of the step's true core use relative to its thread count; OpenMP threads also spin between regions."""
 
-ALPHAS = np.linspace(0.0, 0.6, 61)
-BETAS = np.linspace(0.0, 0.03, 13)
+ALPHAS = np.concatenate([[0.0], np.geomspace(0.001, 0.6, 60)])
+BETAS = np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)])
 GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 30)])
 STEP_CORES = np.linspace(0.0, 2.0, 21)
 

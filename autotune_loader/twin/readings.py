@@ -19,7 +19,7 @@ from autotune_loader.twin.recursion import Floats
 MIN_WARM_SAMPLES = 4
 """Below so many samples warm-up batches are kept: a biased estimate beats none."""
 MIN_STEADY = 8
-"""So many batches must follow the filling of the queues, or it is not left out."""
+"""So many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
 MANY = 1024
 """Records of fewer batches are complete."""
 LEFT_OUT = 20.0
@@ -73,13 +73,17 @@ def read_stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> Reading:
     ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
     saw_ready = serial or len(ready) >= MIN_QUEUED
     period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
+    at_work = float(service_s.mean()) / max(period_s, 1e-9)
+    if not serial and not steady:
+        # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
+        at_work = _visibly_at_work(traces) or at_work
     return Reading(
         service_s=service_s,
         cpu_s=np.array([t.cpu_s for t in kept]),
         receive_s=np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0),
         step_s=_steps(traces[steady:]),
         busy_workers=0.0 if serial else _busy_workers(traces, kept),
-        at_work=min(float(service_s.mean()) / max(period_s, 1e-9), float(config.num_workers)),
+        at_work=min(at_work, float(config.num_workers)),
         first_fetch_s=first_fetch_s,
         positions=tuple(positions) if len(traces) == whole else (),
         between_s=_between_batches_s(traces, config),
@@ -104,12 +108,12 @@ def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[in
     """
     warm = _warm(traces)
     handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
-    later = [i for i in warm if i >= handed_out]
-    if not 0 < handed_out < len(traces) or len(later) < MIN_STEADY:
+    later, enough = [i for i in warm if i >= handed_out], max(MIN_STEADY, config.num_workers)
+    if not 0 < handed_out < len(traces) or len(later) < enough:
         return warm, 0
     filled_at = max(trace.collate_end for trace in traces[:handed_out])
     first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
-    return later, first if len(traces) - first >= MIN_STEADY else 0
+    return later, first if len(traces) - first >= enough else 0
 
 
 def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
@@ -163,21 +167,41 @@ def split_pinning(traces: Sequence[BatchTrace]) -> tuple[Floats, float | None]:
     return np.maximum(rested, 0.0), None if latency_s is None else max(0.0, latency_s - hand_over_s)
 
 
+def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
+    """Mean number of workers at work while all of them could be seen; None where they never could."""
+    begun: dict[int, float] = {}
+    for trace in traces:
+        begun.setdefault(trace.worker, trace.fetch_start)
+    since, until = max(begun.values()), _all_seen_until(traces)
+    if until <= since:
+        return None
+    done = np.interp([since, until], *_work_done(traces))
+    return float((done[1] - done[0]) / (until - since))
+
+
+def _all_seen_until(traces: Sequence[BatchTrace]) -> float:
+    """When the first of the workers ended its last delivered batch: what it did later left no trace."""
+    return min({trace.worker: trace.collate_end for trace in traces}.values())
+
+
+def _work_done(traces: Sequence[BatchTrace]) -> tuple[Floats, Floats]:
+    """Times at which a worker began or ended a batch, and the seconds that all had worked until then."""
+    times = np.array([t.fetch_start for t in traces] + [t.collate_end for t in traces])
+    order = np.argsort(times, kind="stable")
+    active = np.cumsum(np.repeat([1.0, -1.0], len(traces))[order])
+    times = times[order]
+    return times, np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(times))])
+
+
 def _busy_workers(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> float:
     """Mean over batches of how many workers were fetching during them.
 
     A worker's work after its last delivered batch leaves no trace, so only batches count that ended while all workers
     could still be seen.
     """
-    starts = np.array([t.fetch_start for t in traces])
-    ends = np.array([t.collate_end for t in traces])
-    times = np.concatenate([starts, ends])
-    order = np.argsort(times, kind="stable")
-    times = times[order]
-    active = np.cumsum(np.repeat([1.0, -1.0], len(traces))[order])
-    busy_seconds = np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(times))])
-    last_seen = {t.worker: t.collate_end for t in traces}
-    visible = [t for t in warm if t.collate_end <= min(last_seen.values())] or list(warm)
+    times, busy_seconds = _work_done(traces)
+    until = _all_seen_until(traces)
+    visible = [t for t in warm if t.collate_end <= until] or list(warm)
     begin = np.array([t.fetch_start for t in visible])
     end = np.array([t.collate_end for t in visible])
     during = np.interp(end, times, busy_seconds) - np.interp(begin, times, busy_seconds)
