@@ -53,6 +53,8 @@ LONGER_PATIENCE = 2.0
 SPEEDUP_PRECISION = 0.25
 # Fewer rounds say nothing about noise.
 MIN_ROUNDS = 3
+# Open questions get so many, however long a round takes: on large machines three outlast all patience and settle nothing.
+PATIENT_ROUNDS = 5
 # Whoever wins ran in two rounds, or in as many as anybody: one burst gives no interval.
 LEAST_OF_WINNER = 2
 # The baseline is only compared with the winner; once that ratio is known this well it sits out.
@@ -125,8 +127,8 @@ def run_finals(
         cost: what a configuration costs, compared as tuples are.
         tolerance: relative difference that counts as equally fast.
         time_left: seconds that may still be spent; checked before each round.
-        patience_s: seconds after which open questions are left open; `LONGER_PATIENCE` times that where the rounds
-            contradict the choice or do not show it to be faster than the baseline.
+        patience_s: seconds after which open questions are left open, once there were `PATIENT_ROUNDS`; `LONGER_PATIENCE`
+            times that where the rounds contradict the choice or do not show it to be faster than the baseline.
         seed: of the order within the rounds.
         plan_of: adapts the plan of a burst to a configuration.
         believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
@@ -148,7 +150,7 @@ def run_finals(
         if before_s < round_s or _is_settled(standing, base, tolerance):
             break
         factor = 1.0 if _is_borne_out(standing, base, tolerance) else LONGER_PATIENCE
-        if spent_s + round_s > factor * patience_s and len(standing.rounds) >= MIN_ROUNDS:
+        if spent_s + round_s > factor * patience_s and len(standing.rounds) >= PATIENT_ROUNDS:
             break
         _run_round(standing, probe, _entrants(standing, base, tolerance), order, plan_of)
         spent_s += max(before_s - time_left(), 1e-9)

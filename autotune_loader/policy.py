@@ -20,7 +20,9 @@ from autotune_loader.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
-from autotune_loader.twin.residual import Knowledge, prior_covariance
+from autotune_loader.twin.prediction import Prediction
+from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.residual import Knowledge, consumer_bound, prior_covariance
 
 # From so many cores on, a scout stands between one worker and as many as cores.
 LARGE_MACHINE = 16
@@ -32,6 +34,10 @@ STEP_RESOLUTION_S = 0.0005
 WORTHWHILE_SHARE = 0.4
 # Share of the memory limit that makes one configuration dearer than another.
 MEMORY_STEP = 0.05
+# A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers.
+CORES_OF_A_SERIAL_STEP = 1.3
+# Of finalists that leave this much of the tolerance more to be lost than the best of them, the cheapest is taken.
+RIVAL_SHARE = 0.1
 # A further finalist must be expected to save this share of the tolerance.
 FINALIST_SHARE = 0.1
 
@@ -98,11 +104,12 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
     tried = dict.fromkeys(modelled(trial.config) for trial in measured)
     failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
     configs = [c for c in dict.fromkeys([*map(modelled, space.plain_configs()), *tried]) if c not in failed]
-    predicted = [prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
+    predictions = twin.predict_all(configs)
+    predicted = [prediction.samples_per_s.value for prediction in predictions]
     before = Knowledge(
         configs=tuple(configs),
         mean=np.log(np.maximum(predicted, 1e-12)),
-        covariance=prior_covariance(configs, inputs.consumer_cores),
+        covariance=prior_covariance(configs, inputs.consumer_cores, _bound_by_consumer(predictions, twin, inputs)),
         noise_sd=twin.calibration.noise_sd,
     )
     where = {config: index for index, config in enumerate(configs)}
@@ -113,6 +120,14 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         [_burst_variance(trial.measurement, twin) for trial in usable if trial.measurement is not None],
     )
     return before.scaled(*bursts).updated(*bursts)
+
+
+def _bound_by_consumer(predictions: Sequence[Prediction], twin: Twin, inputs: TwinInputs) -> Floats:
+    """How far the consumer sets each rate; not at all where it shares the cores with the workers, who slow it down."""
+    if inputs.consumer_cores > CORES_OF_A_SERIAL_STEP:
+        return np.zeros(len(predictions))
+    headroom = [prediction.headroom for prediction in predictions]
+    return consumer_bound(headroom, [prediction.consumer_use for prediction in predictions], twin.variation)
 
 
 def over_epochs(
@@ -160,7 +175,7 @@ def next_config(known: Knowledge, space: Space, trials: Sequence[Trial], toleran
 def finalists(known: Knowledge, space: Space, tolerance: float, most: int = 2) -> list[LoaderConfig]:
     """The few configurations that deserve fresh rounds: the choice, and those that may well be what it misses.
 
-    Each further one is the one that leaves least to be lost when the best of them all is taken.
+    Each further one leaves hardly more to be lost than any must, when the best of them all is taken; of such the cheapest.
     """
     chosen, _ = choose(known, space, tolerance)
     short = known.shortfalls()
@@ -168,7 +183,8 @@ def finalists(known: Knowledge, space: Space, tolerance: float, most: int = 2) -
     left = short[:, taken[0]]
     while len(taken) < most:
         losses = np.minimum(left[:, None], short).mean(axis=0)
-        best = int(np.argmin(losses))
+        enough = np.flatnonzero(losses <= losses.min() + RIVAL_SHARE * tolerance)
+        best = min(map(int, enough), key=lambda i: (cost(known.configs[i], space), losses[i]))
         if left.mean() - losses[best] < FINALIST_SHARE * tolerance:
             break
         taken.append(best)

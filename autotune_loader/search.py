@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 # One burst of the search: it need only rank and feed the twin; the finals measure.
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
-# A step that keeps fewer cores busy than this gains nothing from another number of threads.
-CORES_OF_A_SERIAL_STEP = 1.3
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.4
 # Open questions are worth this many seconds of finals, and some more where these do not bear out the choice.
@@ -202,7 +200,7 @@ class SearchRun:
                 # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
                 busy = min(self.found.inputs.consumer_cores, measured.cpu_share * self._usable_cores)
                 self.found.inputs = replace(self.found.inputs, consumer_cores=busy)
-                if busy < CORES_OF_A_SERIAL_STEP:
+                if busy < policy.CORES_OF_A_SERIAL_STEP:
                     self._space = replace(self._space, consumer_threads=(None,))
                     return
 

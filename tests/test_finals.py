@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import LONGER_PATIENCE, MAX_FAILURES, MIN_ROUNDS, run_finals
+from autotune_loader.finals import LONGER_PATIENCE, MAX_FAILURES, MIN_ROUNDS, PATIENT_ROUNDS, run_finals
 from autotune_loader.stats import MAX_ROUNDS, Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure
@@ -118,7 +118,7 @@ def test_no_round_begins_that_would_not_fit(budget_s):
 def test_patience_ends_open_questions_but_not_before_the_first_rounds():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
     outcome = race(probe, [FEW, SOME], patience_s=4.0)
-    assert len(outcome.rounds) == MIN_ROUNDS
+    assert len(outcome.rounds) == PATIENT_ROUNDS
 
 
 def believing(bursts):
@@ -141,7 +141,7 @@ def test_patience_lasts_longer_where_the_rounds_contradict_the_choice():
 
 def test_a_baseline_that_keeps_failing_does_not_use_up_the_budget():
     outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 80.0, SOME: 81.0}, noise=0.01), [SOME, FEW], patience_s=0.0)
-    assert len(outcome.rounds) == MIN_ROUNDS
+    assert len(outcome.rounds) == PATIENT_ROUNDS
 
 
 def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():

@@ -134,13 +134,14 @@ class Twin:
         if not configs:
             return []
         columns = self._columns(configs, cores or self.cores)
-        window = steady_batches(self._variation())
+        window = steady_batches(self.variation)
         pools = self._pools(batches_needed(columns.workers, window))
         stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
         first = steady_rate(self._run(columns, stages, pools), columns.workers, window)
         stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
         done = self._run(columns, stages, pools)
         rates = steady_rate(done, columns.workers, window)
+        consumer_s = stages.consumer_s(columns)
         predictions = []
         for i, config in enumerate(configs):
             at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
@@ -161,6 +162,8 @@ class Twin:
                     epoch_samples_per_s=epoch * self.batch_size,
                     binding=binding_stage(at.start, rate, columns, stages, load, self.calibration),
                     busy_workers=min(rate * float(stages.service_s[at.start]), float(config.num_workers)),
+                    headroom=config.num_workers * float(consumer_s[at.start] / max(stages.service_s[at.start], 1e-12)),
+                    consumer_use=min(rate * float(consumer_s[at.start]), 1.0),
                     service_s=float(stages.service_s[at.start]),
                     startup_s=started_s,
                 )
@@ -189,6 +192,11 @@ class Twin:
     def batch_size(self) -> float:
         """Mean samples per batch of the bursts."""
         return float(np.mean([o.batch_size for o in self.observations]))
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation of the workers' service times over their mean."""
+        return float(self._services().std())
 
     def startup_s(self, num_workers: int) -> float:
         """Seconds until the first of so many workers begins, on a line through the bursts."""
@@ -233,9 +241,6 @@ class Twin:
     def _services(self) -> Floats:
         with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
         return np.concatenate([relative(o.service_s) for o in with_workers])
-
-    def _variation(self) -> float:
-        return float(self._services().std())
 
     def _pools(self, batches: int) -> tuple[Floats, Floats]:
         """Service and step times relative to their mean, shape (batches, draws)."""

@@ -31,6 +31,10 @@ class Prediction:
     ("consumer"), the receipt alone ("transport") or the pinning thread are full."""
     busy_workers: float
     """Mean number of workers at work."""
+    headroom: float
+    """How many times what the consumer can take the workers could deliver at this load; 0 without workers."""
+    consumer_use: float
+    """Share of the time in which the consumer works: receipt and step, or the pinning thread where that takes longer."""
     service_s: float
     """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
     startup_s: float

@@ -21,6 +21,12 @@ MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
 LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
+LEAST_HEADROOM = 1.2
+"""So many times what the consumer takes must workers be able to deliver before the consumer is held for what binds."""
+HEADROOM_SD = 0.15
+"""Relative error of that headroom where service times do not vary."""
+USE_POWER = 10.0
+"""A consumer that works 95 % of the time binds to 60 %: workers that deliver in waves still make it wait."""
 UNMODELLED_SD = 0.1
 """Relative error of a single burst of a configuration that the twin knows nothing of."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
@@ -170,12 +176,38 @@ class Knowledge:
         return gain
 
 
-def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:
-    """Covariance of the twin's errors in the logarithm of the rate."""
+def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float, bound: Floats) -> Floats:
+    """Covariance of the twin's errors in the logarithm of the rate.
+
+    Whatever the twin gets wrong of a consumer, it gets wrong for all configurations that wait for it: they are equally fast.
+
+    Args:
+        configs: the configurations.
+        default_threads: threads of the step where `consumer_threads` does not set them.
+        bound: how far the consumer sets the rate of each, from 0 to 1, as `consumer_bound` says.
+    """
     points = _features(configs, default_threads)
     distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
-    covariance: Floats = MODEL_SD**2 * np.exp(-0.5 * distance.sum(axis=2))
+    supply = np.exp(-0.5 * distance.sum(axis=2))
+    consumer = np.exp(-0.5 * distance[:, :, 2:].sum(axis=2))
+    covariance: Floats = MODEL_SD**2 * (np.outer(1 - bound, 1 - bound) * supply + np.outer(bound, bound) * consumer)
     return covariance
+
+
+def consumer_bound(headroom: Sequence[float], use: Sequence[float], variation: float) -> Floats:
+    """How far the consumer sets the rate of each configuration: from 0, the workers alone do, to 1, it alone does.
+
+    Args:
+        headroom: how many times what the consumer takes the workers could deliver.
+        use: share of the time in which the consumer works.
+        variation: of the workers' service times (standard deviation over mean). The more these vary, the less a few bursts
+            know of their mean, and the more workers it takes to be sure.
+    """
+    spread = math.hypot(HEADROOM_SD, variation)
+    excess = [math.log(max(times, 1e-9) / LEAST_HEADROOM) / spread for times in headroom]
+    sure = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in excess])
+    bound: Floats = sure * np.array(use) ** USE_POWER
+    return bound
 
 
 def _features(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:

@@ -58,10 +58,15 @@ class Stages:
     crowding: Floats
     """Factor on the worker's CPU seconds since it has to share cores, caches and memory bandwidth."""
 
+    def consumer_s(self, columns: Columns) -> Floats:
+        """Seconds between two batches that receipt, step and pinning thread allow."""
+        both = np.where(columns.ahead > 0, np.maximum(self.receive_s, self.step_s), self.receive_s + self.step_s)
+        seconds: Floats = np.maximum(both, self.pin_s)
+        return seconds
+
     def bound(self, columns: Columns) -> Floats:
         """Batches per second were every queue endless and every stage steady."""
-        consumer_s = np.where(columns.ahead > 0, np.maximum(self.receive_s, self.step_s), self.receive_s + self.step_s)
-        slowest = np.maximum(np.maximum(consumer_s, self.pin_s), self.service_s / np.maximum(columns.workers, 1))
+        slowest = np.maximum(self.consumer_s(columns), self.service_s / np.maximum(columns.workers, 1))
         serial = self.service_s + self.receive_s + self.step_s
         rate: Floats = 1.0 / np.maximum(np.where(columns.workers == 0, serial, slowest), 1e-12)
         return rate
