@@ -108,6 +108,15 @@ def test_a_periodic_series_has_the_mean_of_its_period(period: int, shift: int, r
     assert correlated_mean_interval(values, period).value == pytest.approx(1 / period)
 
 
+@given(st.integers(2, 8), st.integers(0, 7), st.data())
+def test_less_than_two_periods_have_the_mean_of_one(period: int, shift: int, data: st.DataObject) -> None:
+    # GIVEN a series of one to two periods, cut anywhere
+    count = data.draw(st.integers(period, 2 * period))
+    values = [1.0 if (i + shift) % period == 0 else 0.0 for i in range(count)]
+    # WHEN averaged THEN its ends are a period apart (they were less, and two rounds of workers read three times too fast)
+    assert correlated_mean_interval(values, period).value == pytest.approx(1 / period)
+
+
 def test_intervals_of_correlated_series_cover() -> None:
     # GIVEN waits that drift in and out over several batches (AR(1), 0.5)
     rng, hits = random.Random(1), []

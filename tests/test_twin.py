@@ -17,6 +17,7 @@ from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BatchTrace, BurstPlan, Measurement
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
 from autotune_loader.twin.levelling import level
+from autotune_loader.twin.residual import consumer_bound, prior_covariance
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)
@@ -433,3 +434,46 @@ class TestFidelity:
         begun = time.perf_counter()
         twin.predict_all(configs)
         assert time.perf_counter() - begun < 0.2
+
+
+def test_workers_that_have_not_delivered_yet_are_seen_at_work():
+    # GIVEN eight workers whose deep queues are far from full when the burst ends
+    machine = SimulatedMachine(cores=16, cpu_s=0.1, service_cv=0.3, step_s=0.001)
+    config = LoaderConfig(num_workers=8, prefetch_factor=8)
+    # WHEN it is observed
+    burst = SimulatedProbe(machine, StubClock()).burst(config, BurstPlan(max_s=0.6, min_s=0.3))
+    # THEN all of them were at work, whatever the loop had received by then
+    assert Observation.from_measurement(config, burst).workers_at_work > 7.5
+
+
+def test_slight_contention_shows_on_many_cores():
+    # GIVEN processes that hardly slow one another down, but 64 of them do
+    machine = SimulatedMachine(cores=64, cpu_s=0.1, step_s=0.001, alpha=0.02, beta=0.0005, service_cv=0.05)
+    clock = StubClock()
+    probe, plan = SimulatedProbe(machine, clock), BurstPlan(max_s=3.0, min_s=3.0)
+    seen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16, 64)]
+    # WHEN the twin is fitted to three bursts
+    twin = Twin.fit([Observation.from_measurement(config, probe.burst(config, plan)) for config in seen], cores=64)
+    # THEN it knows where more workers begin to cost more than they bring
+    unseen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (8, 32, 48)]
+    rates = [prediction.samples_per_s.value for prediction in twin.predict_all(unseen)]
+    assert rates == pytest.approx([probe.truth(config) for config in unseen], rel=0.06)
+
+
+def test_who_waits_for_the_same_step_shares_its_error():
+    # GIVEN a step that two workers keep busy
+    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05)
+    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
+    seen = [LoaderConfig(), *(LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16))]
+    twin = Twin.fit([Observation.from_measurement(config, probe.burst(config, plan)) for config in seen], cores=16)
+    configs = [LoaderConfig(num_workers=workers, prefetch_factor=8) for workers in (1, 3, 16)]
+    # WHEN it is asked how far that step sets the rate of one, three and sixteen workers
+    predictions = twin.predict_all(configs)
+    bound = consumer_bound([p.headroom for p in predictions], [p.consumer_use for p in predictions], twin.variation)
+    # THEN not of one, and of three as of sixteen
+    assert bound[0] < 0.1
+    assert min(bound[1:]) > 0.8
+    # THEN these two are known to be equally fast, and the one may be slower by more than the twin's usual error
+    covariance = prior_covariance(configs, 1.0, bound)
+    ratio_sd = np.sqrt(covariance[1, 1] + covariance[2, 2] - 2 * covariance[1, 2])
+    assert ratio_sd < 0.2 * np.sqrt(covariance[0, 0])
