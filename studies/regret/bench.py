@@ -30,6 +30,8 @@ LONGEST_WARM_UP_S = 1.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
 REPEATS = {"short_epoch": 1, "in_memory": 1, "tutorial": 1, "guide": 1, "lesson": 1, "article": 1, "imbalance": 1}
 MOST_REPEATS = 16
+# Epochs of these end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
+SHORT_EPOCHS = ("short_epoch", "tutorial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,10 @@ class Timing:
     """How to time one configuration."""
 
     clock: Literal["start", "first_batch", "steady"]
-    """When it starts: before the loader's iterator is made, at the first batch, or when the queues have settled."""
+    """When it starts: before the loader's iterator is made, at the first batch, or when the queues have settled.
+
+    Where epochs are short (`SHORT_EPOCHS`) "steady" is whole epochs, from the second on.
+    """
     seconds: float
     """Length of the window."""
     seed: int = 0
@@ -159,6 +164,7 @@ class TimedJob:
         from autotune_loader.probe.workload import TrainingSide
 
         self._study = regret_workload(name)
+        self._has_short_epochs = name in SHORT_EPOCHS
         self._threads = torch.get_num_threads()
         side = TrainingSide(model=self._study.model, train_step=self._study.train_step)
         first = next(iter(self._loader(LoaderConfig())))
@@ -173,14 +179,8 @@ class TimedJob:
         torch.manual_seed(timing.seed)
         random.seed(timing.seed)
         torch.set_num_threads(config.consumer_threads or self._threads)
-        started, ends = self._run(config, timing)
+        batches, window_s = self._timed(config, timing)
         torch.set_num_threads(self._threads)
-        if timing.clock == "start":
-            batches, window_s = len(ends), ends[-1] - started
-        elif timing.clock == "first_batch":
-            batches, window_s = max(1, len(ends) - 1), ends[-1] - (ends[0] if len(ends) > 1 else started)
-        else:
-            batches, window_s = between_smooth_ends(ends, max(1, config.num_workers))
         return Timed(
             samples_per_s=batches * self._study.batch_size / window_s,
             batches=batches,
@@ -188,6 +188,29 @@ class TimedJob:
             wall_s=time.perf_counter() - begun,
             foreign_share=foreign.share(),
         )
+
+    def _timed(self, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
+        """Batches of the window, and its seconds."""
+        if timing.clock == "steady" and self._has_short_epochs:
+            return self._run_epochs(config, timing.seconds)
+        started, ends = self._run(config, timing)
+        if timing.clock == "start":
+            return len(ends), ends[-1] - started
+        if timing.clock == "first_batch":
+            return max(1, len(ends) - 1), ends[-1] - (ends[0] if len(ends) > 1 else started)
+        return between_smooth_ends(ends, max(1, config.num_workers))
+
+    def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
+        """Whole epochs after the first, for at least so many seconds."""
+        loader = self._loader(config)
+        for batch in loader:
+            self._step.run(batch)
+        batches, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            for batch in loader:
+                self._step.run(batch)
+                batches += 1
+        return batches, time.perf_counter() - started
 
     def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         """When the run began, and when each batch of the window was trained on."""
