@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.stats import Interval, gap_to_ceiling, mean_interval
-from autotune_loader.trial import BatchTrace, Measurement
+from autotune_loader.trial import BatchTrace, Measurement, after_first_of_each
 
 LimitName = Literal["step", "cpu", "transport", "storage", "h2d", "pinning", "in_process"]
 
@@ -266,12 +266,7 @@ def _per_second(seconds: Interval, samples: float) -> Interval:
 
 def _warm(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
     """The batches that were not the first of their worker, where there are enough of them."""
-    seen: set[int] = set()
-    warm = []
-    for trace in traces:
-        if trace.worker in seen:
-            warm.append(trace)
-        seen.add(trace.worker)
+    warm = after_first_of_each(traces)
     return warm if len(warm) >= MIN_BATCHES else list(traces)
 
 

@@ -11,6 +11,7 @@ The life of one batch, as `BatchTrace` keeps it:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -81,6 +82,17 @@ class BatchTrace:
     def step_s(self) -> float:
         """Seconds of the training step."""
         return self.step_end - self.received
+
+
+def after_first_of_each(traces: Iterable[BatchTrace]) -> list[BatchTrace]:
+    """The batches that were not the first of their worker, which opens files and fills caches."""
+    met: set[int] = set()
+    later = []
+    for trace in traces:
+        if trace.worker in met:
+            later.append(trace)
+        met.add(trace.worker)
+    return later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

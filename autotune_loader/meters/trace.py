@@ -28,7 +28,7 @@ from typing import Literal
 
 from autotune_loader.meters.history import History
 from autotune_loader.stats import Interval, correlated_mean_interval, mean_interval, student_t_quantile
-from autotune_loader.trial import BatchTrace, BurstPlan
+from autotune_loader.trial import BatchTrace, BurstPlan, after_first_of_each
 
 MIN_ROUNDS_AFTER_STOCK = 3
 """Rounds of all workers that must follow the end of the stock, or a window there would be mostly edges."""
@@ -245,7 +245,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interval:
     """Samples/s that the workers make, from one batch to the next in service time and so long a pause."""
     # Before the first request the step did not compete for the cores yet, and a worker's first batch opens files.
-    seen = [trace for trace in _after_first_of_each(traces) if trace.fetch_start >= traces[0].requested]
+    seen = [trace for trace in after_first_of_each(traces) if trace.fetch_start >= traces[0].requested]
     if len(seen) < workers:
         seen = list(traces)
     cycles = mean_interval([trace.service_s for trace in seen])
@@ -253,17 +253,6 @@ def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interva
     extra_s = slowest_s - cycles.value + pause_s
     shifted = replace(cycles, value=cycles.value + extra_s, low=cycles.low + extra_s, high=cycles.high + extra_s)
     return _rate(shifted, workers * _mean([trace.samples for trace in seen]), len(seen))
-
-
-def _after_first_of_each(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
-    """The batches that were not the first of their worker."""
-    met: set[int] = set()
-    later = []
-    for trace in traces:
-        if trace.worker in met:
-            later.append(trace)
-        met.add(trace.worker)
-    return later
 
 
 def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[float]:
