@@ -266,7 +266,7 @@ def _per_second(seconds: Interval, samples: float) -> Interval:
 
 def _warm(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
     """The batches that were not the first of their worker, where there are enough of them."""
-    warm = after_first_of_each(traces)
+    warm = [traces[position] for position in after_first_of_each(traces)]
     return warm if len(warm) >= MIN_BATCHES else list(traces)
 
 

@@ -9,7 +9,7 @@ from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import BurstPlan, Trial
 
-# A window of fewer rounds of the workers is mostly edges: 64 workers on a full machine then read up to 1.8 times too fast.
+# A window of fewer rounds of the workers is mostly edges (`studies.fidelity.few_rounds`).
 ROUNDS_PER_BURST = 4.5
 LONGEST_BURST_S = 3.0
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.

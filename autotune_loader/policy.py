@@ -18,6 +18,7 @@ import numpy as np
 
 from autotune_loader.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.space import Space
+from autotune_loader.stats import Z_95
 from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.prediction import Prediction
@@ -229,4 +230,4 @@ def _burst_variance(measurement: Measurement, twin: Twin) -> float:
     rate = measurement.samples_per_s
     half = (rate.high - rate.low) / 2 / rate.value if rate.value > 0 and math.isfinite(rate.high) else 0.2
     tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
-    return float(max((half / 1.96) ** 2, tails) + twin.calibration.noise_sd**2)
+    return float(max((half / Z_95) ** 2, tails) + twin.calibration.noise_sd**2)

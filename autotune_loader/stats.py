@@ -25,6 +25,9 @@ ANCHOR_DRIFT_LIMIT = 0.13
 MAX_DISCARDED_SHARE = 1 / 3
 """With more suspect rounds than this the noise is the machine's normal state, and all rounds are kept."""
 
+Z_95 = 1.96
+"""Standard deviations from the middle to either end of a normal 95 % interval."""
+
 LOOKS = (4, 6, 9, 14, 21, 32, 48)
 """Numbers of rounds after which a running comparison may be looked at: every half as many again."""
 MAX_ROUNDS = 80

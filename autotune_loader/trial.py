@@ -84,13 +84,13 @@ class BatchTrace:
         return self.step_end - self.received
 
 
-def after_first_of_each(traces: Iterable[BatchTrace]) -> list[BatchTrace]:
-    """The batches that were not the first of their worker, which opens files and fills caches."""
+def after_first_of_each(traces: Iterable[BatchTrace]) -> list[int]:
+    """Positions of the batches that were not the first of their worker, which opens files and fills caches."""
     met: set[int] = set()
     later = []
-    for trace in traces:
+    for position, trace in enumerate(traces):
         if trace.worker in met:
-            later.append(trace)
+            later.append(position)
         met.add(trace.worker)
     return later
 

@@ -27,7 +27,7 @@ from statistics import pstdev
 from typing import Literal
 
 from autotune_loader.meters.history import History
-from autotune_loader.stats import Interval, correlated_mean_interval, mean_interval, student_t_quantile
+from autotune_loader.stats import Z_95, Interval, correlated_mean_interval, mean_interval, student_t_quantile
 from autotune_loader.trial import BatchTrace, BurstPlan, after_first_of_each
 
 MIN_ROUNDS_AFTER_STOCK = 3
@@ -41,7 +41,7 @@ MIN_ROUNDS_TO_JUDGE = 4
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""
 MIN_ROUNDS = 3
-"""A burst sees so many rounds of its workers: after two, 64 workers on a full machine read 4.5 times too fast (simulated)."""
+"""A burst sees so many rounds of its workers; the first only opens the window, and one alone is mostly edges."""
 SLOW_BATCH_STRETCH = 3.0
 """A burst of very slow batches may run so many times its planned window to see these rounds."""
 LOADER_BOUND = 0.9
@@ -50,7 +50,6 @@ MADE_SD = 0.03
 """Relative error of what workers are said to make beyond the scatter of their batches, from what it leaves out."""
 BLOCKED = 0.3
 """The same per squared variation of the service times: a slow batch holds up delivery in order, and a short burst saw few."""
-Z_95 = 1.96
 SLOW_WORKER_CHANCE = 0.01
 """A worker is slower than the others, and holds up delivery in order, when chance lets any of them look so this rarely."""
 
@@ -140,8 +139,7 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float
     if count < max(MIN_BATCHES_TO_JUDGE, MIN_ROUNDS_TO_JUDGE * workers):
         return None
     consumed = _consumed(traces, workers, window.first)
-    late = traces[-MAX_POINTS:]
-    if window.stock == "left" and _made(late, workers, _lower_quartile(_pauses_s(late))).value < consumed.value:
+    if window.stock == "left" and _made_at_best(traces[-MAX_POINTS:], workers).value < consumed.value:
         return None
     error = (consumed.high - consumed.low) / 2 / consumed.value
     return error if math.isfinite(error) else None
@@ -173,8 +171,7 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> t
     rate = _consumed(traces, workers, window.first)
     if not workers:
         return rate, False
-    # Idling only adds to a pause, so the lower quartile is what a worker with orders needs between two batches.
-    made = _made(traces, workers, _lower_quartile(_pauses_s(traces)))
+    made = _made_at_best(traces, workers)
     if window.stock == "left" and made.value < rate.value:
         return replace(made, count=rate.count), True
     inside = traces[window.first :]
@@ -238,14 +235,20 @@ def _ends_and_sizes(traces: Sequence[BatchTrace], first: int, stride: int) -> tu
     return [t.step_end for t in traces[first - 1 :: stride]], [t.samples for t in traces[first::stride]]
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 4]
+def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
+    """Samples/s that the workers make while they have orders, idling excluded.
+
+    Idling only adds to a pause, so the lower quartile is what a worker with orders needs between two batches.
+    """
+    pauses = sorted(_pauses_s(traces))
+    return _made(traces, workers, pauses[len(pauses) // 4])
 
 
 def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interval:
     """Samples/s that the workers make, from one batch to the next in service time and so long a pause."""
     # Before the first request the step did not compete for the cores yet, and a worker's first batch opens files.
-    seen = [trace for trace in after_first_of_each(traces) if trace.fetch_start >= traces[0].requested]
+    later = [traces[position] for position in after_first_of_each(traces)]
+    seen = [trace for trace in later if trace.fetch_start >= traces[0].requested]
     if len(seen) < workers:
         seen = list(traces)
     cycles = mean_interval([trace.service_s for trace in seen])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Interval
+from autotune_loader.stats import Z_95, Interval
 from autotune_loader.twin.calibration import BEST, DRAWS, Calibration
 from autotune_loader.twin.contention import BURST_SD
 from autotune_loader.twin.fitting import calibrate
@@ -22,7 +22,6 @@ from autotune_loader.twin.stages import Columns, Stages
 
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
-Z_95 = 1.96
 PER_CONFIG = BEST + DRAWS
 
 

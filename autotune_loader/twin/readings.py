@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import BatchTrace, Measurement
+from autotune_loader.trial import BatchTrace, Measurement, after_first_of_each
 from autotune_loader.twin.recursion import Floats
 
 MIN_WARM_SAMPLES = 4
@@ -138,13 +138,8 @@ def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> fl
 
 
 def _warm(traces: Sequence[BatchTrace]) -> list[int]:
-    """Positions of the batches that were not the first of their worker."""
-    seen: set[int] = set()
-    warm = []
-    for position, trace in enumerate(traces):
-        if trace.worker in seen:
-            warm.append(position)
-        seen.add(trace.worker)
+    """Positions of the batches that were not the first of their worker, where there are enough of them."""
+    warm = after_first_of_each(traces)
     return warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
 
 

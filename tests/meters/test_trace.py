@@ -130,7 +130,7 @@ def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds: int, prefe
         summarise(simulate(32 * rounds, seed=seed, **loader), workers=32, started=0.0).samples_per_s
         for seed in range(20)
     ]
-    # THEN they err by a few percent, where consumption alone erred by 8 to 12, and know it
+    # THEN they err by a few percent, and know it
     assert fmean(abs(rate.value / truth - 1) for rate in rates) < 0.08
     assert fmean(rate.low <= truth <= rate.high for rate in rates) >= 0.7
     assert max(rate.high / rate.low for rate in rates) < 1.5
