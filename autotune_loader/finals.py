@@ -268,6 +268,8 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
 
 
 def _is_answered(known: Knowledge, index: int, leader: int, tolerance: float) -> bool:
+    if known.is_as_fast(leader, index, tolerance):
+        return True
     mean, sd = known.ratio(index, leader)
     slower = _below(math.log(1 - tolerance), mean, sd)
     faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
@@ -299,7 +301,8 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
         return False
     for index in standing.active():
         logs = log_ratios(rounds, str(index), str(leader))
-        if index != leader and len(logs) > 1 and fmean(logs) > tolerance:
+        looks_faster = index != leader and len(logs) > 1 and fmean(logs) > tolerance
+        if looks_faster and not _believed(standing, rounds).is_as_fast(leader, index, tolerance):
             return False
     over_base = log_ratios(rounds, str(leader), str(base))
     if leader == base:
@@ -325,10 +328,14 @@ def _cheapest_unbeaten(
 ) -> int:
     """The choice, or a cheaper entrant that was not slower in most of the rounds: what costs more must show that it helps.
 
+    A few rounds in which slow batches happened to be few say nothing where its workers were seen to be too few.
     An entrant as near the ceiling as the tolerance allows need not be as fast as the choice: there is nothing to gain.
     """
+    known = _believed(standing, rounds)
 
     def is_unbeaten(index: int) -> bool:
+        if known.is_starving(index, leader, tolerance):
+            return False
         logs = log_ratios(rounds, str(index), str(leader))
         if len(logs) >= MIN_ROUNDS and median(logs) >= 0:
             return True

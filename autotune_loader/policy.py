@@ -21,6 +21,7 @@ from autotune_loader.space import Space
 from autotune_loader.stats import Z_95
 from autotune_loader.trial import Measurement, Trial
 from autotune_loader.twin import Observation, Twin
+from autotune_loader.twin.feeding import Feeding
 from autotune_loader.twin.prediction import Prediction
 from autotune_loader.twin.recursion import Floats
 from autotune_loader.twin.residual import Knowledge, consumer_bound, prior_covariance
@@ -112,6 +113,7 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         mean=np.log(np.maximum(predicted, 1e-12)),
         covariance=prior_covariance(configs, inputs.consumer_cores, _bound_by_consumer(predictions, twin, inputs)),
         noise_sd=twin.calibration.noise_sd,
+        feeding=Feeding.of(configs, twin.observations, [prediction.consumer_use for prediction in predictions]),
     )
     where = {config: index for index, config in enumerate(configs)}
     usable = [trial for trial in measured if (trial.samples_per_s or 0.0) > 0]
@@ -150,7 +152,8 @@ def over_epochs(
         return known
     predictions = twin.predict_all([as_run(config) for config in known.configs], epoch_batches=epoch_batches)
     shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
-    return replace(known, mean=known.mean + np.log(np.maximum(shares, 1e-12)))
+    # Few workers that feed the loop in the long run take longer to begin each epoch.
+    return replace(known, mean=known.mean + np.log(np.maximum(shares, 1e-12)), feeding=None)
 
 
 def choose(known: Knowledge, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:

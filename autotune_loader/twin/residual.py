@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.twin.feeding import Feeding
 from autotune_loader.twin.recursion import Floats
 
 MODEL_SD = 0.06
@@ -52,6 +53,10 @@ class Knowledge:
     covariance: Floats
     noise_sd: float
     """Relative standard deviation of one further burst."""
+    drawn: Floats | None = None
+    """The `paths`, where they were drawn together with those of configurations that are left out here."""
+    feeding: Feeding | None = None
+    """Who was seen to keep the loop fed, so that nobody with more workers can be faster."""
 
     def at(self, configs: Sequence[LoaderConfig]) -> Knowledge:
         """The same belief about some of the configurations only."""
@@ -61,6 +66,8 @@ class Knowledge:
             mean=self.mean[where],
             covariance=self.covariance[np.ix_(where, where)],
             noise_sd=self.noise_sd,
+            drawn=self.paths()[:, where],
+            feeding=self.feeding.at(where) if self.feeding is not None else None,
         )
 
     def including(self, rates: Mapping[LoaderConfig, float]) -> Knowledge:
@@ -75,6 +82,7 @@ class Knowledge:
             mean=np.concatenate([self.mean, np.log([rates[config] for config in new])]),
             covariance=covariance,
             noise_sd=self.noise_sd,
+            feeding=self.feeding.extended(len(new)) if self.feeding is not None else None,
         )
 
     def updated(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
@@ -98,7 +106,7 @@ class Knowledge:
             squared = (values - mean[where]) ** 2 / noise
             weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + squared)
         covariance = self.covariance - gain @ cross.T
-        return Knowledge(configs=self.configs, mean=mean, covariance=covariance, noise_sd=self.noise_sd)
+        return replace(self, mean=mean, covariance=covariance, drawn=None)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
         """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
@@ -127,13 +135,23 @@ class Knowledge:
 
     def paths(self) -> Floats:
         """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
+        if self.drawn is not None:
+            return self.drawn
         root = np.linalg.cholesky(self.covariance + 10 * JITTER * np.eye(len(self.configs)))
         drawn = np.random.default_rng(0).standard_normal((PATHS, len(self.configs)))
         paths: Floats = self.mean + drawn @ root.T
         for shallow, deep in self._deeper():
             # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
             paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
-        return paths
+        return paths if self.feeding is None else self.feeding.heeded(paths)
+
+    def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:
+        """Whether it was seen that the workers at `index` are enough, so that `other`, which has more, is not faster."""
+        return self.feeding is not None and self.feeding.is_as_fast(index, other, tolerance)
+
+    def is_starving(self, index: int, other: int, tolerance: float) -> bool:
+        """Whether it was seen that the workers at `index` are too few, and `other` differs by having more."""
+        return self.feeding is not None and self.feeding.is_starving(index, other, tolerance)
 
     def _deeper(self) -> list[tuple[int, int]]:
         """Positions of configurations that differ in prefetch alone, next deeper ones, shallow before deep."""

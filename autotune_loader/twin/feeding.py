@@ -1,0 +1,156 @@
+"""Workers that were seen to keep the training loop fed: with more of them, and all else equal, nobody is faster.
+
+Two bursts differ by whatever the machine does meanwhile, and that hides a few percent of their rates. Within one burst workers
+and loop have the same machine: how much more the workers could deliver than the loop takes, the headroom
+workers x (receipt + step) / service, hardly depends on it. A loop that need not wait is no slower than one with more workers,
+because these can only take cores from its step; a burst that says otherwise was lucky.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.twin.observation import Observation
+from autotune_loader.twin.orders import relative
+from autotune_loader.twin.recursion import Floats
+
+READING_SD = 0.02
+"""Relative error of a headroom that no number of batches takes away."""
+NEARLY_FED = 0.9
+"""Workers with less headroom than this are no help in telling how fast more of them are."""
+SURE = 2.0
+"""Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
+MOST_LOST = 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Feeding:
+    """How well the workers of some configurations were seen to feed the loop: one value per configuration."""
+
+    log_headroom: Floats
+    """Logarithm of the headroom; -inf where no burst had these workers."""
+    headroom_sd: Floats
+    """Standard deviation of that logarithm."""
+    irregular: Floats
+    """Share of the time in which the loop waits even if the mean says that it need not: service times vary."""
+    larger: tuple[tuple[int, ...], ...]
+    """Positions of the configurations with as many workers or more, and all else equal but the prefetch."""
+
+    @classmethod
+    def of(cls, configs: Sequence[LoaderConfig], observations: Sequence[Observation], use: Sequence[float]) -> Feeding:
+        """What the bursts show.
+
+        Args:
+            configs: the configurations.
+            observations: all bursts.
+            use: share of the time in which the consumer of each configuration works, as the twin says.
+        """
+        bursts: dict[Hashable, list[Observation]] = defaultdict(list)
+        for seen in observations:
+            if seen.num_workers:
+                bursts[_crew(seen)].append(seen)
+        variability = float(np.concatenate([relative(seen.service_s) for seen in observations]).var())
+        known = {crew: _headroom(seen, variability) for crew, seen in bursts.items()}
+        headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
+        alike: dict[LoaderConfig, list[int]] = defaultdict(list)
+        for position, config in enumerate(configs):
+            alike[_apart_from_crew(config)].append(position)
+        return cls(
+            log_headroom=np.array([mean for mean, _ in headrooms]),
+            headroom_sd=np.array([sd for _, sd in headrooms]),
+            irregular=1.0 - np.array(use),
+            larger=tuple(
+                tuple(
+                    other
+                    for other in alike[_apart_from_crew(config)]
+                    if other != position and configs[other].num_workers >= config.num_workers
+                )
+                for position, config in enumerate(configs)
+            ),
+        )
+
+    def at(self, positions: Sequence[int]) -> Feeding:
+        """The same of some of the configurations only."""
+        where = list(positions)
+        new = {old: position for position, old in enumerate(where)}
+        return Feeding(
+            log_headroom=self.log_headroom[where],
+            headroom_sd=self.headroom_sd[where],
+            irregular=self.irregular[where],
+            larger=tuple(tuple(new[other] for other in self.larger[old] if other in new) for old in where),
+        )
+
+    def extended(self, count: int) -> Feeding:
+        """The same, and so many configurations more of which nothing was seen."""
+        return Feeding(
+            log_headroom=np.concatenate([self.log_headroom, np.full(count, -np.inf)]),
+            headroom_sd=np.concatenate([self.headroom_sd, np.zeros(count)]),
+            irregular=np.concatenate([self.irregular, np.ones(count)]),
+            larger=self.larger + ((),) * count,
+        )
+
+    def heeded(self, paths: Floats) -> Floats:
+        """Logarithms of rates as they may be, shape (paths, configurations), with the fed as fast as any with more workers.
+
+        Always with the same draws of how far the headroom was misread, so that answers repeat.
+        """
+        heeded: Floats = paths.copy()
+        luck = np.random.default_rng(1).standard_normal(len(paths))
+        for fed in map(int, np.flatnonzero(self.log_headroom > math.log(NEARLY_FED))):
+            if self.larger[fed]:
+                fastest = paths[:, list(self.larger[fed])].max(axis=1)
+                heeded[:, fed] = np.maximum(paths[:, fed], fastest + np.log1p(-self._shortfall(fed, luck)))
+        return heeded
+
+    def is_as_fast(self, position: int, other: int, tolerance: float) -> bool:
+        """Whether the workers at `position` are surely enough, so that `other`, which has more, is not faster."""
+        return other in self.larger[position] and float(self._shortfall(position, -SURE)) <= tolerance
+
+    def is_starving(self, position: int, other: int, tolerance: float) -> bool:
+        """Whether the workers at `position` are too few, so that `other`, which has more, may well be faster."""
+        return other in self.larger[position] and float(self._shortfall(position, 0.0)) > tolerance
+
+    def _shortfall(self, position: int, luck: Floats | float) -> Floats:
+        """What a configuration loses at most against those with more workers, by so much luck (standard normal)."""
+        headroom = np.exp(self.log_headroom[position] + self.headroom_sd[position] * np.asarray(luck))
+        short: Floats = np.clip(np.maximum(1.0 - headroom, self.irregular[position]), 0.0, MOST_LOST)
+        return short
+
+
+def _crew(workers_of: LoaderConfig | Observation) -> Hashable:
+    """Whatever decides how well the loop is fed, prefetch apart."""
+    return (workers_of.num_workers, workers_of.pin_memory, workers_of.consumer_threads, workers_of.device_prefetch)
+
+
+def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
+    """What must be equal where only workers and their queues differ."""
+    if not config.num_workers:
+        return config
+    return replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)
+
+
+def _headroom(bursts: Sequence[Observation], variability: float) -> tuple[float, float]:
+    """Logarithm of the headroom in bursts of the same workers, and its standard deviation.
+
+    Args:
+        bursts: at least one.
+        variability: squared variation of all service times; a burst without one of the rare slow batches cannot know of them.
+    """
+    logs, variances = zip(*(_headroom_of(seen, variability) for seen in bursts), strict=True)
+    weights = 1 / np.array(variances)
+    return float(weights @ np.array(logs) / weights.sum()), math.hypot(1 / math.sqrt(weights.sum()), READING_SD)
+
+
+def _headroom_of(seen: Observation, variability: float) -> tuple[float, float]:
+    receive_s, step_s = float(seen.receive_s.mean()), float(seen.step_s.mean())
+    loop_s = max(receive_s, step_s) if seen.device_prefetch else receive_s + step_s
+    consumer_s = max(loop_s, seen.pin_s or 0.0, 1e-12)
+    service_s = max(float(seen.service_s.mean()), 1e-12)
+    variance = variability / len(seen.service_s) + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
+    return math.log(seen.num_workers * consumer_s / service_s), variance + READING_SD**2

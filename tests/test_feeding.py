@@ -1,0 +1,171 @@
+"""Workers that keep the loop fed: who has more of them is not faster, however lucky its burst was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.finals import run_finals
+from autotune_loader.stats import Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan
+from autotune_loader.twin import Observation
+from autotune_loader.twin.feeding import Feeding
+from autotune_loader.twin.residual import Knowledge
+
+SERVICE_S, LOOP_S = 0.04, 0.0105
+TOO_FEW, ENOUGH, MANY = (LoaderConfig(num_workers=count, prefetch_factor=8) for count in (2, 5, 16))
+CONFIGS = (TOO_FEW, ENOUGH, MANY, LoaderConfig())
+
+
+def observed(config, *, batches=200, slow=0):
+    """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
+    service = np.full(batches, SERVICE_S)
+    service[:slow] *= 10
+    return Observation(
+        num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor or 1,
+        consumer_threads=config.consumer_threads,
+        service_s=service,
+        cpu_s=service,
+        receive_s=np.full(batches, 0.0005),
+        step_s=np.full(batches, LOOP_S - 0.0005),
+        batch_size=8.0,
+        samples_per_s=100.0,
+        busy_workers=1.0,
+    )
+
+
+def feeding(configs=CONFIGS, seen=CONFIGS[:3], use=(0.5, 1.0, 1.0, 0.2), **options):
+    return Feeding.of(configs, [observed(config, **options) for config in seen], use[: len(configs)])
+
+
+def known(rates, sd=0.05, **options):
+    size = len(rates)
+    return Knowledge(
+        configs=CONFIGS[:size],
+        mean=np.log(rates),
+        covariance=sd**2 * np.eye(size),
+        noise_sd=0.05,
+        feeding=feeding(CONFIGS[:size], use=(0.5, 1.0, 1.0, 0.2)),
+        **options,
+    )
+
+
+def test_headroom_is_what_the_workers_could_deliver_over_what_the_loop_takes():
+    seen = feeding()
+    expected = np.log([config.num_workers * LOOP_S / SERVICE_S for config in CONFIGS[:3]])
+    assert seen.log_headroom[:3] == pytest.approx(expected)
+    assert seen.log_headroom[3] == -np.inf
+
+
+def test_every_prefetch_shares_what_was_seen_of_the_workers_but_other_threads_do_not():
+    shallow, threads = replace(ENOUGH, prefetch_factor=1), replace(ENOUGH, consumer_threads=2)
+    seen = feeding((ENOUGH, shallow, threads), seen=[ENOUGH], use=(1.0, 1.0, 1.0))
+    assert seen.log_headroom[1] == seen.log_headroom[0]
+    assert seen.log_headroom[2] == -np.inf
+
+
+def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough():
+    # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop fed, and 2, which do not
+    belief = known([50.0, 100.0, 110.0])
+    costs = [(float(config.num_workers),) for config in belief.configs]
+    # THEN the 5 are chosen, and without what the bursts showed of the feeding the 16
+    assert belief.configs[belief.choice(costs, 0.02)[0]] == ENOUGH
+    blind = replace(belief, feeding=None)
+    assert blind.configs[blind.choice(costs, 0.02)[0]] == MANY
+    # THEN they are as fast in every truth that may be
+    paths = belief.paths()
+    assert np.all(paths[:, 1] >= paths[:, 2] - 1e-9)
+    assert np.median(paths[:, 0] - paths[:, 2]) < np.log(0.6)
+
+
+def test_irregular_batches_take_from_what_fed_workers_are_worth():
+    # GIVEN a twin that says that the loop waits 8 % of the time behind slow batches
+    irregular = replace(known([50.0, 100.0, 110.0]), feeding=feeding(CONFIGS[:3], use=(0.5, 0.92, 1.0)))
+    paths = irregular.paths()
+    # THEN 5 workers may be that much slower
+    assert not irregular.is_as_fast(1, 2, 0.02)
+    assert np.median(paths[:, 1] - paths[:, 2]) < np.log(0.95)
+
+
+def test_rare_slow_batches_in_any_burst_make_all_headroom_uncertain():
+    # GIVEN the same bursts, and slow batches in another one
+    calm = feeding(CONFIGS[:3], seen=[ENOUGH], batches=30)
+    seen = [observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)]
+    rough = Feeding.of(CONFIGS[:3], seen, (0.5, 1.0, 1.0))
+    assert calm.is_as_fast(1, 2, 0.02)
+    assert not rough.is_as_fast(1, 2, 0.02)
+
+
+def test_only_more_workers_of_the_same_kind_are_no_faster():
+    threads = replace(MANY, consumer_threads=2)
+    seen = feeding((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))
+    assert [seen.is_as_fast(1, other, 0.02) for other in range(4)] == [False, False, True, False]
+
+
+def test_a_part_of_what_is_known_keeps_what_it_owes_to_the_rest():
+    # GIVEN 5 workers that are as fast as 16 because they are enough
+    belief = known([50.0, 100.0, 110.0])
+    # WHEN only the 2 and the 5 are looked at THEN their rates are still what they were
+    part = belief.at([TOO_FEW, ENOUGH])
+    assert np.array_equal(part.paths(), belief.paths()[:, :2])
+    assert part.feeding.larger == ((1,), ())
+    # WHEN a burst is added THEN they are drawn anew
+    assert part.updated([1], [np.log(100.0)], [1e-6]).drawn is None
+
+
+def test_a_newcomer_is_known_by_its_burst_alone():
+    more = known([50.0, 100.0, 110.0]).including({LoaderConfig(num_workers=3): 70.0})
+    assert more.feeding.log_headroom[3] == -np.inf
+    assert not more.is_as_fast(3, 2, 0.02)
+
+
+def race(rates, belief):
+    """Finals of `rates` by configuration, each exactly as fast in every round, with a fixed belief."""
+    clock, asked = FakeClock(), []
+    shape = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(ENOUGH, BurstPlan(max_s=0.3, min_s=0.1))
+
+    class Rated:
+        def burst(self, config, plan):
+            asked.append(config)
+            clock.advance(1.0)
+            rate = rates[config][asked.count(config) % len(rates[config])]
+            return replace(shape, samples_per_s=Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20))
+
+    outcome = run_finals(
+        Rated(),
+        list(rates),
+        LoaderConfig(),
+        cost=lambda config: (config.num_workers,),
+        tolerance=0.02,
+        time_left=lambda: 1000.0 - clock(),
+        patience_s=9.0,
+        seed=0,
+        believe=lambda bursts: belief,
+    )
+    return outcome, asked
+
+
+def test_finals_do_not_ask_again_whether_more_workers_help_a_loop_that_is_fed():
+    # GIVEN rounds in which 16 workers look 5 % faster than 5, which are enough
+    rates = {ENOUGH: [100.0, 101.0], MANY: [105.0, 106.0], LoaderConfig(): [20.0, 20.1]}
+    belief = known([50.0, 100.0, 110.0, 20.0])
+    # THEN they run once, where without what was seen of the feeding they run to the end
+    outcome, asked = race(rates, belief)
+    assert outcome.winner == ENOUGH
+    assert asked.count(MANY) == 1
+    outcome, asked = race(rates, replace(belief, feeding=None))
+    assert outcome.winner == MANY
+
+
+def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
+    # GIVEN 2 workers that starve the loop, and rounds of equal rates, because slow batches happened to be few
+    rates = {ENOUGH: [100.0, 101.0], TOO_FEW: [100.0, 102.0], LoaderConfig(): [20.0, 20.1]}
+    # THEN the 5 win; without what was seen of the feeding the cheaper would
+    belief = known([93.0, 100.0, 100.0, 20.0], sd=0.03)
+    assert race(rates, belief)[0].winner == ENOUGH
+    assert race(rates, replace(belief, feeding=None))[0].winner == TOO_FEW
