@@ -25,6 +25,7 @@ ENTRANTS = 4
 REFINED = 4
 LEAST_ROUNDS = 3
 ROUNDS = 6
+MOST_TIMES = 3
 # What counts as near the best: a choice goes on until its interval lies on one side of this.
 NEAR = 0.02
 # A configuration of the survey that nobody chose goes on only while it may be the fastest, from its first round on.
@@ -103,6 +104,7 @@ def run_rounds(
     *,
     seconds: float = ROUND_S,
     most: int = ROUNDS,
+    foreign_limit: float = FOREIGN_LIMIT,
 ) -> None:
     """Add rounds until every choice and every contender has been in enough of them."""
     top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
@@ -124,19 +126,19 @@ def run_rounds(
             foreign = max(foreign, timed.foreign_share or 0.0)
         latest = Round(rates=rates, foreign_cpu_share=foreign)
         on_round(latest)
-        if is_disturbed(latest) and disturbed < MOST_DISTURBED:
+        if is_disturbed(latest, foreign_limit) and disturbed < MOST_DISTURBED:
             disturbed += 1
         else:
             rounds.append(latest)
 
 
-def is_disturbed(latest: Round) -> bool:
-    return (latest.foreign_cpu_share or 0.0) > FOREIGN_LIMIT
+def is_disturbed(latest: Round, foreign_limit: float = FOREIGN_LIMIT) -> bool:
+    return (latest.foreign_cpu_share or 0.0) > foreign_limit
 
 
-def counted_rounds(rounds: Sequence[Round]) -> list[Round]:
+def counted_rounds(rounds: Sequence[Round], foreign_limit: float = FOREIGN_LIMIT) -> list[Round]:
     """The undisturbed ones; all, where those are too few to tell anything."""
-    clean = [each for each in rounds if not is_disturbed(each)]
+    clean = [each for each in rounds if not is_disturbed(each, foreign_limit)]
     return clean if len(clean) >= LEAST_ROUNDS else list(rounds)
 
 
@@ -152,7 +154,8 @@ def _entrants(arms: list[str], choices: set[str], rounds: Sequence[Round], most:
 def _needs_more(arm: str, leader: str, is_choice: bool, rounds: Sequence[Round], most: int) -> bool:
     tried = sum(arm in each.rates for each in rounds)
     if not log_ratios(rounds, arm, leader):
-        return tried < most  # it always fails: not for ever
+        # Whoever took the lead late has yet to be met; who always fails does not go on for ever.
+        return tried < most + LEAST_ROUNDS and len(rounds) < MOST_TIMES * most
     ratio = paired_ratio(rounds, arm, leader)
     if not is_choice and ratio.value < (HOPELESS if ratio.count < LEAST_ROUNDS else CONTENDER):
         return False

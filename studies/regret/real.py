@@ -49,6 +49,9 @@ QUICK_STRATEGIES = ("autotune_loader", "torch default", "workers = cores", "clim
 LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
 LOADED = "autotune_loader, loaded"
 OURS = "autotune_loader"
+# Neighbours that no choice was made beside; they make rounds scatter more, so that there are more of them.
+ORACLES_NEIGHBOURS = 1000
+LOADED_ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Plan:
     rounds: int = oracle.ROUNDS
     coarse: bool = False
     """Whether the survey leaves the prefetch factors out."""
+    foreign_limit: float = oracle.FOREIGN_LIMIT
+    """Share of the cores that others may use in a round that counts."""
 
 
 @dataclass(slots=True)
@@ -79,10 +84,11 @@ class Known:
 
 
 class Log:
-    """The records on disk, and what they amount to."""
+    """The records on disk, and what they amount to; rounds in which others used more than `foreign_limit` do not count."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, foreign_limit: float = oracle.FOREIGN_LIMIT) -> None:
         self._path = path
+        self._foreign_limit = foreign_limit
 
     def append(self, record: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +107,7 @@ class Log:
             else:
                 mine.rounds.append(Round(rates=record["rates"], foreign_cpu_share=record.get("foreign_share")))
         for mine in known.values():
-            mine.rounds = oracle.counted_rounds(mine.rounds)
+            mine.rounds = oracle.counted_rounds(mine.rounds, self._foreign_limit)
         return known
 
     def _records(self) -> Iterator[dict[str, Any]]:
@@ -167,7 +173,16 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
     quiet.next()
     middle = time.perf_counter()
     chosen = known.chosen()
-    oracle.run_rounds(bench, chosen, known.surveyed, known.rounds, raced, seconds=plan.seconds, most=plan.rounds)
+    oracle.run_rounds(
+        bench,
+        chosen,
+        known.surveyed,
+        known.rounds,
+        raced,
+        seconds=plan.seconds,
+        most=plan.rounds,
+        foreign_limit=plan.foreign_limit,
+    )
     ended = time.perf_counter()
     print(f"{workload:16} survey {middle - begun:.0f} s, {len(known.rounds)} rounds {ended - middle:.0f} s", flush=True)
     for (strategy, seed), record in known.choices.items():
@@ -178,14 +193,16 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
 
 
 def study_loaded(workload: str, plan: Plan, known: Known, log: Log, quiet: QuietTurns) -> None:
-    """Ours chooses while neighbours burn; the choice is judged by the oracle without them."""
+    """Ours chooses beside neighbours that burn, and the oracle judges beside them, as the training would run."""
     lattice = lattice_for(workload)
     with Bench(workload) as bench:
-        if (LOADED, 0) not in known.choices:
-            with neighbours(seed=0):
-                choose(OURS, workload, 0, bench, lattice, known, log, LOADED)
-            quiet.next()
-        judge(workload, plan, bench, lattice, known, log, quiet)
+        for seed in range(plan.seeds):
+            if (LOADED, seed) not in known.choices:
+                with neighbours(seed=seed):
+                    choose(OURS, workload, seed, bench, lattice, known, log, LOADED)
+                quiet.next()
+        with neighbours(seed=ORACLES_NEIGHBOURS):
+            judge(workload, plan, bench, lattice, known, log, quiet)
 
 
 def run(plan: Plan, log: Log, quiet: QuietTurns, *, minutes: float, loaded: bool) -> None:
@@ -212,7 +229,7 @@ def listed(text: str, legal: Sequence[str], parser: argparse.ArgumentParser) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three workloads, four strategies, one seed: five minutes")
-    parser.add_argument("--load", action="store_true", help="tune beside neighbours that burn 0 to 50 % of two cores")
+    parser.add_argument("--load", action="store_true", help="beside neighbours that burn 0 to 50 %% of two cores")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--workloads", help="separated by commas")
     parser.add_argument("--strategies", help="separated by commas")
@@ -230,17 +247,19 @@ def main() -> None:
         ),
         seeds=1 if chosen.quick else chosen.seeds,
         seconds=chosen.seconds,
-        rounds=5 if chosen.quick else oracle.ROUNDS,
+        rounds=LOADED_ROUNDS if chosen.load else 5 if chosen.quick else oracle.ROUNDS,
         coarse=chosen.quick,
+        foreign_limit=1.0 if chosen.load else oracle.FOREIGN_LIMIT,
     )
-    log = Log(chosen.results / ("quick.jsonl" if chosen.quick else "real.jsonl"))
+    name = "loaded" if chosen.load else "quick" if chosen.quick else "real"
+    log = Log(chosen.results / f"{name}.jsonl", plan.foreign_limit)
     if not chosen.report:
         quiet = QuietTurns(chosen.lock)
         run(plan, log, quiet, minutes=chosen.minutes, loaded=chosen.load)
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
     from studies.regret.outcomes import report
 
-    report(log.read(), chosen.results / ("quick.md" if chosen.quick else "real.md"))
+    report(log.read(), chosen.results / f"{name}.md")
 
 
 if __name__ == "__main__":
