@@ -101,6 +101,23 @@ def test_rare_slow_batches_in_any_burst_make_all_headroom_uncertain():
     assert not rough.is_as_fast(1, 2, 0.02)
 
 
+def test_a_batch_that_travels_while_the_loop_waits_is_no_work_of_the_loop():
+    # GIVEN 3 workers for whose batches the loop waits while these travel, and a burst in which they lay ready
+    few = LoaderConfig(num_workers=3, prefetch_factor=8)
+    waited = replace(observed(few), receive_s=np.full(200, 0.004))
+    assert Feeding.of((few,), [waited], (1.0,)).log_headroom[0] > 0
+    # THEN the 3 are not enough: with more workers that time would be hidden
+    assert Feeding.of((few, MANY), [waited, observed(MANY)], (1.0, 1.0)).log_headroom[0] < 0
+
+
+def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
+    # GIVEN 16 workers that are faster than 5, which seem to be enough, by far more than bursts scatter
+    belief = known([50.0, 100.0, 130.0], sd=0.02)
+    costs = [(float(config.num_workers),) for config in belief.configs]
+    assert not belief.is_as_fast(1, 2, 0.02)
+    assert belief.configs[belief.choice(costs, 0.02)[0]] == MANY
+
+
 def test_only_more_workers_of_the_same_kind_are_no_faster():
     threads = replace(MANY, consumer_threads=2)
     seen = feeding((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))

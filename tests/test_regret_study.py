@@ -86,6 +86,40 @@ def test_rounds_go_on_only_for_what_is_missing(oracle: ModuleType) -> None:
     assert len(rounds) == before + oracle.LEAST_ROUNDS
 
 
+def test_a_choice_meets_a_leader_that_took_the_lead_late(oracle: ModuleType) -> None:
+    # GIVEN a choice with all its rounds behind it, and a lead that somebody took in rounds without it
+    fast, near, slow = map(oracle.key, (FAST, NEAR, SLOW))
+    rounds = [Round(rates={near: 90.0, slow: 80.0}) for _ in range(oracle.ROUNDS)]
+    rounds += [Round(rates={near: 90.0, fast: 100.0}) for _ in range(oracle.LEAST_ROUNDS)]
+    assert oracle.regret_of(slow, rounds) is None
+    # WHEN the rounds go on THEN it is judged by that leader
+    bench = FakeBench({FAST: 100.0, NEAR: 90.0, SLOW: 80.0})
+    oracle.run_rounds(bench, [slow], {}, rounds, lambda latest: None)
+    assert oracle.regret_of(slow, rounds).counted == pytest.approx(0.2, abs=0.03)
+
+
+def test_who_always_fails_does_not_keep_the_rounds_going(oracle: ModuleType) -> None:
+    class Failing(FakeBench):
+        def time(self, config: LoaderConfig, timing: Any) -> Any:
+            from studies.regret.bench import BenchError
+
+            if config == SLOW:
+                raise BenchError("no answer")
+            return super().time(config, timing)
+
+    rounds: list[Round] = []
+    chosen = [oracle.key(FAST), oracle.key(SLOW)]
+    oracle.run_rounds(Failing({FAST: 100.0}), chosen, {}, rounds, lambda latest: None)
+    assert len(rounds) <= oracle.MOST_TIMES * oracle.ROUNDS
+    assert oracle.regret_of(oracle.key(SLOW), rounds) is None
+
+
+def test_neighbours_that_belong_there_do_not_spoil_a_round(oracle: ModuleType) -> None:
+    beside = Round(rates={oracle.key(FAST): 100.0}, foreign_cpu_share=0.3)
+    assert oracle.is_disturbed(beside)
+    assert not oracle.is_disturbed(beside, foreign_limit=1.0)
+
+
 def test_a_round_beside_foreign_work_is_run_again(oracle: ModuleType) -> None:
     # GIVEN a neighbour who uses half the machine during one burst of the first round
     bench = FakeBench({FAST: 100.0, SLOW: 80.0})

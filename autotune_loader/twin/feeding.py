@@ -3,14 +3,15 @@
 Two bursts differ by whatever the machine does meanwhile, and that hides a few percent of their rates. Within one burst workers
 and loop have the same machine: how much more the workers could deliver than the loop takes, the headroom
 workers x (receipt + step) / service, hardly depends on it. A loop that need not wait is no slower than one with more workers,
-because these can only take cores from its step; a burst that says otherwise was lucky.
+because these can only take cores from its step; a burst that says otherwise was lucky. What more workers can hide is the
+travelling of a batch, so that the receipt that counts is the quickest that any burst shows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,9 @@ NEARLY_FED = 0.9
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
 MOST_LOST = 0.999
+
+Crew = tuple[int, bool, int | None, int]
+"""Whatever decides how well the loop is fed, prefetch apart: workers, pinning, the step's threads, device prefetch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,12 +55,18 @@ class Feeding:
             observations: all bursts.
             use: share of the time in which the consumer of each configuration works, as the twin says.
         """
-        bursts: dict[Hashable, list[Observation]] = defaultdict(list)
+        bursts: dict[Crew, list[Observation]] = defaultdict(list)
         for seen in observations:
             if seen.num_workers:
                 bursts[_crew(seen)].append(seen)
         variability = float(np.concatenate([relative(seen.service_s) for seen in observations]).var())
-        known = {crew: _headroom(seen, variability) for crew, seen in bursts.items()}
+        receive_s = {
+            handing: min(
+                float(seen.receive_s.mean()) for crew, each in bursts.items() if crew[1:] == handing for seen in each
+            )
+            for handing in {crew[1:] for crew in bursts}
+        }
+        known = {crew: _headroom(seen, variability, receive_s[crew[1:]]) for crew, seen in bursts.items()}
         headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         for position, config in enumerate(configs):
@@ -95,17 +105,20 @@ class Feeding:
             larger=self.larger + ((),) * count,
         )
 
-    def heeded(self, paths: Floats) -> Floats:
+    def fed(self) -> list[int]:
+        """Positions of the configurations whose workers were seen to be enough, or nearly so."""
+        return [int(each) for each in np.flatnonzero(self.log_headroom > math.log(NEARLY_FED)) if self.larger[each]]
+
+    def heeded(self, paths: Floats, fed: Iterable[int]) -> Floats:
         """Logarithms of rates as they may be, shape (paths, configurations), with the fed as fast as any with more workers.
 
         Always with the same draws of how far the headroom was misread, so that answers repeat.
         """
         heeded: Floats = paths.copy()
         luck = np.random.default_rng(1).standard_normal(len(paths))
-        for fed in map(int, np.flatnonzero(self.log_headroom > math.log(NEARLY_FED))):
-            if self.larger[fed]:
-                fastest = paths[:, list(self.larger[fed])].max(axis=1)
-                heeded[:, fed] = np.maximum(paths[:, fed], fastest + np.log1p(-self._shortfall(fed, luck)))
+        for each in fed:
+            fastest = paths[:, list(self.larger[each])].max(axis=1)
+            heeded[:, each] = np.maximum(paths[:, each], fastest + np.log1p(-self._shortfall(each, luck)))
         return heeded
 
     def is_as_fast(self, position: int, other: int, tolerance: float) -> bool:
@@ -123,9 +136,8 @@ class Feeding:
         return short
 
 
-def _crew(workers_of: LoaderConfig | Observation) -> Hashable:
-    """Whatever decides how well the loop is fed, prefetch apart."""
-    return (workers_of.num_workers, workers_of.pin_memory, workers_of.consumer_threads, workers_of.device_prefetch)
+def _crew(of: LoaderConfig | Observation) -> Crew:
+    return (of.num_workers, of.pin_memory, of.consumer_threads, of.device_prefetch)
 
 
 def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
@@ -135,22 +147,23 @@ def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
     return replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)
 
 
-def _headroom(bursts: Sequence[Observation], variability: float) -> tuple[float, float]:
+def _headroom(bursts: Sequence[Observation], variability: float, receive_s: float) -> tuple[float, float]:
     """Logarithm of the headroom in bursts of the same workers, and its standard deviation.
 
     Args:
         bursts: at least one.
         variability: squared variation of all service times; a burst without one of the rare slow batches cannot know of them.
+        receive_s: seconds in which the loop takes a batch over that has arrived.
     """
-    logs, variances = zip(*(_headroom_of(seen, variability) for seen in bursts), strict=True)
+    logs, variances = zip(*(_headroom_of(seen, variability, receive_s) for seen in bursts), strict=True)
     weights = 1 / np.array(variances)
     return float(weights @ np.array(logs) / weights.sum()), math.hypot(1 / math.sqrt(weights.sum()), READING_SD)
 
 
-def _headroom_of(seen: Observation, variability: float) -> tuple[float, float]:
-    receive_s, step_s = float(seen.receive_s.mean()), float(seen.step_s.mean())
+def _headroom_of(seen: Observation, variability: float, receive_s: float) -> tuple[float, float]:
+    step_s = float(seen.step_s.mean())
     loop_s = max(receive_s, step_s) if seen.device_prefetch else receive_s + step_s
-    consumer_s = max(loop_s, seen.pin_s or 0.0, 1e-12)
+    consumer_s = max(loop_s, 1e-12)
     service_s = max(float(seen.service_s.mean()), 1e-12)
     variance = variability / len(seen.service_s) + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
     return math.log(seen.num_workers * consumer_s / service_s), variance + READING_SD**2

@@ -39,6 +39,8 @@ SAFE = 0.9
 """A choice is safe when it is within tolerance of the best with this probability."""
 CHEAPNESS_SHARE = 0.2
 """Of the tolerance, what a cheaper configuration may be expected to lose against the one expected to lose least."""
+REFUTED = 3.0
+"""More workers that are faster by so many standard deviations show that those that were seen to be enough are not."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
 JITTER = 1e-7
@@ -143,11 +145,23 @@ class Knowledge:
         for shallow, deep in self._deeper():
             # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
             paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
-        return paths if self.feeding is None else self.feeding.heeded(paths)
+        return paths if self.feeding is None else self.feeding.heeded(paths, self._fed(self.feeding))
+
+    def _fed(self, feeding: Feeding) -> list[int]:
+        """Positions of those whose workers were seen to be enough, and whose rates do not say otherwise beyond all luck."""
+        return [
+            each for each in feeding.fed() if not any(self._is_refuted(each, more) for more in feeding.larger[each])
+        ]
+
+    def _is_refuted(self, index: int, more: int) -> bool:
+        faster, sd = self.ratio(more, index)
+        return faster > REFUTED * sd
 
     def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:
         """Whether it was seen that the workers at `index` are enough, so that `other`, which has more, is not faster."""
-        return self.feeding is not None and self.feeding.is_as_fast(index, other, tolerance)
+        if self.feeding is None or self._is_refuted(index, other):
+            return False
+        return self.feeding.is_as_fast(index, other, tolerance)
 
     def is_starving(self, index: int, other: int, tolerance: float) -> bool:
         """Whether it was seen that the workers at `index` are too few, and `other` differs by having more."""
