@@ -122,7 +122,7 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         [math.log(trial.samples_per_s or 1.0) for trial in usable],
         [_burst_variance(trial.measurement, twin) for trial in usable if trial.measurement is not None],
     )
-    return before.scaled(*bursts).updated(*bursts)
+    return before.without_flattered_queues().scaled(*bursts).updated(*bursts)
 
 
 def _bound_by_consumer(predictions: Sequence[Prediction], twin: Twin, inputs: TwinInputs) -> Floats:

@@ -124,6 +124,18 @@ def test_only_more_workers_of_the_same_kind_are_no_faster():
     assert [seen.is_as_fast(1, other, 0.02) for other in range(4)] == [False, False, True, False]
 
 
+def test_a_shallow_queue_is_not_believed_to_be_faster_than_a_deep_one():
+    # GIVEN a twin that flatters a queue of one batch
+    shallow, middle = replace(MANY, prefetch_factor=1), replace(MANY, prefetch_factor=2)
+    belief = Knowledge(
+        configs=(MANY, shallow, middle, ENOUGH), mean=np.log([90.0, 140.0, 80.0, 100.0]), covariance=1e-4 * np.eye(4),
+        noise_sd=0.05,
+    )  # fmt: skip
+    # THEN the deeper ones do not inherit what it was flattered by
+    assert np.exp(belief.without_flattered_queues().mean) == pytest.approx([90.0, 80.0, 80.0, 100.0])
+    assert belief.without_flattered_queues().shortfalls().mean(axis=0)[3] < 0.01
+
+
 def test_a_part_of_what_is_known_keeps_what_it_owes_to_the_rest():
     # GIVEN 5 workers that are as fast as 16 because they are enough
     belief = known([50.0, 100.0, 110.0])

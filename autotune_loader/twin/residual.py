@@ -110,6 +110,16 @@ class Knowledge:
         covariance = self.covariance - gain @ cross.T
         return replace(self, mean=mean, covariance=covariance, drawn=None)
 
+    def without_flattered_queues(self) -> Knowledge:
+        """The same belief, in which no shallow queue is expected to be faster than a deeper one.
+
+        Where workers contend and a shallow queue makes them wait, the twin's load and rate do not settle, and it flatters these.
+        """
+        mean = self.mean.copy()
+        for shallow, deep in reversed(self._deeper()):
+            mean[shallow] = min(mean[shallow], mean[deep])
+        return replace(self, mean=mean, drawn=None)
+
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
         """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
         if not seen:
