@@ -328,15 +328,18 @@ def _cheapest_unbeaten(
 ) -> int:
     """The choice, or a cheaper entrant that was not slower in most of the rounds: what costs more must show that it helps.
 
-    A few rounds in which slow batches happened to be few say nothing where its workers were seen to be too few.
+    Where its workers were seen to be too few the rounds must prove it: slow batches may have been few in most of them.
     An entrant as near the ceiling as the tolerance allows need not be as fast as the choice: there is nothing to gain.
     """
     known = _believed(standing, rounds)
 
+    def is_proved(logs: Sequence[float]) -> bool:
+        return len(logs) >= MIN_ROUNDS and mean_interval(logs).low >= math.log(1 - tolerance)
+
     def is_unbeaten(index: int) -> bool:
-        if known.is_starving(index, leader, tolerance):
-            return False
         logs = log_ratios(rounds, str(index), str(leader))
+        if known.is_starving(index, leader, tolerance) and not is_proved(logs):
+            return False
         if len(logs) >= MIN_ROUNDS and median(logs) >= 0:
             return True
         if ceiling is None or len(logs) < LEAST_OF_WINNER:

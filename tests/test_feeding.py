@@ -144,7 +144,8 @@ def test_a_part_of_what_is_known_keeps_what_it_owes_to_the_rest():
     assert np.array_equal(part.paths(), belief.paths()[:, :2])
     assert part.feeding.larger == ((1,), ())
     # WHEN a burst is added THEN they are drawn anew
-    assert part.updated([1], [np.log(100.0)], [1e-6]).drawn is None
+    after = part.updated([1], [np.log(100.0)], [1e-6])
+    assert (after.drawn, after.fed) == (None, None)
 
 
 def test_a_newcomer_is_known_by_its_burst_alone():
@@ -192,9 +193,11 @@ def test_finals_do_not_ask_again_whether_more_workers_help_a_loop_that_is_fed():
 
 
 def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
-    # GIVEN 2 workers that starve the loop, and rounds of equal rates, because slow batches happened to be few
-    rates = {ENOUGH: [100.0, 101.0], TOO_FEW: [100.0, 102.0], LoaderConfig(): [20.0, 20.1]}
-    # THEN the 5 win; without what was seen of the feeding the cheaper would
+    # GIVEN 2 workers that starve the loop, and rounds in which the 5 met some very slow batches
+    rates = {ENOUGH: [100.0, 60.0, 101.0], TOO_FEW: [100.0, 95.0, 102.0], LoaderConfig(): [20.0, 20.1]}
+    # THEN the 5 win nevertheless; without what was seen of the feeding the cheaper would
     belief = known([93.0, 100.0, 100.0, 20.0], sd=0.03)
     assert race(rates, belief)[0].winner == ENOUGH
     assert race(rates, replace(belief, feeding=None))[0].winner == TOO_FEW
+    # THEN rounds that prove it are believed, whatever was seen
+    assert race({**rates, ENOUGH: [85.0, 86.0]}, belief)[0].winner == TOO_FEW

@@ -109,17 +109,20 @@ class Feeding:
         """Positions of the configurations whose workers were seen to be enough, or nearly so."""
         return [int(each) for each in np.flatnonzero(self.log_headroom > math.log(NEARLY_FED)) if self.larger[each]]
 
-    def heeded(self, paths: Floats, fed: Iterable[int]) -> Floats:
-        """Logarithms of rates as they may be, shape (paths, configurations), with the fed as fast as any with more workers.
+    def floor(self, paths: Floats, fed: Iterable[int]) -> Floats:
+        """What the fed are at least, in each path as fast as any with more workers; -inf for all others.
 
         Always with the same draws of how far the headroom was misread, so that answers repeat.
+
+        Args:
+            paths: logarithms of rates as they may be, shape (paths, configurations).
+            fed: positions, some of `fed()`.
         """
-        heeded: Floats = paths.copy()
+        floor: Floats = np.full_like(paths, -np.inf)
         luck = np.random.default_rng(1).standard_normal(len(paths))
         for each in fed:
-            fastest = paths[:, list(self.larger[each])].max(axis=1)
-            heeded[:, each] = np.maximum(paths[:, each], fastest + np.log1p(-self._shortfall(each, luck)))
-        return heeded
+            floor[:, each] = paths[:, list(self.larger[each])].max(axis=1) + np.log1p(-self._shortfall(each, luck))
+        return floor
 
     def is_as_fast(self, position: int, other: int, tolerance: float) -> bool:
         """Whether the workers at `position` are surely enough, so that `other`, which has more, is not faster."""

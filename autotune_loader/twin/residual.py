@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.twin.feeding import Feeding
@@ -56,19 +57,23 @@ class Knowledge:
     noise_sd: float
     """Relative standard deviation of one further burst."""
     drawn: Floats | None = None
-    """The `paths`, where they were drawn together with those of configurations that are left out here."""
+    """Draws of the logarithms, where they were made together with those of configurations that are left out here."""
+    fed: Floats | None = None
+    """And what these owe to configurations with more workers, as `Feeding.floor` says."""
     feeding: Feeding | None = None
     """Who was seen to keep the loop fed, so that nobody with more workers can be faster."""
 
     def at(self, configs: Sequence[LoaderConfig]) -> Knowledge:
         """The same belief about some of the configurations only."""
         where = [self.configs.index(config) for config in configs]
+        draws = self._draws()
         return Knowledge(
             configs=tuple(configs),
             mean=self.mean[where],
             covariance=self.covariance[np.ix_(where, where)],
             noise_sd=self.noise_sd,
-            drawn=self.paths()[:, where],
+            drawn=draws[:, where],
+            fed=self._fed_floor(draws)[:, where],
             feeding=self.feeding.at(where) if self.feeding is not None else None,
         )
 
@@ -108,17 +113,17 @@ class Knowledge:
             squared = (values - mean[where]) ** 2 / noise
             weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + squared)
         covariance = self.covariance - gain @ cross.T
-        return replace(self, mean=mean, covariance=covariance, drawn=None)
+        return replace(self, mean=mean, covariance=covariance, drawn=None, fed=None)
 
     def without_flattered_queues(self) -> Knowledge:
         """The same belief, in which no shallow queue is expected to be faster than a deeper one.
 
-        Where workers contend and a shallow queue makes them wait, the twin's load and rate do not settle, and it flatters these.
+        Where workers contend and a shallow queue makes them wait, the twin's load and rate do not settle, which flatters it.
         """
         mean = self.mean.copy()
         for shallow, deep in reversed(self._deeper()):
             mean[shallow] = min(mean[shallow], mean[deep])
-        return replace(self, mean=mean, drawn=None)
+        return replace(self, mean=mean, drawn=None, fed=None)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
         """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
@@ -147,29 +152,40 @@ class Knowledge:
 
     def paths(self) -> Floats:
         """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
-        if self.drawn is not None:
-            return self.drawn
-        root = np.linalg.cholesky(self.covariance + 10 * JITTER * np.eye(len(self.configs)))
-        drawn = np.random.default_rng(0).standard_normal((PATHS, len(self.configs)))
-        paths: Floats = self.mean + drawn @ root.T
+        draws = self._draws()
+        paths = draws.copy()
         for shallow, deep in self._deeper():
             # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
             paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
-        return paths if self.feeding is None else self.feeding.heeded(paths, self._fed(self.feeding))
+        raised: Floats = np.maximum(paths, self._fed_floor(draws))
+        return raised
 
-    def _fed(self, feeding: Feeding) -> list[int]:
-        """Positions of those whose workers were seen to be enough, and whose rates do not say otherwise beyond all luck."""
-        return [
-            each for each in feeding.fed() if not any(self._is_refuted(each, more) for more in feeding.larger[each])
-        ]
+    def _draws(self) -> Floats:
+        if self.drawn is not None:
+            return self.drawn
+        root = np.linalg.cholesky(self.covariance + 10 * JITTER * np.eye(len(self.configs)))
+        draws: Floats = self.mean + np.random.default_rng(0).standard_normal((PATHS, len(self.configs))) @ root.T
+        return draws
 
-    def _is_refuted(self, index: int, more: int) -> bool:
-        faster, sd = self.ratio(more, index)
-        return faster > REFUTED * sd
+    def _fed_floor(self, draws: Floats) -> Floats:
+        """What each is at least because its workers were seen to be enough, unless its rate denies it beyond all luck."""
+        if self.fed is not None:
+            return self.fed
+        if self.feeding is None:
+            return np.full_like(draws, -np.inf)
+        larger = self.feeding.larger
+        fed = [each for each in self.feeding.fed() if not self._refuting(each)[list(larger[each])].any()]
+        return self.feeding.floor(draws, fed)
+
+    def _refuting(self, index: int) -> NDArray[np.bool_]:
+        """Which configurations are faster than one beyond all luck."""
+        variance = np.diag(self.covariance) + self.covariance[index, index] - 2 * self.covariance[:, index]
+        refuting: NDArray[np.bool_] = self.mean - self.mean[index] > REFUTED * np.sqrt(np.maximum(variance, JITTER))
+        return refuting
 
     def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:
         """Whether it was seen that the workers at `index` are enough, so that `other`, which has more, is not faster."""
-        if self.feeding is None or self._is_refuted(index, other):
+        if self.feeding is None or self._refuting(index)[other]:
             return False
         return self.feeding.is_as_fast(index, other, tolerance)
 
