@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -25,7 +26,6 @@ ENTRANTS = 4
 REFINED = 4
 LEAST_ROUNDS = 3
 ROUNDS = 6
-MOST_TIMES = 3
 # What counts as near the best: a choice goes on until its interval lies on one side of this.
 NEAR = 0.02
 # A configuration of the survey that nobody chose goes on only while it may be the fastest, from its first round on.
@@ -109,10 +109,12 @@ def run_rounds(
     """Add rounds until every choice and every contender has been in enough of them."""
     top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
     disturbed = 0
+    attempts: Counter[str] = Counter()
     while True:
-        entrants = _entrants(list(dict.fromkeys([*choices, *top])), set(choices), rounds, most)
+        entrants = _entrants(list(dict.fromkeys([*choices, *top])), set(choices), rounds, most, attempts)
         if not entrants:
             return
+        attempts.update(entrants)
         number = len(rounds) + disturbed
         rates: dict[str, float] = {}
         foreign = 0.0
@@ -142,20 +144,24 @@ def counted_rounds(rounds: Sequence[Round], foreign_limit: float = FOREIGN_LIMIT
     return clean if len(clean) >= LEAST_ROUNDS else list(rounds)
 
 
-def _entrants(arms: list[str], choices: set[str], rounds: Sequence[Round], most: int) -> list[str]:
+def _entrants(
+    arms: list[str], choices: set[str], rounds: Sequence[Round], most: int, attempts: Counter[str]
+) -> list[str]:
     """Who runs next; empty when all is known. The leader is in every round, so that all can be paired with it."""
     leader = leader_of(rounds)
     if leader is None:
         return arms
-    missing = [arm for arm in arms if arm != leader and _needs_more(arm, leader, arm in choices, rounds, most)]
+    missing = [
+        arm for arm in arms if arm != leader and _needs_more(arm, leader, arm in choices, rounds, most, attempts[arm])
+    ]
     return [leader, *missing] if missing else []
 
 
-def _needs_more(arm: str, leader: str, is_choice: bool, rounds: Sequence[Round], most: int) -> bool:
+def _needs_more(arm: str, leader: str, is_choice: bool, rounds: Sequence[Round], most: int, attempts: int) -> bool:
     tried = sum(arm in each.rates for each in rounds)
     if not log_ratios(rounds, arm, leader):
         # Whoever took the lead late has yet to be met; who always fails does not go on for ever.
-        return tried < most + LEAST_ROUNDS and len(rounds) < MOST_TIMES * most
+        return tried < most + LEAST_ROUNDS and attempts < most + LEAST_ROUNDS
     ratio = paired_ratio(rounds, arm, leader)
     if not is_choice and ratio.value < (HOPELESS if ratio.count < LEAST_ROUNDS else CONTENDER):
         return False
