@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 
-@pytest.fixture(params=["oracle", "real", "outcomes"])
+@pytest.fixture(params=["oracle", "real", "outcomes", "beside"])
 def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"studies.regret.{request.param}")

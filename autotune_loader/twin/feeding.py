@@ -55,22 +55,19 @@ class Feeding:
             observations: all bursts.
             use: share of the time in which the consumer of each configuration works, as the twin says.
         """
-        bursts: dict[Crew, list[Observation]] = defaultdict(list)
-        for seen in observations:
-            if seen.num_workers:
-                bursts[_crew(seen)].append(seen)
         variability = float(np.concatenate([relative(seen.service_s) for seen in observations]).var())
-        receive_s = {
-            handing: min(
-                float(seen.receive_s.mean()) for crew, each in bursts.items() if crew[1:] == handing for seen in each
-            )
-            for handing in {crew[1:] for crew in bursts}
-        }
-        known = {crew: _headroom(seen, variability, receive_s[crew[1:]]) for crew, seen in bursts.items()}
+        bursts: dict[Crew, list[Observation]] = defaultdict(list)
+        quickest_s: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
+        for seen in (each for each in observations if each.num_workers):
+            crew = _crew(seen)
+            bursts[crew].append(seen)
+            quickest_s[crew[1:]] = min(quickest_s[crew[1:]], float(seen.receive_s.mean()))
+        known = {crew: _headroom(seen, variability, quickest_s[crew[1:]]) for crew, seen in bursts.items()}
         headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
-        for position, config in enumerate(configs):
-            alike[_apart_from_crew(config)].append(position)
+        kinds = [_apart_from_crew(config) for config in configs]
+        for position, kind in enumerate(kinds):
+            alike[kind].append(position)
         return cls(
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
@@ -78,10 +75,10 @@ class Feeding:
             larger=tuple(
                 tuple(
                     other
-                    for other in alike[_apart_from_crew(config)]
-                    if other != position and configs[other].num_workers >= config.num_workers
+                    for other in alike[kind]
+                    if other != position and configs[other].num_workers >= configs[position].num_workers
                 )
-                for position, config in enumerate(configs)
+                for position, kind in enumerate(kinds)
             ),
         )
 
