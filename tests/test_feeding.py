@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import run_finals
-from autotune_loader.stats import Interval
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan
 from autotune_loader.twin import Observation
 from autotune_loader.twin.feeding import Feeding
 from autotune_loader.twin.residual import Knowledge
@@ -43,15 +39,14 @@ def feeding(configs=CONFIGS, seen=CONFIGS[:3], use=(0.5, 1.0, 1.0, 0.2), **optio
     return Feeding.of(configs, [observed(config, **options) for config in seen], use[: len(configs)])
 
 
-def known(rates, sd=0.05, **options):
+def known(rates, sd=0.05):
     size = len(rates)
     return Knowledge(
         configs=CONFIGS[:size],
         mean=np.log(rates),
         covariance=sd**2 * np.eye(size),
         noise_sd=0.05,
-        feeding=feeding(CONFIGS[:size], use=(0.5, 1.0, 1.0, 0.2)),
-        **options,
+        feeding=feeding(CONFIGS[:size]),
     )
 
 
@@ -152,52 +147,3 @@ def test_a_newcomer_is_known_by_its_burst_alone():
     more = known([50.0, 100.0, 110.0]).including({LoaderConfig(num_workers=3): 70.0})
     assert more.feeding.log_headroom[3] == -np.inf
     assert not more.is_as_fast(3, 2, 0.02)
-
-
-def race(rates, belief):
-    """Finals of `rates` by configuration, each exactly as fast in every round, with a fixed belief."""
-    clock, asked = FakeClock(), []
-    shape = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(ENOUGH, BurstPlan(max_s=0.3, min_s=0.1))
-
-    class Rated:
-        def burst(self, config, plan):
-            asked.append(config)
-            clock.advance(1.0)
-            rate = rates[config][asked.count(config) % len(rates[config])]
-            return replace(shape, samples_per_s=Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20))
-
-    outcome = run_finals(
-        Rated(),
-        list(rates),
-        LoaderConfig(),
-        cost=lambda config: (config.num_workers,),
-        tolerance=0.02,
-        time_left=lambda: 1000.0 - clock(),
-        patience_s=9.0,
-        seed=0,
-        believe=lambda bursts: belief,
-    )
-    return outcome, asked
-
-
-def test_finals_do_not_ask_again_whether_more_workers_help_a_loop_that_is_fed():
-    # GIVEN rounds in which 16 workers look 5 % faster than 5, which are enough
-    rates = {ENOUGH: [100.0, 101.0], MANY: [105.0, 106.0], LoaderConfig(): [20.0, 20.1]}
-    belief = known([50.0, 100.0, 110.0, 20.0])
-    # THEN they run once, where without what was seen of the feeding they run to the end
-    outcome, asked = race(rates, belief)
-    assert outcome.winner == ENOUGH
-    assert asked.count(MANY) == 1
-    outcome, asked = race(rates, replace(belief, feeding=None))
-    assert outcome.winner == MANY
-
-
-def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
-    # GIVEN 2 workers that starve the loop, and rounds in which the 5 met some very slow batches
-    rates = {ENOUGH: [100.0, 60.0, 101.0], TOO_FEW: [100.0, 95.0, 102.0], LoaderConfig(): [20.0, 20.1]}
-    # THEN the 5 win nevertheless; without what was seen of the feeding the cheaper would
-    belief = known([93.0, 100.0, 100.0, 20.0], sd=0.03)
-    assert race(rates, belief)[0].winner == ENOUGH
-    assert race(rates, replace(belief, feeding=None))[0].winner == TOO_FEW
-    # THEN rounds that prove it are believed, whatever was seen
-    assert race({**rates, ENOUGH: [85.0, 86.0]}, belief)[0].winner == TOO_FEW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from autotune_loader.finals import LONGER_PATIENCE, MAX_FAILURES, MIN_ROUNDS, PA
 from autotune_loader.stats import MAX_ROUNDS, Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure
+from autotune_loader.twin.feeding import Feeding
 from autotune_loader.twin.residual import Knowledge
 
 BASELINE = LoaderConfig()
@@ -229,6 +231,57 @@ def _known(configs):
     return Knowledge(
         configs=tuple(configs), mean=np.log([80.0, 100.0, 50.0]), covariance=1e-4 * np.eye(size), noise_sd=0.02
     )
+
+
+def in_turns(*rates):
+    """Rates of one configuration, from round to round."""
+    following = itertools.cycle(rates)
+    return lambda _: next(following)
+
+
+def feeding_known(rates, sd):
+    """A belief in FEW, SOME, MANY and BASELINE that saw FEW's workers starve the loop, and those of SOME and MANY feed it."""
+    configs = (FEW, SOME, MANY, BASELINE)
+    feeding = Feeding(
+        log_headroom=np.array([*np.log([0.525, 1.3125, 4.2]), -np.inf]),
+        headroom_sd=np.array([0.02, 0.02, 0.02, 0.0]),
+        irregular=np.array([0.5, 0.0, 0.0, 0.8]),
+        larger=((1, 2), (2,), (), ()),
+    )
+    covariance = sd**2 * np.eye(len(configs))
+    return Knowledge(configs=configs, mean=np.log(rates), covariance=covariance, noise_sd=0.05, feeding=feeding)
+
+
+def test_finals_do_not_ask_again_whether_more_workers_help_a_loop_that_is_fed():
+    # GIVEN rounds in which MANY look 5 % faster than SOME, which are enough
+    belief = feeding_known([50.0, 100.0, 110.0, 20.0], sd=0.05)
+
+    def run(belief):
+        rates = {SOME: in_turns(101.0, 100.0), MANY: in_turns(106.0, 105.0), BASELINE: in_turns(20.1, 20.0)}
+        probe = RatedProbe(rates)
+        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda bursts: belief), probe.asked
+
+    # THEN they run once, where without what was seen of the feeding they run to the end
+    outcome, asked = run(belief)
+    assert outcome.winner == SOME
+    assert asked.count(MANY) == 1
+    outcome, asked = run(replace(belief, feeding=None))
+    assert outcome.winner == MANY
+
+
+def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
+    # GIVEN FEW workers that starve the loop, and rounds in which SOME met some very slow batches
+    belief = feeding_known([93.0, 100.0, 100.0, 20.0], sd=0.03)
+
+    def winner(belief, some=(60.0, 101.0, 100.0)):
+        rates = {SOME: in_turns(*some), FEW: in_turns(95.0, 102.0, 100.0), BASELINE: in_turns(20.1, 20.0)}
+        return race(RatedProbe(rates), [SOME, FEW], patience_s=9.0, believe=lambda bursts: belief).winner
+
+    # THEN SOME win nevertheless; without what was seen of the feeding the cheaper would
+    assert winner(belief) == SOME
+    assert winner(replace(belief, feeding=None)) == FEW
+    # THEN rounds that prove it are believed, whatever was seen
+    assert winner(belief, some=(86.0, 85.0)) == FEW
 
 
 def test_one_failure_is_forgiven():

@@ -18,8 +18,9 @@ import numpy as np
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.twin.observation import Observation
-from autotune_loader.twin.orders import relative
 from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.smoothing import sampling_variance
+from autotune_loader.twin.stages import loop_s
 
 READING_SD = 0.02
 """Relative error of a headroom that no number of batches takes away."""
@@ -55,14 +56,14 @@ class Feeding:
             observations: all bursts.
             use: share of the time in which the consumer of each configuration works, as the twin says.
         """
-        variability = float(np.concatenate([relative(seen.service_s) for seen in observations]).var())
-        bursts: dict[Crew, list[Observation]] = defaultdict(list)
+        bursts: dict[Crew, list[tuple[Observation, float]]] = defaultdict(list)
         quickest_s: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
-        for seen in (each for each in observations if each.num_workers):
-            crew = _crew(seen)
-            bursts[crew].append(seen)
-            quickest_s[crew[1:]] = min(quickest_s[crew[1:]], float(seen.receive_s.mean()))
-        known = {crew: _headroom(seen, variability, quickest_s[crew[1:]]) for crew, seen in bursts.items()}
+        for seen, service_variance in zip(observations, sampling_variance(observations), strict=True):
+            if seen.num_workers:
+                crew = _crew(seen)
+                bursts[crew].append((seen, float(service_variance)))
+                quickest_s[crew[1:]] = min(quickest_s[crew[1:]], float(seen.receive_s.mean()))
+        known = {crew: _headroom(seen, quickest_s[crew[1:]]) for crew, seen in bursts.items()}
         headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         kinds = [_apart_from_crew(config) for config in configs]
@@ -147,23 +148,20 @@ def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
     return replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)
 
 
-def _headroom(bursts: Sequence[Observation], variability: float, receive_s: float) -> tuple[float, float]:
+def _headroom(bursts: Sequence[tuple[Observation, float]], receive_s: float) -> tuple[float, float]:
     """Logarithm of the headroom in bursts of the same workers, and its standard deviation.
 
     Args:
-        bursts: at least one.
-        variability: squared variation of all service times; a burst without one of the rare slow batches cannot know of them.
+        bursts: at least one, each with the relative variance of its mean service time.
         receive_s: seconds in which the loop takes a batch over that has arrived.
     """
-    logs, variances = zip(*(_headroom_of(seen, variability, receive_s) for seen in bursts), strict=True)
+    logs, variances = zip(*(_headroom_of(seen, variance, receive_s) for seen, variance in bursts), strict=True)
     weights = 1 / np.array(variances)
     return float(weights @ np.array(logs) / weights.sum()), math.hypot(1 / math.sqrt(weights.sum()), READING_SD)
 
 
-def _headroom_of(seen: Observation, variability: float, receive_s: float) -> tuple[float, float]:
-    step_s = float(seen.step_s.mean())
-    loop_s = max(receive_s, step_s) if seen.device_prefetch else receive_s + step_s
-    consumer_s = max(loop_s, 1e-12)
+def _headroom_of(seen: Observation, service_variance: float, receive_s: float) -> tuple[float, float]:
+    consumer_s = max(float(loop_s(receive_s, float(seen.step_s.mean()), seen.device_prefetch)), 1e-12)
     service_s = max(float(seen.service_s.mean()), 1e-12)
-    variance = variability / len(seen.service_s) + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
+    variance = service_variance + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
     return math.log(seen.num_workers * consumer_s / service_s), variance + READING_SD**2

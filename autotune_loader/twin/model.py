@@ -18,7 +18,7 @@ from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.orders import relative, sequences
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
 from autotune_loader.twin.recursion import Floats, batches_needed, simulate, steady_batches, steady_rate
-from autotune_loader.twin.stages import Columns, Stages
+from autotune_loader.twin.stages import Columns, Stages, loop_s
 
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
@@ -176,7 +176,7 @@ class Twin:
         # Pinned or not, whichever is quicker: the roof is over both.
         receive_s = min(float(self.calibration.receive.values[:, 0].min()), self.calibration.hand_over_s)
         step_s = self._least_step_s(consumer_threads)
-        per_batch = max(receive_s, step_s) if device_prefetch else receive_s + step_s
+        per_batch = float(loop_s(receive_s, step_s, device_prefetch))
         calibration = self.calibration
         serial = float((calibration.serial_service_s + calibration.serial_receive_s)[0]) + step_s
         cpu_s = min(float(calibration.contention.cpu_s[0]), *(float(o.cpu_s.mean()) for o in self.observations), np.inf)

@@ -9,7 +9,7 @@ from typing import Literal
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Interval
 from autotune_loader.twin.calibration import Calibration
-from autotune_loader.twin.stages import Columns, Load, Stages
+from autotune_loader.twin.stages import Columns, Load, Stages, loop_s
 
 Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
 
@@ -60,10 +60,9 @@ def binding_stage(i: int, rate: float, columns: Columns, stages: Stages, load: L
     consumer: Stage = "transport" if receive_s > step_s else "consumer"
     if workers == 0:
         return "workers" if service_s > receive_s + step_s else consumer
-    consumer_s = max(receive_s, step_s) if columns.ahead[i] else receive_s + step_s
     use: dict[Stage, float] = {
         "workers": rate * service_s / workers,
-        consumer: rate * consumer_s,
+        consumer: rate * float(loop_s(receive_s, step_s, int(columns.ahead[i]))),
         "pinning": rate * float(stages.pin_s[i]),
     }
     busiest = max(use, key=lambda stage: use[stage])

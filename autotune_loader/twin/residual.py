@@ -113,7 +113,7 @@ class Knowledge:
             squared = (values - mean[where]) ** 2 / noise
             weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + squared)
         covariance = self.covariance - gain @ cross.T
-        return replace(self, mean=mean, covariance=covariance, drawn=None, fed=None)
+        return self._revised(mean, covariance)
 
     def without_flattered_queues(self) -> Knowledge:
         """The same belief, in which no shallow queue is expected to be faster than a deeper one.
@@ -123,7 +123,7 @@ class Knowledge:
         mean = self.mean.copy()
         for shallow, deep in reversed(self._deeper()):
             mean[shallow] = min(mean[shallow], mean[deep])
-        return replace(self, mean=mean, drawn=None, fed=None)
+        return self._revised(mean, self.covariance)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
         """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
@@ -137,7 +137,11 @@ class Knowledge:
             _, determinant = np.linalg.slogdet(within)
             scores.append(-0.5 * (off @ np.linalg.solve(within, off) + determinant + math.log(scale) ** 2))
         scale = MODEL_SCALES[int(np.argmax(scores))]
-        return replace(self, covariance=scale**2 * self.covariance)
+        return self._revised(self.mean, scale**2 * self.covariance)
+
+    def _revised(self, mean: Floats, covariance: Floats) -> Knowledge:
+        """Another belief about the same configurations; what was drawn from this one says nothing of it."""
+        return replace(self, mean=mean, covariance=covariance, drawn=None, fed=None)
 
     def sd(self) -> Floats:
         """Posterior standard deviation of each logarithm."""
@@ -146,9 +150,14 @@ class Knowledge:
 
     def ratio(self, index: int, other: int) -> tuple[float, float]:
         """Mean and standard deviation of ln(rate of the one / rate of the other)."""
+        means, deviations = self._ratios_to(other)
+        return float(means[index]), float(deviations[index])
+
+    def _ratios_to(self, other: int) -> tuple[Floats, Floats]:
+        """The same of every configuration against one."""
         c = self.covariance
-        variance = c[index, index] + c[other, other] - 2 * c[index, other]
-        return float(self.mean[index] - self.mean[other]), math.sqrt(max(float(variance), JITTER))
+        variances = np.diag(c) + c[other, other] - 2 * c[:, other]
+        return self.mean - self.mean[other], np.sqrt(np.maximum(variances, JITTER))
 
     def paths(self) -> Floats:
         """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
@@ -179,8 +188,8 @@ class Knowledge:
 
     def _refuting(self, index: int) -> NDArray[np.bool_]:
         """Which configurations are faster than one beyond all luck."""
-        variance = np.diag(self.covariance) + self.covariance[index, index] - 2 * self.covariance[:, index]
-        refuting: NDArray[np.bool_] = self.mean - self.mean[index] > REFUTED * np.sqrt(np.maximum(variance, JITTER))
+        faster, deviations = self._ratios_to(index)
+        refuting: NDArray[np.bool_] = faster > REFUTED * deviations
         return refuting
 
     def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:

@@ -60,8 +60,7 @@ class Stages:
 
     def consumer_s(self, columns: Columns) -> Floats:
         """Seconds between two batches that receipt, step and pinning thread allow."""
-        both = np.where(columns.ahead > 0, np.maximum(self.receive_s, self.step_s), self.receive_s + self.step_s)
-        seconds: Floats = np.maximum(both, self.pin_s)
+        seconds: Floats = np.maximum(loop_s(self.receive_s, self.step_s, columns.ahead), self.pin_s)
         return seconds
 
     def bound(self, columns: Columns) -> Floats:
@@ -70,6 +69,12 @@ class Stages:
         serial = self.service_s + self.receive_s + self.step_s
         rate: Floats = 1.0 / np.maximum(np.where(columns.workers == 0, serial, slowest), 1e-12)
         return rate
+
+
+def loop_s(receive_s: Floats | float, step_s: Floats | float, ahead: Ints | int) -> Floats:
+    """Seconds of the training loop for each batch: one that a device prefetch receives ahead travels beside the step."""
+    seconds: Floats = np.where(np.asarray(ahead) > 0, np.maximum(receive_s, step_s), np.add(receive_s, step_s))
+    return seconds
 
 
 def step_share(wanting: Floats, step_cores: Floats, cores: Floats) -> Floats:
