@@ -105,6 +105,29 @@ def test_a_batch_that_travels_while_the_loop_waits_is_no_work_of_the_loop():
     assert Feeding.of((few, MANY), [waited, observed(MANY)], (1.0, 1.0)).log_headroom[0] < 0
 
 
+def test_a_burst_in_which_everything_was_quicker_shows_the_same_headroom():
+    # GIVEN 5 workers, and 16 on a machine that was 1.3 times as quick at that moment
+    usual, lucky = observed(ENOUGH), observed(MANY)
+    quicker = {name: getattr(lucky, name) / 1.3 for name in ("service_s", "cpu_s", "receive_s", "step_s")}
+    # THEN that is no quicker receipt, and the 5 have the headroom that they have
+    seen = Feeding.of(CONFIGS[:3], [usual, replace(lucky, **quicker)], (0.5, 1.0, 1.0))
+    assert seen.log_headroom == pytest.approx(feeding(CONFIGS[:3], seen=[ENOUGH, MANY]).log_headroom)
+
+
+def test_a_loop_that_was_seen_not_to_wait_need_not_wait():
+    # GIVEN a twin that says that the loop waits 8 % of the time, and a burst of 5 workers in which it waited for 1 %
+    busy = replace(observed(ENOUGH), samples_per_s=8.0 * 0.99 / LOOP_S)
+    shallow, deep = replace(ENOUGH, prefetch_factor=2), replace(ENOUGH, prefetch_factor=16)
+    seen = Feeding.of((ENOUGH, shallow, deep), [busy], (0.92, 0.92, 0.92))
+    # THEN so it is with as deep a queue or a deeper one, and with a shallower one as the twin says
+    assert seen.irregular == pytest.approx([0.01, 0.08, 0.01])
+    # THEN where rare slow batches may be missing the twin is believed
+    rough = [replace(busy, service_s=busy.service_s[:20], cpu_s=busy.cpu_s[:20]), observed(MANY, batches=20, slow=2)]
+    assert Feeding.of((ENOUGH,), rough, (0.92,)).irregular == pytest.approx([0.08])
+    # THEN where the twin says less, too
+    assert Feeding.of((ENOUGH,), [busy], (0.995,)).irregular == pytest.approx([0.005])
+
+
 def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
     # GIVEN 16 workers that are faster than 5, which seem to be enough, by far more than bursts scatter
     belief = known([50.0, 100.0, 130.0], sd=0.02)

@@ -477,3 +477,17 @@ def test_who_waits_for_the_same_step_shares_its_error():
     covariance = prior_covariance(configs, 1.0, bound)
     ratio_sd = np.sqrt(covariance[1, 1] + covariance[2, 2] - 2 * covariance[1, 2])
     assert ratio_sd < 0.2 * np.sqrt(covariance[0, 0])
+
+
+@pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
+def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
+    # GIVEN 18 workers that can deliver 1.04 times what the loop takes, every 33rd batch perhaps much slower
+    seen = observation(18, service=0.04, cpu=0.001, cv=0.25, count=396)
+    seen.service_s[::33] *= tail
+    loop_s = 1.04 * seen.service_s.mean() / 18
+    twin = Twin.fit([replace(seen, receive_s=np.full(396, loop_s / 4), step_s=np.full(396, loop_s * 3 / 4))], cores=32)
+    predicted = twin.predict(18, 8, epoch_batches=200, persistent_workers=True)
+    assert predicted.headroom == pytest.approx(1.04, rel=0.01)
+    # THEN the loop hardly waits in the long run, unless for the slow ones; in a short epoch it waits, too
+    assert (predicted.consumer_use < 0.95) == waits
+    assert predicted.epoch_samples_per_s < 0.97 * predicted.samples_per_s.value

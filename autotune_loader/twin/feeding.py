@@ -4,7 +4,8 @@ Two bursts differ by whatever the machine does meanwhile, and that hides a few p
 and loop have the same machine: how much more the workers could deliver than the loop takes, the headroom
 workers x (receipt + step) / service, hardly depends on it. A loop that need not wait is no slower than one with more workers,
 because these can only take cores from its step; a burst that says otherwise was lucky. What more workers can hide is the
-travelling of a batch, so that the receipt that counts is the quickest that any burst shows.
+travelling of a batch, so that the receipt that counts is the quickest that any burst shows, in steps of that same burst: in
+seconds it would be that of the luckiest burst.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ NEARLY_FED = 0.9
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
 MOST_LOST = 0.999
+SEEN_ENOUGH = 0.03
+"""Relative error of the mean service time from which on bursts may lack the rare slow batches that the loop waits for."""
 
 Crew = tuple[int, bool, int | None, int]
 """Whatever decides how well the loop is fed, prefetch apart: workers, pinning, the step's threads, device prefetch."""
@@ -43,7 +46,8 @@ class Feeding:
     headroom_sd: Floats
     """Standard deviation of that logarithm."""
     irregular: Floats
-    """Share of the time in which the loop waits even if the mean says that it need not: service times vary."""
+    """Share of the time in which the loop waits even if the mean says that it need not: service times vary. What the twin says,
+    or less where bursts showed less."""
     larger: tuple[tuple[int, ...], ...]
     """Positions of the configurations with as many workers or more, and all else equal but the prefetch."""
 
@@ -57,14 +61,15 @@ class Feeding:
             use: share of the time in which the consumer of each configuration works, as the twin says.
         """
         bursts: dict[Crew, list[tuple[Observation, float]]] = defaultdict(list)
-        quickest_s: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
+        receipts: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
         for seen, service_variance in zip(observations, sampling_variance(observations), strict=True):
             if seen.num_workers:
                 crew = _crew(seen)
                 bursts[crew].append((seen, float(service_variance)))
-                quickest_s[crew[1:]] = min(quickest_s[crew[1:]], float(seen.receive_s.mean()))
-        known = {crew: _headroom(seen, quickest_s[crew[1:]]) for crew, seen in bursts.items()}
+                receipts[crew[1:]] = min(receipts[crew[1:]], float(seen.receive_s.mean()) / _step_s(seen))
+        known = {crew: _headroom(seen, receipts[crew[1:]]) for crew, seen in bursts.items()}
         headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
+        waiting = [_waiting(bursts.get(_crew(config), ()), config, receipts[_crew(config)[1:]]) for config in configs]
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         kinds = [_apart_from_crew(config) for config in configs]
         for position, kind in enumerate(kinds):
@@ -72,7 +77,7 @@ class Feeding:
         return cls(
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
-            irregular=1.0 - np.array(use),
+            irregular=np.minimum(1.0 - np.array(use), waiting),
             larger=tuple(
                 tuple(
                     other
@@ -148,20 +153,38 @@ def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
     return replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)
 
 
-def _headroom(bursts: Sequence[tuple[Observation, float]], receive_s: float) -> tuple[float, float]:
+def _headroom(bursts: Sequence[tuple[Observation, float]], receipt: float) -> tuple[float, float]:
     """Logarithm of the headroom in bursts of the same workers, and its standard deviation.
 
     Args:
         bursts: at least one, each with the relative variance of its mean service time.
-        receive_s: seconds in which the loop takes a batch over that has arrived.
+        receipt: time that the loop takes for a batch that has arrived, in steps.
     """
-    logs, variances = zip(*(_headroom_of(seen, variance, receive_s) for seen, variance in bursts), strict=True)
+    logs, variances = zip(*(_headroom_of(seen, variance, receipt) for seen, variance in bursts), strict=True)
     weights = 1 / np.array(variances)
     return float(weights @ np.array(logs) / weights.sum()), math.hypot(1 / math.sqrt(weights.sum()), READING_SD)
 
 
-def _headroom_of(seen: Observation, service_variance: float, receive_s: float) -> tuple[float, float]:
-    consumer_s = max(float(loop_s(receive_s, float(seen.step_s.mean()), seen.device_prefetch)), 1e-12)
+def _headroom_of(seen: Observation, service_variance: float, receipt: float) -> tuple[float, float]:
+    consumer_s = _consumer_s(seen, receipt)
     service_s = max(float(seen.service_s.mean()), 1e-12)
     variance = service_variance + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
     return math.log(seen.num_workers * consumer_s / service_s), variance + READING_SD**2
+
+
+def _waiting(bursts: Sequence[tuple[Observation, float]], config: LoaderConfig, receipt: float) -> float:
+    """Share of the time in which the loop waited in bursts with queues no deeper than these; 1 where they saw too little."""
+    told = [(seen, 1 / variance) for seen, variance in bursts if seen.prefetch_factor <= (config.prefetch_factor or 1)]
+    if sum(weight for _, weight in told) < 1 / SEEN_ENOUGH**2:
+        return 1.0
+    busy = [seen.samples_per_s / seen.batch_size * _consumer_s(seen, receipt) for seen, _ in told]
+    return float(np.mean([max(0.0, 1.0 - share) for share in busy]))
+
+
+def _consumer_s(seen: Observation, receipt: float) -> float:
+    """Seconds of the loop for each batch, were it never to wait."""
+    return _step_s(seen) * float(loop_s(receipt, 1.0, seen.device_prefetch))
+
+
+def _step_s(seen: Observation) -> float:
+    return max(float(seen.step_s.mean()), 1e-12)

@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 
 STEADY_BATCHES = 192
 """Batches in the window of a steady rate: a variation of 20 % leaves 1.4 %, and `Twin` averages several runs."""
+LIGHT_VARIATION = 0.4
+"""Standard deviation over mean of service times up to which such a window is long enough."""
 MOST_STEADY_BATCHES = 960
 """The same for batches that differ much: which worker the slow ones fall to is luck that a longer run evens out."""
 FILL_ROUNDS = 3
@@ -89,7 +91,7 @@ def _column_shaped(values: ArrayLike, shape: tuple[int, ...]) -> Floats:
 
 def steady_batches(variation: float) -> int:
     """Batches that the window of a steady rate needs when service times vary by so much (standard deviation over mean)."""
-    return min(MOST_STEADY_BATCHES, max(STEADY_BATCHES, round(STEADY_BATCHES * (variation / 0.4) ** 2)))
+    return min(MOST_STEADY_BATCHES, max(STEADY_BATCHES, round(STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2)))
 
 
 def steady_window(workers: ArrayLike, batches: int = STEADY_BATCHES) -> tuple[Ints, Ints]:
