@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 
-@pytest.fixture(params=["oracle", "real", "outcomes", "beside"])
+@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "simulated"])
 def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"studies.regret.{request.param}")
@@ -161,3 +161,23 @@ def test_what_was_measured_is_read_back_and_reported(oracle: ModuleType, tmp_pat
     assert "| autotune_loader | 1 | 1 | 0.0% |" in text
     assert "ValueError: no" in text
     assert (tmp_path / "real.png").stat().st_size > 0
+
+
+def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    simulated = importlib.import_module("studies.regret.simulated")
+
+    def outcome(workers: int, regret: float, fewest: int = 4) -> Any:
+        return simulated.Outcome(
+            machine=0, kind="wait", cores=8, strategy=simulated.OURS, regret=regret, seconds=20.0, workers=workers,
+            fastest_workers=10, fewest_workers=fewest,
+        )  # fmt: skip
+
+    # GIVEN machines whose fastest has 10 workers: few that are fast, few that are slower, too many, and no plateau at all
+    seen = [outcome(5, 0.0), outcome(4, 0.03), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
+    told = simulated.plateaus(seen)
+    # THEN three of them have a plateau, and on one the choice is as few and as fast as it should be
+    assert told.startswith(
+        "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
+    )
+    assert told.endswith("on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)")

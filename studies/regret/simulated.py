@@ -322,9 +322,12 @@ def plateaus(outcomes: Sequence[Outcome]) -> str:
     mine = [outcome for outcome in ours if outcome.fewest_workers <= PLATEAU_WORKERS * outcome.fastest_workers]
     few = [outcome for outcome in mine if outcome.workers <= PLATEAU_WORKERS * outcome.fastest_workers]
     right = sum(outcome.regret <= PLATEAU_LOSS for outcome in few)
+    fewer = statistics.median(1 - outcome.workers / outcome.fastest_workers for outcome in mine)
+    slower = sorted(outcome.regret for outcome in mine)
     return (
         f"{len(mine)} plateaus: on {right} at least 30 % fewer workers than the fastest, at most 1 % slower; "
-        f"on {len(mine) - len(few)} more workers, on {len(few) - right} slower"
+        f"on {len(mine) - len(few)} more workers, on {len(few) - right} slower; in the median {fewer:.0%} fewer workers "
+        f"and {_at(slower, 0.5):.1%} slower (p90 {_at(slower, 0.9):.1%})"
     )
 
 
