@@ -124,6 +124,9 @@ def test_a_loop_that_was_seen_not_to_wait_need_not_wait():
     # THEN where rare slow batches may be missing the twin is believed
     rough = [replace(busy, service_s=busy.service_s[:20], cpu_s=busy.cpu_s[:20]), observed(MANY, batches=20, slow=2)]
     assert Feeding.of((ENOUGH,), rough, (0.92,)).irregular == pytest.approx([0.08])
+    # THEN bursts of which only means are left, such as a resumed study's, say nothing either
+    means = {name: getattr(busy, name)[:1] for name in ("service_s", "cpu_s", "receive_s", "step_s")}
+    assert Feeding.of((ENOUGH,), [replace(busy, **means)], (0.92,)).irregular == pytest.approx([0.08])
     # THEN where the twin says less, too
     assert Feeding.of((ENOUGH,), [busy], (0.995,)).irregular == pytest.approx([0.005])
 

@@ -174,8 +174,10 @@ def _headroom_of(seen: Observation, service_variance: float, receipt: float) -> 
 
 def _waiting(bursts: Sequence[tuple[Observation, float]], config: LoaderConfig, receipt: float) -> float:
     """Share of the time in which the loop waited in bursts with queues no deeper than these; 1 where they saw too little."""
-    told = [(seen, 1 / variance) for seen, variance in bursts if seen.prefetch_factor <= (config.prefetch_factor or 1)]
-    if sum(weight for _, weight in told) < 1 / SEEN_ENOUGH**2:
+    depth = config.prefetch_factor or 1
+    # A mean without its batches does not tell how these varied.
+    told = [(seen, variance) for seen, variance in bursts if seen.prefetch_factor <= depth and len(seen.service_s) > 1]
+    if sum(1 / max(variance, 1e-12) for _, variance in told) < 1 / SEEN_ENOUGH**2:
         return 1.0
     busy = [seen.samples_per_s / seen.batch_size * _consumer_s(seen, receipt) for seen, _ in told]
     return float(np.mean([max(0.0, 1.0 - share) for share in busy]))
