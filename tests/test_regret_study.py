@@ -180,4 +180,5 @@ def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: py
     assert told.startswith(
         "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
     )
+    assert simulated.plateaus(seen[3:]) == "no plateau"
     assert told.endswith("on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)")

@@ -320,6 +320,8 @@ def plateaus(outcomes: Sequence[Outcome]) -> str:
     """On how many plateaus we chose as few workers as would do, in a sentence."""
     ours = [outcome for outcome in outcomes if outcome.strategy == OURS and outcome.fastest_workers]
     mine = [outcome for outcome in ours if outcome.fewest_workers <= PLATEAU_WORKERS * outcome.fastest_workers]
+    if not mine:
+        return "no plateau"
     few = [outcome for outcome in mine if outcome.workers <= PLATEAU_WORKERS * outcome.fastest_workers]
     right = sum(outcome.regret <= PLATEAU_LOSS for outcome in few)
     fewer = statistics.median(1 - outcome.workers / outcome.fastest_workers for outcome in mine)
