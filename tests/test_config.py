@@ -48,7 +48,6 @@ def loader_of(config):
 
 
 @given(configs())
-@settings(deadline=None)
 def test_every_config_constructs_a_loader_that_reads_back_the_same(config):
     # WHEN a loader is made of any legal configuration
     loader = loader_of(config)
@@ -61,7 +60,7 @@ def test_every_config_constructs_a_loader_that_reads_back_the_same(config):
 
 
 @given(configs(most_workers=0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_every_config_without_workers_yields_a_batch(config):
     assert len(first_batch(config)) == 2
 
@@ -69,7 +68,7 @@ def test_every_config_without_workers_yields_a_batch(config):
 # PAINS 15: pairs of options that DataLoader refuses, at once or on iteration.
 # Two, because every example starts processes.
 @given(configs(most_workers=2).filter(lambda c: c.num_workers and c.multiprocessing_context in (None, "fork")))
-@settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.filter_too_much])
 def test_configs_with_workers_yield_a_batch(config):
     assert len(first_batch(config)) == 2
 

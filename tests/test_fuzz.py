@@ -20,7 +20,7 @@ from autotune_loader.errors import ConfigFileError
 from autotune_loader.result import loader_schema
 
 SAVED = json.loads((Path(__file__).parent / "data" / "loader-1.0.json").read_text())
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 values = st.recursive(

@@ -341,7 +341,7 @@ PLACES = [path for path in places(VALUES) if path]
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), st.none() | st.just("gone") | json_values), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_mutation_of_a_file_loads_or_is_refused_as_a_config_file(tmp_path_factory, mutations):
     # GIVEN a whole file in which a few values were replaced or removed
     values = copy.deepcopy(VALUES)
@@ -354,7 +354,7 @@ def test_any_mutation_of_a_file_loads_or_is_refused_as_a_config_file(tmp_path_fa
 
 
 @given(st.binary(max_size=60), st.integers(0, 4000), st.integers(0, 50))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_damage_to_the_bytes_loads_or_is_refused_as_a_config_file(tmp_path_factory, noise, start, length):
     data = json.dumps(VALUES).encode()
     file = tmp_path_factory.getbasetemp() / "damaged.json"

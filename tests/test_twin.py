@@ -22,7 +22,7 @@ from autotune_loader.twin.residual import consumer_bound, prior_covariance
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)
 few_batches = st.integers(min_value=1, max_value=5)
-quick = settings(max_examples=30, deadline=None, derandomize=True)
+quick = settings(max_examples=30, derandomize=True)
 
 
 class StubClock:

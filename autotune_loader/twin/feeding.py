@@ -60,16 +60,11 @@ class Feeding:
             observations: all bursts.
             use: share of the time in which the consumer of each configuration works, as the twin says.
         """
-        bursts: dict[Crew, list[tuple[Observation, float]]] = defaultdict(list)
-        receipts: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
-        for seen, service_variance in zip(observations, sampling_variance(observations), strict=True):
-            if seen.num_workers:
-                crew = _crew(seen)
-                bursts[crew].append((seen, float(service_variance)))
-                receipts[crew[1:]] = min(receipts[crew[1:]], float(seen.receive_s.mean()) / _step_s(seen))
-        known = {crew: _headroom(seen, receipts[crew[1:]]) for crew, seen in bursts.items()}
-        headrooms = [known.get(_crew(config), (-math.inf, 0.0)) for config in configs]
-        waiting = [_waiting(bursts.get(_crew(config), ()), config, receipts[_crew(config)[1:]]) for config in configs]
+        bursts = _by_crew(observations)
+        known = {crew: _headroom(each) for crew, each in bursts.items()}
+        crews = [_crew(config) for config in configs]
+        headrooms = [known.get(crew, (-math.inf, 0.0)) for crew in crews]
+        waiting = [_waiting(bursts.get(crew, ()), config) for crew, config in zip(crews, configs, strict=True)]
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         kinds = [_apart_from_crew(config) for config in configs]
         for position, kind in enumerate(kinds):
@@ -153,39 +148,55 @@ def _apart_from_crew(config: LoaderConfig) -> LoaderConfig:
     return replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)
 
 
-def _headroom(bursts: Sequence[tuple[Observation, float]], receipt: float) -> tuple[float, float]:
-    """Logarithm of the headroom in bursts of the same workers, and its standard deviation.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Burst:
+    """A burst with workers, and what the others tell of it."""
 
-    Args:
-        bursts: at least one, each with the relative variance of its mean service time.
-        receipt: time that the loop takes for a batch that has arrived, in steps.
-    """
-    logs, variances = zip(*(_headroom_of(seen, variance, receipt) for seen, variance in bursts), strict=True)
+    seen: Observation
+    service_variance: float
+    """Relative, of the mean service time."""
+    consumer_s: float
+    """Seconds of the loop for each batch, were it never to wait."""
+
+
+def _by_crew(observations: Sequence[Observation]) -> dict[Crew, list[_Burst]]:
+    # By all of the crew but the workers: the quickest receipt, in steps.
+    receipts: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
+    for seen in observations:
+        if seen.num_workers:
+            handing = _crew(seen)[1:]
+            receipts[handing] = min(receipts[handing], float(seen.receive_s.mean()) / _step_s(seen))
+    bursts: dict[Crew, list[_Burst]] = defaultdict(list)
+    for seen, variance in zip(observations, sampling_variance(observations), strict=True):
+        if seen.num_workers:
+            crew = _crew(seen)
+            consumer_s = _step_s(seen) * float(loop_s(receipts[crew[1:]], 1.0, seen.device_prefetch))
+            bursts[crew].append(_Burst(seen, float(variance), consumer_s))
+    return bursts
+
+
+def _headroom(bursts: Sequence[_Burst]) -> tuple[float, float]:
+    """Logarithm of the headroom in bursts of the same workers, one or more, and its standard deviation."""
+    logs, variances = zip(*map(_headroom_of, bursts), strict=True)
     weights = 1 / np.array(variances)
     return float(weights @ np.array(logs) / weights.sum()), math.hypot(1 / math.sqrt(weights.sum()), READING_SD)
 
 
-def _headroom_of(seen: Observation, service_variance: float, receipt: float) -> tuple[float, float]:
-    consumer_s = _consumer_s(seen, receipt)
+def _headroom_of(burst: _Burst) -> tuple[float, float]:
+    seen = burst.seen
     service_s = max(float(seen.service_s.mean()), 1e-12)
-    variance = service_variance + float((seen.step_s / consumer_s).var()) / len(seen.step_s)
-    return math.log(seen.num_workers * consumer_s / service_s), variance + READING_SD**2
+    variance = burst.service_variance + float((seen.step_s / burst.consumer_s).var()) / len(seen.step_s)
+    return math.log(seen.num_workers * burst.consumer_s / service_s), variance + READING_SD**2
 
 
-def _waiting(bursts: Sequence[tuple[Observation, float]], config: LoaderConfig, receipt: float) -> float:
+def _waiting(bursts: Sequence[_Burst], config: LoaderConfig) -> float:
     """Share of the time in which the loop waited in bursts with queues no deeper than these; 1 where they saw too little."""
     depth = config.prefetch_factor or 1
     # A mean without its batches does not tell how these varied.
-    told = [(seen, variance) for seen, variance in bursts if seen.prefetch_factor <= depth and len(seen.service_s) > 1]
-    if sum(1 / max(variance, 1e-12) for _, variance in told) < 1 / SEEN_ENOUGH**2:
+    told = [each for each in bursts if each.seen.prefetch_factor <= depth and len(each.seen.service_s) > 1]
+    if sum(1 / max(each.service_variance, 1e-12) for each in told) < 1 / SEEN_ENOUGH**2:
         return 1.0
-    busy = [seen.samples_per_s / seen.batch_size * _consumer_s(seen, receipt) for seen, _ in told]
-    return float(np.mean([max(0.0, 1.0 - share) for share in busy]))
-
-
-def _consumer_s(seen: Observation, receipt: float) -> float:
-    """Seconds of the loop for each batch, were it never to wait."""
-    return _step_s(seen) * float(loop_s(receipt, 1.0, seen.device_prefetch))
+    return float(np.mean([max(0.0, 1.0 - each.seen.batches_per_s * each.consumer_s) for each in told]))
 
 
 def _step_s(seen: Observation) -> float:

@@ -141,20 +141,22 @@ class Twin:
         if not configs:
             return []
         columns = self._columns(configs, cores or self.cores)
-        window = steady_batches(self.variation)
-        pools = self._pools(batches_needed(columns.workers, window))
+        variation = self.variation
+        pools = self._pools(batches_needed(columns.workers, steady_batches(variation)))
         stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
-        first = steady_rate(self._run_on(columns, stages, pools), columns.workers, window)
+        first = self._steady_rates(columns, stages, pools, variation)
         stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
-        rates = steady_rate(self._run_on(columns, stages, pools), columns.workers, window)
+        rates = self._steady_rates(columns, stages, pools, variation)
         begun = self._run(columns, stages, pools) if epoch_batches else None
-        consumer_s = stages.consumer_s(columns)
+        consumer_s, headroom = stages.consumer_s(columns), stages.headroom(columns)
+        roofs = {
+            (threads, ahead): self.ceiling(consumer_threads=threads, device_prefetch=ahead, cores=cores)
+            for threads, ahead in {(config.consumer_threads, config.device_prefetch) for config in configs}
+        }
         predictions = []
         for i, config in enumerate(configs):
             at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
-            roof = self.ceiling(
-                consumer_threads=config.consumer_threads, device_prefetch=config.device_prefetch, cores=cores
-            )
+            roof = roofs[config.consumer_threads, config.device_prefetch]
             rate, spread = _centre_and_spread(rates[at])
             rate = min(rate, roof.samples_per_s / self.batch_size)
             started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
@@ -169,7 +171,7 @@ class Twin:
                     epoch_samples_per_s=epoch * self.batch_size,
                     binding=binding_stage(at.start, rate, columns, stages, load, self.calibration),
                     busy_workers=min(rate * float(stages.service_s[at.start]), float(config.num_workers)),
-                    headroom=config.num_workers * float(consumer_s[at.start] / max(stages.service_s[at.start], 1e-12)),
+                    headroom=float(headroom[at.start]),
                     consumer_use=min(rate * float(consumer_s[at.start]), 1.0),
                     service_s=float(stages.service_s[at.start]),
                     startup_s=started_s,
@@ -274,16 +276,16 @@ class Twin:
             in_order=columns.in_order,
         )
 
-    def _run_on(self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats]) -> Floats:
-        """The same in the midst of training, when workers that keep up with the loop have long filled their queues.
+    def _steady_rates(self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats], variation: float) -> Floats:
+        """Batches per second in the midst of training, when workers that keep up with the loop have long filled their queues.
 
         From empty queues, workers that have 4 % to spare take 25 rounds for each batch ahead, much longer than the window,
         and until then the loop waits for whichever is late (5 % instead of none, in the long run, for 18 workers with a
         prefetch of 8 and a variation of 0.25). With heavy tails they fall behind again before the queues are full.
         """
-        keeps_up = columns.workers * stages.consumer_s(columns) >= stages.service_s
-        full = columns.workers * columns.prefetch if self.variation < LIGHT_VARIATION else 0
-        return self._run(columns, stages, pools, made_before=np.where(keeps_up, full, 0))
+        full = columns.workers * columns.prefetch if variation < LIGHT_VARIATION else 0
+        done = self._run(columns, stages, pools, made_before=np.where(stages.headroom(columns) >= 1.0, full, 0))
+        return steady_rate(done, columns.workers, steady_batches(variation))
 
 
 def _threads(consumer_threads: int | None, consumer_cores: float) -> float:

@@ -109,14 +109,18 @@ class Observation:
         )
 
     @property
+    def batches_per_s(self) -> float:
+        """Rate that the burst itself measured, in batches."""
+        return self.samples_per_s / self.batch_size
+
+    @property
     def workers_at_work(self) -> float:
         """Mean number of workers at work in the steady part of the burst."""
         if self.at_work is not None:
             return self.at_work
-        return min(float(self.num_workers), self.samples_per_s / self.batch_size * float(self.service_s.mean()))
+        return min(float(self.num_workers), self.batches_per_s * float(self.service_s.mean()))
 
     @property
     def consumer_share(self) -> float:
         """Share of the time in which the training loop received or stepped."""
-        batches_per_s = self.samples_per_s / self.batch_size
-        return min(1.0, batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))
+        return min(1.0, self.batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))

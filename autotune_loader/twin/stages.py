@@ -63,6 +63,11 @@ class Stages:
         seconds: Floats = np.maximum(loop_s(self.receive_s, self.step_s, columns.ahead), self.pin_s)
         return seconds
 
+    def headroom(self, columns: Columns) -> Floats:
+        """How many times what the consumer can take the workers could deliver; 0 without workers."""
+        times: Floats = columns.workers * (self.consumer_s(columns) / np.maximum(self.service_s, 1e-12))
+        return times
+
     def bound(self, columns: Columns) -> Floats:
         """Batches per second were every queue endless and every stage steady."""
         slowest = np.maximum(self.consumer_s(columns), self.service_s / np.maximum(columns.workers, 1))
