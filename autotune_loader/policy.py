@@ -113,7 +113,12 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         mean=np.log(np.maximum(predicted, 1e-12)),
         covariance=prior_covariance(configs, inputs.consumer_cores, _bound_by_consumer(predictions, twin, inputs)),
         noise_sd=twin.calibration.noise_sd,
-        feeding=Feeding.of(configs, twin.observations, [prediction.consumer_use for prediction in predictions]),
+        feeding=Feeding.of(
+            configs,
+            twin.observations,
+            [prediction.consumer_use for prediction in predictions],
+            cores=None if _shares_cores(inputs) else inputs.usable_cores,
+        ),
     )
     where = {config: index for index, config in enumerate(configs)}
     usable = [trial for trial in measured if (trial.samples_per_s or 0.0) > 0]
@@ -127,10 +132,15 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
 
 def _bound_by_consumer(predictions: Sequence[Prediction], twin: Twin, inputs: TwinInputs) -> Floats:
     """How far the consumer sets each rate; not at all where it shares the cores with the workers, who slow it down."""
-    if inputs.consumer_cores > CORES_OF_A_SERIAL_STEP:
+    if _shares_cores(inputs):
         return np.zeros(len(predictions))
     headroom = [prediction.headroom for prediction in predictions]
     return consumer_bound(headroom, [prediction.consumer_use for prediction in predictions], twin.variation)
+
+
+def _shares_cores(inputs: TwinInputs) -> bool:
+    """Whether the step computes on the cores of the workers, who slow it down."""
+    return inputs.consumer_cores > CORES_OF_A_SERIAL_STEP
 
 
 def over_epochs(

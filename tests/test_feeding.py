@@ -139,6 +139,33 @@ def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
     assert belief.configs[belief.choice(costs, 0.02)[0]] == MANY
 
 
+def test_workers_that_compute_on_all_cores_are_enough_although_the_loop_waits():
+    # GIVEN 16 workers that are believed to be 5 % faster than 8, for which a loop of 1 ms waits, on 8 cores
+    few, eight, many = (LoaderConfig(num_workers=count, prefetch_factor=8) for count in (4, 8, 16))
+    quick = {"step_s": np.full(200, 0.0005)}
+    seen = [replace(observed(LoaderConfig(num_workers=1)), **quick), replace(observed(many), **quick)]
+    configs, use = (few, eight, many), (0.1, 0.2, 0.2)
+    full = Feeding.of(configs, seen, use, cores=8)
+    belief = Knowledge(
+        configs=configs, mean=np.log([50.0, 100.0, 105.0]), covariance=0.05**2 * np.eye(3), noise_sd=0.05, feeding=full
+    )
+    costs = [(float(config.num_workers),) for config in configs]
+    # THEN the 8 are chosen, and the 16 where the step computes on the same cores
+    assert full.free == pytest.approx([0.5, 0.0, 0.0])
+    assert configs[belief.choice(costs, 0.02)[0]] == eight
+    shared = replace(belief, feeding=Feeding.of(configs, seen, use))
+    assert configs[shared.choice(costs, 0.02)[0]] == many
+    # THEN workers that wait for half of their time leave cores free, and more of them take these
+    waiting = [replace(each, cpu_s=each.service_s / 2) for each in seen]
+    assert Feeding.of(configs, waiting, use, cores=8).free[1] > 0.3
+    # THEN so do workers whose batches take so different times that they wait for their turn
+    rough = [replace(each, service_s=np.tile([0.004, 0.076], 100)) for each in seen]
+    assert Feeding.of(configs, rough, use, cores=8).free[1] > 0.1
+    # THEN a rate beyond all luck refutes it
+    beaten = replace(belief, mean=np.log([50.0, 100.0, 130.0]), covariance=0.02**2 * np.eye(3))
+    assert configs[beaten.choice(costs, 0.02)[0]] == many
+
+
 def test_only_more_workers_of_the_same_kind_are_no_faster():
     threads = replace(MANY, consumer_threads=2)
     seen = feeding((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))

@@ -246,6 +246,8 @@ def feeding_known(rates, sd):
         log_headroom=np.array([*np.log([0.525, 1.3125, 4.2]), -np.inf]),
         headroom_sd=np.array([0.02, 0.02, 0.02, 0.0]),
         irregular=np.array([0.5, 0.0, 0.0, 0.8]),
+        free=np.ones(4),
+        free_sd=np.zeros(4),
         larger=((1, 2), (2,), (), ()),
     )
     covariance = sd**2 * np.eye(len(configs))

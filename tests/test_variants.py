@@ -219,7 +219,7 @@ def quick(dataset: Any, **options: Any) -> TuningResult:
 @pytest.mark.slow
 def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path: Path) -> None:
     # GIVEN a step that takes as long for any batch
-    result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=8)
+    result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=20)
     # THEN a larger batch is chosen, and everything that comes of it has that size
     size = result.best.batch_size
     assert size in (16, 32)

@@ -1,4 +1,4 @@
-"""Workers that were seen to keep the training loop fed: with more of them, and all else equal, nobody is faster.
+"""Workers that are enough, for the training loop or for the cores: with more of them, and all else equal, nobody is faster.
 
 Two bursts differ by whatever the machine does meanwhile, and that hides a few percent of their rates. Within one burst workers
 and loop have the same machine: how much more the workers could deliver than the loop takes, the headroom
@@ -6,6 +6,9 @@ workers x (receipt + step) / service, hardly depends on it. A loop that need not
 because these can only take cores from its step; a burst that says otherwise was lucky. What more workers can hide is the
 travelling of a batch, so that the receipt that counts is the quickest that any burst shows, in steps of that same burst: in
 seconds it would be that of the luckiest burst.
+
+Workers that compute on all cores are enough, too, even where the loop waits for them: more of them would wait for a core. How
+many that takes is known from the waiting of a single one (`saturation`), unless the step wants the same cores.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ import numpy as np
 from autotune_loader.config import LoaderConfig
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
-from autotune_loader.twin.smoothing import sampling_variance
+from autotune_loader.twin.saturation import at_their_turn, taken_share
+from autotune_loader.twin.smoothing import relative_variance, sampling_variance
 from autotune_loader.twin.stages import loop_s
 
 READING_SD = 0.02
 """Relative error of a headroom that no number of batches takes away."""
 NEARLY_FED = 0.9
-"""Workers with less headroom than this are no help in telling how fast more of them are."""
+"""Workers that have less headroom, and take less of the cores' time, are no help in telling how fast more of them are."""
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
 MOST_LOST = 0.999
+WAITING_SD = 0.02
+"""Error of what a worker waits, in its computing, that no number of batches takes away."""
 SEEN_ENOUGH = 0.03
 """Relative error of the mean service time from which on bursts may lack the rare slow batches that the loop waits for."""
 
@@ -39,7 +45,7 @@ Crew = tuple[int, bool, int | None, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Feeding:
-    """How well the workers of some configurations were seen to feed the loop: one value per configuration."""
+    """How well the workers of some configurations feed the loop, and fill the cores: one value per configuration."""
 
     log_headroom: Floats
     """Logarithm of the headroom; -inf where no burst had these workers."""
@@ -48,23 +54,35 @@ class Feeding:
     irregular: Floats
     """Share of the time in which the loop waits even if the mean says that it need not: service times vary. What the twin says,
     or less where bursts showed less."""
+    free: Floats
+    """Share of the cores' time that the workers leave free, so that more of them may take it; 1 where that is unknown."""
+    free_sd: Floats
+    """Standard deviation of that share."""
     larger: tuple[tuple[int, ...], ...]
     """Positions of the configurations with as many workers or more, and all else equal but the prefetch."""
 
     @classmethod
-    def of(cls, configs: Sequence[LoaderConfig], observations: Sequence[Observation], use: Sequence[float]) -> Feeding:
+    def of(
+        cls,
+        configs: Sequence[LoaderConfig],
+        observations: Sequence[Observation],
+        use: Sequence[float],
+        cores: float | None = None,
+    ) -> Feeding:
         """What the bursts show.
 
         Args:
             configs: the configurations.
             observations: all bursts.
             use: share of the time in which the consumer of each configuration works, as the twin says.
+            cores: that the workers have for themselves; None where the step computes on them, too.
         """
         bursts = _by_crew(observations)
         known = {crew: _headroom(each) for crew, each in bursts.items()}
         crews = [_crew(config) for config in configs]
         headrooms = [known.get(crew, (-math.inf, 0.0)) for crew in crews]
         waiting = [_waiting(bursts.get(crew, ()), config) for crew, config in zip(crews, configs, strict=True)]
+        free, free_sd = _free(configs, observations, cores)
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         kinds = [_apart_from_crew(config) for config in configs]
         for position, kind in enumerate(kinds):
@@ -73,6 +91,8 @@ class Feeding:
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
             irregular=np.minimum(1.0 - np.array(use), waiting),
+            free=free,
+            free_sd=free_sd,
             larger=tuple(
                 tuple(
                     other
@@ -91,6 +111,8 @@ class Feeding:
             log_headroom=self.log_headroom[where],
             headroom_sd=self.headroom_sd[where],
             irregular=self.irregular[where],
+            free=self.free[where],
+            free_sd=self.free_sd[where],
             larger=tuple(tuple(new[other] for other in self.larger[old] if other in new) for old in where),
         )
 
@@ -100,12 +122,15 @@ class Feeding:
             log_headroom=np.concatenate([self.log_headroom, np.full(count, -np.inf)]),
             headroom_sd=np.concatenate([self.headroom_sd, np.zeros(count)]),
             irregular=np.concatenate([self.irregular, np.ones(count)]),
+            free=np.concatenate([self.free, np.ones(count)]),
+            free_sd=np.concatenate([self.free_sd, np.zeros(count)]),
             larger=self.larger + ((),) * count,
         )
 
     def fed(self) -> list[int]:
         """Positions of the configurations whose workers were seen to be enough, or nearly so."""
-        return [int(each) for each in np.flatnonzero(self.log_headroom > math.log(NEARLY_FED)) if self.larger[each]]
+        nearly = (self.log_headroom > math.log(NEARLY_FED)) | (self.free < 1.0 - NEARLY_FED)
+        return [int(each) for each in np.flatnonzero(nearly) if self.larger[each]]
 
     def floor(self, paths: Floats, fed: Iterable[int]) -> Floats:
         """What the fed are at least, in each path as fast as any with more workers; -inf for all others.
@@ -133,7 +158,9 @@ class Feeding:
     def _shortfall(self, position: int, luck: Floats | float) -> Floats:
         """What a configuration loses at most against those with more workers, by so much luck (standard normal)."""
         headroom = np.exp(self.log_headroom[position] + self.headroom_sd[position] * np.asarray(luck))
-        short: Floats = np.clip(np.maximum(1.0 - headroom, self.irregular[position]), 0.0, MOST_LOST)
+        of_loop = np.maximum(1.0 - headroom, self.irregular[position])
+        of_cores = self.free[position] - self.free_sd[position] * np.asarray(luck)
+        short: Floats = np.clip(np.minimum(of_loop, of_cores), 0.0, MOST_LOST)
         return short
 
 
@@ -197,6 +224,31 @@ def _waiting(bursts: Sequence[_Burst], config: LoaderConfig) -> float:
     if sum(1 / max(each.service_variance, 1e-12) for each in told) < 1 / SEEN_ENOUGH**2:
         return 1.0
     return float(np.mean([max(0.0, 1.0 - each.seen.batches_per_s * each.consumer_s) for each in told]))
+
+
+def _free(
+    configs: Sequence[LoaderConfig], observations: Sequence[Observation], cores: float | None
+) -> tuple[Floats, Floats]:
+    """Share of the cores' time that the workers of each configuration leave free, and its standard deviation."""
+    free, sd = np.ones(len(configs)), np.zeros(len(configs))
+    bursts = [seen for seen in observations if seen.num_workers]
+    of_workers = np.array([config.num_workers > 0 for config in configs])
+    if cores is None or not bursts or not of_workers.any():
+        return free, sd
+    # Where the fewest are at work, all that is not computing is waiting; among many it may be waiting for a core.
+    alone = min(bursts, key=lambda seen: seen.workers_at_work)
+    variance = relative_variance(bursts)
+    waiting = max(0.0, float(alone.service_s.mean()) / max(float(alone.cpu_s.mean()), 1e-12) - 1.0)
+    waiting_sd = math.hypot(WAITING_SD, waiting * math.sqrt(variance / len(alone.service_s)))
+    in_order, workers, prefetch = (
+        np.array([getattr(config, name) for config in configs if config.num_workers], dtype=np.float64)
+        for name in ("in_order", "num_workers", "prefetch_factor")
+    )
+    at_work = np.where(in_order > 0, at_their_turn(workers, prefetch, math.sqrt(variance)), workers)
+    taken = taken_share(at_work, cores, waiting)
+    free[of_workers] = 1.0 - taken
+    sd[of_workers] = taken - taken_share(at_work, cores, waiting + waiting_sd)
+    return free, sd
 
 
 def _step_s(seen: Observation) -> float:

@@ -27,14 +27,19 @@ TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
 """Median and log-sd of that noise before anything was measured."""
 
 
-def sampling_variance(observations: Sequence[Observation]) -> Floats:
-    """Relative variance of each burst's mean service time because it saw so few batches.
+def relative_variance(observations: Sequence[Observation]) -> float:
+    """Variance of the service times over their squared mean, of all bursts together.
 
-    The variability is that of all bursts together: a burst without one of the rare slow batches cannot know of them.
+    A burst without one of the rare slow batches cannot know of them.
     """
     spread = [float(((o.service_s / max(o.service_s.mean(), 1e-12) - 1.0) ** 2).sum()) for o in observations]
+    return sum(spread) / sum(len(o.service_s) for o in observations)
+
+
+def sampling_variance(observations: Sequence[Observation]) -> Floats:
+    """Relative variance of each burst's mean service time because it saw so few batches."""
     counts = np.array([len(o.service_s) for o in observations], dtype=np.float64)
-    variance: Floats = sum(spread) / counts.sum() / counts
+    variance: Floats = relative_variance(observations) / counts
     return variance
 
 
