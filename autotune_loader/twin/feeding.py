@@ -23,8 +23,8 @@ import numpy as np
 from autotune_loader.config import LoaderConfig
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
-from autotune_loader.twin.saturation import at_their_turn, taken_share
-from autotune_loader.twin.smoothing import relative_variance, sampling_variance
+from autotune_loader.twin.saturation import free_share
+from autotune_loader.twin.smoothing import sampling_variance
 from autotune_loader.twin.stages import loop_s
 
 READING_SD = 0.02
@@ -34,8 +34,6 @@ NEARLY_FED = 0.9
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
 MOST_LOST = 0.999
-WAITING_SD = 0.02
-"""Error of what a worker waits, in its computing, that no number of batches takes away."""
 SEEN_ENOUGH = 0.03
 """Relative error of the mean service time from which on bursts may lack the rare slow batches that the loop waits for."""
 
@@ -82,7 +80,7 @@ class Feeding:
         crews = [_crew(config) for config in configs]
         headrooms = [known.get(crew, (-math.inf, 0.0)) for crew in crews]
         waiting = [_waiting(bursts.get(crew, ()), config) for crew, config in zip(crews, configs, strict=True)]
-        free, free_sd = _free(configs, observations, cores)
+        free, free_sd = free_share(configs, observations, cores)
         alike: dict[LoaderConfig, list[int]] = defaultdict(list)
         kinds = [_apart_from_crew(config) for config in configs]
         for position, kind in enumerate(kinds):
@@ -128,14 +126,14 @@ class Feeding:
         )
 
     def fed(self) -> list[int]:
-        """Positions of the configurations whose workers were seen to be enough, or nearly so."""
+        """Positions of the configurations whose workers are enough, or nearly so."""
         nearly = (self.log_headroom > math.log(NEARLY_FED)) | (self.free < 1.0 - NEARLY_FED)
         return [int(each) for each in np.flatnonzero(nearly) if self.larger[each]]
 
     def floor(self, paths: Floats, fed: Iterable[int]) -> Floats:
         """What the fed are at least, in each path as fast as any with more workers; -inf for all others.
 
-        Always with the same draws of how far the headroom was misread, so that answers repeat.
+        Always with the same draws of how far headroom and free cores were misread, so that answers repeat.
 
         Args:
             paths: logarithms of rates as they may be, shape (paths, configurations).
@@ -224,31 +222,6 @@ def _waiting(bursts: Sequence[_Burst], config: LoaderConfig) -> float:
     if sum(1 / max(each.service_variance, 1e-12) for each in told) < 1 / SEEN_ENOUGH**2:
         return 1.0
     return float(np.mean([max(0.0, 1.0 - each.seen.batches_per_s * each.consumer_s) for each in told]))
-
-
-def _free(
-    configs: Sequence[LoaderConfig], observations: Sequence[Observation], cores: float | None
-) -> tuple[Floats, Floats]:
-    """Share of the cores' time that the workers of each configuration leave free, and its standard deviation."""
-    free, sd = np.ones(len(configs)), np.zeros(len(configs))
-    bursts = [seen for seen in observations if seen.num_workers]
-    of_workers = np.array([config.num_workers > 0 for config in configs])
-    if cores is None or not bursts or not of_workers.any():
-        return free, sd
-    # Where the fewest are at work, all that is not computing is waiting; among many it may be waiting for a core.
-    alone = min(bursts, key=lambda seen: seen.workers_at_work)
-    variance = relative_variance(bursts)
-    waiting = max(0.0, float(alone.service_s.mean()) / max(float(alone.cpu_s.mean()), 1e-12) - 1.0)
-    waiting_sd = math.hypot(WAITING_SD, waiting * math.sqrt(variance / len(alone.service_s)))
-    in_order, workers, prefetch = (
-        np.array([getattr(config, name) for config in configs if config.num_workers], dtype=np.float64)
-        for name in ("in_order", "num_workers", "prefetch_factor")
-    )
-    at_work = np.where(in_order > 0, at_their_turn(workers, prefetch, math.sqrt(variance)), workers)
-    taken = taken_share(at_work, cores, waiting)
-    free[of_workers] = 1.0 - taken
-    sd[of_workers] = taken - taken_share(at_work, cores, waiting + waiting_sd)
-    return free, sd
 
 
 def _step_s(seen: Observation) -> float:

@@ -25,10 +25,10 @@ Ints = NDArray[np.int64]
 
 STEADY_BATCHES = 192
 """Batches in the window of a steady rate: a variation of 20 % leaves 1.4 %, and `Twin` averages several runs."""
-LIGHT_VARIATION = 0.4
-"""Standard deviation over mean of service times up to which such a window is long enough."""
 MOST_STEADY_BATCHES = 960
 """The same for batches that differ much: which worker the slow ones fall to is luck that a longer run evens out."""
+LIGHT_VARIATION = 0.4
+"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough."""
 FILL_ROUNDS = 3
 """Rounds of `workers` batches before the window opens: by then the pipeline has left its synchronous start."""
 

@@ -61,7 +61,7 @@ class Knowledge:
     fed: Floats | None = None
     """And what these owe to configurations with more workers, as `Feeding.floor` says."""
     feeding: Feeding | None = None
-    """Who was seen to keep the loop fed, so that nobody with more workers can be faster."""
+    """Whose workers are enough, so that nobody with more of them can be faster."""
 
     def at(self, configs: Sequence[LoaderConfig]) -> Knowledge:
         """The same belief about some of the configurations only."""

@@ -9,15 +9,48 @@ processor sharing). What does depend on it is how long workers wait for their tu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from autotune_loader.config import LoaderConfig
+from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.smoothing import relative_variance
 
 TURN_LOSS = 0.63
-"""While they wait for their turn workers lose TURN_LOSS ln(workers) variation^2 / prefetch of their time. So much, within a
-third, did 4 to 64 workers on as many cores lose in event simulations (variation 0.5, prefetch 2 to 8)."""
-MOST_LOST = 0.9
+"""While they wait for their turn workers lose TURN_LOSS ln(workers) variation^2 / prefetch of their time: to a third what event
+simulations of 4 to 48 workers on as many cores lose (variation 0.5, prefetch 2 and 8; tests/test_saturation.py)."""
+MOST_TURN_LOSS = 0.9
+"""Where batches vary beyond what the formula is for."""
+WAITING_SD = 0.02
+"""Error of what a worker waits, in its computing, that no number of batches takes away."""
+
+
+def free_share(
+    configs: Sequence[LoaderConfig], observations: Sequence[Observation], cores: float | None
+) -> tuple[Floats, Floats]:
+    """Share of the cores' time that the workers of each configuration leave free, and its standard deviation.
+
+    Args:
+        configs: the configurations.
+        observations: the bursts, which tell what workers compute and wait.
+        cores: that the workers have for themselves; None where that is unknown, and then all counts as free.
+    """
+    bursts = [seen for seen in observations if seen.num_workers]
+    if cores is None or not bursts:
+        return np.ones(len(configs)), np.zeros(len(configs))
+    # Where the fewest are at work, all that is not computing is waiting; among many it may be waiting for a core.
+    alone = min(bursts, key=lambda seen: seen.workers_at_work)
+    variance = relative_variance(bursts)
+    waiting = max(0.0, float(alone.service_s.mean()) / max(float(alone.cpu_s.mean()), 1e-12) - 1.0)
+    waiting_sd = math.hypot(WAITING_SD, waiting * math.sqrt(variance / len(alone.service_s)))
+    workers = np.array([config.num_workers for config in configs], dtype=np.float64)
+    prefetch = np.array([config.prefetch_factor or 1 for config in configs], dtype=np.float64)
+    in_order = np.array([config.in_order for config in configs])
+    at_work = np.where(in_order, at_their_turn(workers, prefetch, math.sqrt(variance)), workers)
+    taken = taken_share(at_work, cores, waiting)
+    return 1.0 - taken, taken - taken_share(at_work, cores, waiting + waiting_sd)
 
 
 def taken_share(workers: Floats, cores: float, waiting: float) -> Floats:
@@ -37,11 +70,11 @@ def at_their_turn(workers: Floats, prefetch: Floats, variation: float) -> Floats
     """How many workers do the work of these, who wait for their turn now and then because batches are handed over in order.
 
     Args:
-        workers: how many there are, shape (n,), each at least 1.
+        workers: how many there are, shape (n,).
         prefetch: batches that each is handed ahead, shape (n,).
         variation: of the service times, standard deviation over mean.
     """
-    lost = np.minimum(TURN_LOSS * np.log(workers) * variation**2 / prefetch, MOST_LOST)
+    lost = np.minimum(TURN_LOSS * np.log(np.maximum(workers, 1.0)) * variation**2 / prefetch, MOST_TURN_LOSS)
     left: Floats = workers * (1.0 - lost)
     return left
 
