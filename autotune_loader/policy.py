@@ -121,11 +121,13 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         ),
     )
     where = {config: index for index, config in enumerate(configs)}
-    usable = [trial for trial in measured if (trial.samples_per_s or 0.0) > 0]
+    usable = [(modelled(trial.config), trial.measurement) for trial in measured if trial.measurement is not None]
+    usable = [(config, burst) for config, burst in usable if burst.samples_per_s.value > 0]
+    scatter = twin.burst_scatter([(config, burst.samples_per_s.count) for config, burst in usable])
     bursts = (
-        [where[modelled(trial.config)] for trial in usable],
-        [math.log(trial.samples_per_s or 1.0) for trial in usable],
-        [_burst_variance(trial.measurement, twin) for trial in usable if trial.measurement is not None],
+        [where[config] for config, _ in usable],
+        [math.log(burst.samples_per_s.value) for _, burst in usable],
+        [_burst_variance(burst, twin, float(sd)) for (_, burst), sd in zip(usable, scatter, strict=True)],
     )
     return before.without_flattered_queues().scaled(*bursts).updated(*bursts)
 
@@ -238,9 +240,9 @@ def modelled(config: LoaderConfig) -> LoaderConfig:
     return replace(config, persistent_workers=False)
 
 
-def _burst_variance(measurement: Measurement, twin: Twin) -> float:
+def _burst_variance(measurement: Measurement, twin: Twin, scatter: float) -> float:
     """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, and unseen slow batches."""
     rate = measurement.samples_per_s
     half = (rate.high - rate.low) / 2 / rate.value if rate.value > 0 and math.isfinite(rate.high) else 0.2
     tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
-    return float(max((half / Z_95) ** 2, tails) + twin.calibration.noise_sd**2)
+    return float(max((half / Z_95) ** 2, tails) + scatter**2 + twin.calibration.noise_sd**2)

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.policy import TwinInputs, learn
+from autotune_loader.space import Space
 from autotune_loader.stats import Interval
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BatchTrace, BurstPlan, Measurement
+from autotune_loader.trial import BatchTrace, BurstPlan, Measurement, Trial
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
 from autotune_loader.twin.levelling import level
 from autotune_loader.twin.residual import consumer_bound, prior_covariance
@@ -491,3 +493,55 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
     # THEN the loop hardly waits in the long run, unless for the slow ones; in a short epoch it waits, too
     assert (predicted.consumer_use < 0.95) == waits
     assert predicted.epoch_samples_per_s < 0.97 * predicted.samples_per_s.value
+
+
+RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
+
+
+@pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
+def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(workers, is_wide):
+    # GIVEN a twin that knows one batch in 33 to take five times as long
+    scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
+    plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
+    known = SimulatedProbe(RARELY_SLOW, StubClock()).burst(scout, plan)
+    twin = Twin.fit([Observation.from_measurement(scout, known)], cores=16)
+    # AND short bursts that each read other batches
+    plans = [BurstPlan(max_s=0.4, min_s=0.4, seed=seed) for seed in range(24)]
+    rates = [SimulatedProbe(RARELY_SLOW, StubClock()).burst(config, plan).samples_per_s for plan in plans]
+    scatter = np.log([rate.value for rate in rates]).std()
+    # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
+    count = int(np.median([rate.count for rate in rates]))
+    predicted, of_longer = twin.burst_scatter([(config, count), (config, 100 * count)])
+    assert (scatter > 0.2) == is_wide
+    assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
+    assert of_longer < 0.3 * predicted + 0.002
+
+
+def test_bursts_of_even_batches_need_no_simulated_scatter():
+    steady = replace(RARELY_SLOW, tail_share=0.0)
+    config = LoaderConfig(num_workers=8, prefetch_factor=2)
+    burst = SimulatedProbe(steady, StubClock()).burst(config, BurstPlan(max_s=1.0, min_s=1.0))
+    twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
+    assert list(twin.burst_scatter([(config, 40)])) == [0.0]
+    assert len(twin.burst_scatter([])) == 0
+
+
+def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():
+    # GIVEN workers that wait, rare slow batches, and one burst of 10 workers that by bad luck saw several of them
+    clock, space = StubClock(), Space(max_workers=16)
+    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.012})
+    probe = SimulatedProbe(replace(RARELY_SLOW, cores=8, step_s=0.012), clock)
+    trials = []
+    for workers, seconds in ((0, 1.0), (1, 1.0), (8, 4.0)):
+        config = LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None)
+        burst = probe.burst(config, BurstPlan(max_s=seconds, min_s=seconds, deadline_s=100.0))
+        trials.append(Trial(number=len(trials), config=config, role="search", measurement=burst))
+    more = LoaderConfig(num_workers=10, prefetch_factor=8)
+    bursts = [probe.burst(more, BurstPlan(max_s=0.4, min_s=0.4, seed=seed)) for seed in range(24)]
+    unlucky = min(bursts, key=lambda burst: burst.samples_per_s.value)
+    before = learn(space, trials, inputs)
+    after = learn(space, [*trials, Trial(number=3, config=more, role="search", measurement=unlucky)], inputs)
+    # THEN it is far below what is believed of them, and changes that little
+    believed = np.exp(before.mean[before.configs.index(more)])
+    assert unlucky.samples_per_s.value < 0.75 * believed
+    assert np.exp(after.mean[after.configs.index(more)]) > 0.93 * believed

@@ -19,9 +19,11 @@ from autotune_loader.twin.orders import relative, sequences
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
 from autotune_loader.twin.recursion import (
     LIGHT_VARIATION,
+    MOST_STEADY_BATCHES,
     Floats,
     Ints,
     batches_needed,
+    burst_rate,
     simulate,
     steady_batches,
     steady_rate,
@@ -31,6 +33,8 @@ from autotune_loader.twin.stages import Columns, Stages, loop_s
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
 PER_CONFIG = BEST + DRAWS
+SCATTER_RUNS = 24
+"""Simulated bursts whose rates tell how far those of real ones scatter: to 15 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +144,7 @@ class Twin:
         """
         if not configs:
             return []
-        columns = self._columns(configs, cores or self.cores)
+        columns = self._columns(configs, cores or self.cores, np.arange(PER_CONFIG))
         variation = self.variation
         pools = self._pools(batches_needed(columns.workers, steady_batches(variation)))
         stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
@@ -178,6 +182,38 @@ class Twin:
                 )
             )
         return predictions
+
+    def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
+        """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
+
+        In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with
+        the loop, rates scatter by 30 % between bursts of 2.5 rounds (tests/test_twin.py), whatever one of them says of
+        itself. It is the scatter of what is consumed. Where workers hold the loop up a burst is read by what they make, too,
+        and scatters less; but that overlooks how they wait for orders behind a slow batch, so the larger figure stands.
+
+        Args:
+            bursts: configurations, each with the batches in the window of its burst.
+
+        Returns:
+            One value per burst; 0 where service times vary so little that a burst's own interval tells.
+        """
+        if not bursts or self.variation < LIGHT_VARIATION:
+            return np.zeros(len(bursts))
+        counts = np.array([max(count, 2) for _, count in bursts])
+        columns = self._columns([config for config, _ in bursts], self.cores, np.zeros(SCATTER_RUNS, dtype=np.int64))
+        stages, _ = self.calibration.settle(columns, np.ones(len(columns.draw)))
+        simulated = np.minimum(counts, MOST_STEADY_BATCHES)
+        windows = np.repeat(simulated, SCATTER_RUNS)
+        rng = np.random.default_rng(self.seed)
+        shape = (int((columns.workers + windows).max()) + 1, SCATTER_RUNS)
+        service, step = (
+            np.tile(rng.choice(pool, size=shape), len(bursts)) for pool in (self._services(), self._steps())
+        )
+        rates = burst_rate(self._simulated(columns, stages, service, step), columns.workers, windows)
+        # Longer windows scatter as the root of their length says.
+        longer = np.sqrt(counts / simulated)
+        scatter: Floats = np.log(rates).reshape(len(bursts), SCATTER_RUNS).std(axis=1) / longer
+        return scatter
 
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
@@ -229,9 +265,11 @@ class Twin:
         low, high = value * np.exp(-Z_95 * spread), value * np.exp(Z_95 * spread)
         return Interval(value=value, low=float(low), high=float(high), count=len(self.observations))
 
-    def _columns(self, configs: Sequence[LoaderConfig], cores: float) -> Columns:
+    def _columns(self, configs: Sequence[LoaderConfig], cores: float, draws: Ints) -> Columns:
+        """A column for each configuration and each of the draws, the draws of one configuration side by side."""
+
         def spread(values: list[Any], dtype: type) -> Any:
-            return np.repeat(np.array(values, dtype=dtype), PER_CONFIG)
+            return np.repeat(np.array(values, dtype=dtype), len(draws))
 
         known = self.step_base_s
         return Columns(
@@ -243,20 +281,21 @@ class Twin:
             step_threads=spread([_threads(c.consumer_threads, self.consumer_cores) for c in configs], np.float64),
             step_s=spread([known.get(c.consumer_threads, known[None]) for c in configs], np.float64),
             step_sd=spread([UNSEEN_THREADS_SD * (c.consumer_threads not in known) for c in configs], np.float64),
-            cores=np.full(len(configs) * PER_CONFIG, float(cores)),
-            draw=np.tile(np.arange(PER_CONFIG), len(configs)),
+            cores=np.full(len(configs) * len(draws), float(cores)),
+            draw=np.tile(draws, len(configs)),
         )
 
     def _services(self) -> Floats:
         with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
         return np.concatenate([relative(o.service_s) for o in with_workers])
 
+    def _steps(self) -> Floats:
+        return np.concatenate([relative(o.step_s) for o in self.observations])
+
     def _pools(self, batches: int) -> tuple[Floats, Floats]:
         """Service and step times relative to their mean, shape (batches, draws)."""
         rng = np.random.default_rng(self.seed)
-        service = self._services()
-        step = np.concatenate([relative(o.step_s) for o in self.observations])
-        return sequences(service, batches, rng), sequences(step, batches, rng)
+        return sequences(self._services(), batches, rng), sequences(self._steps(), batches, rng)
 
     def _run(
         self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats], made_before: Ints | int = 0
@@ -264,10 +303,14 @@ class Twin:
         """When each step was done, from the moment the workers begin; `made_before` batches of each column lay ready."""
         service, step = pools
         made = np.arange(len(service))[:, None] < made_before
+        return self._simulated(columns, stages, np.where(made, 0.0, service[:, columns.draw]), step[:, columns.draw])
+
+    def _simulated(self, columns: Columns, stages: Stages, service: Floats, step: Floats) -> Floats:
+        """The same, given how long each batch takes to be made and each step, relative to their means."""
         return simulate(
-            np.where(made, 0.0, service[:, columns.draw] * stages.service_s),
+            service * stages.service_s,
             stages.receive_s,
-            step[:, columns.draw] * stages.step_s,
+            step * stages.step_s,
             workers=columns.workers,
             prefetch=columns.prefetch,
             pin_s=stages.pin_s,
