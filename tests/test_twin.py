@@ -511,10 +511,12 @@ def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(work
     scatter = np.log([rate.value for rate in rates]).std()
     # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
     count = int(np.median([rate.count for rate in rates]))
-    predicted, of_longer = twin.burst_scatter([(config, count), (config, 100 * count)])
+    predicted, of_longer, of_very_long = twin.burst_scatter([(config, n) for n in (count, 10 * count, 1000)])
     assert (scatter > 0.2) == is_wide
     assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
-    assert of_longer < 0.3 * predicted + 0.002
+    assert of_longer < 0.7 * predicted + 0.002
+    # AND very long ones, or without workers, tell of themselves
+    assert of_very_long == twin.burst_scatter([(LoaderConfig(), count)])[0] == 0.0
 
 
 def test_bursts_of_even_batches_need_no_simulated_scatter():

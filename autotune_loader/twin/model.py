@@ -195,24 +195,24 @@ class Twin:
             bursts: configurations, each with the batches in the window of its burst.
 
         Returns:
-            One value per burst; 0 where service times vary so little that a burst's own interval tells.
+            One value per burst; 0 where a burst's own interval tells: without workers, where service times vary little, and in
+            windows of more than `MOST_STEADY_BATCHES`.
         """
-        if not bursts or self.variation < LIGHT_VARIATION:
-            return np.zeros(len(bursts))
-        counts = np.array([max(count, 2) for _, count in bursts])
-        columns = self._columns([config for config, _ in bursts], self.cores, np.zeros(SCATTER_RUNS, dtype=np.int64))
+        scatter = np.zeros(len(bursts))
+        untold = [i for i, (config, count) in enumerate(bursts) if config.num_workers and count <= MOST_STEADY_BATCHES]
+        if not untold or self.variation < LIGHT_VARIATION:
+            return scatter
+        configs, counts = zip(*[bursts[i] for i in untold], strict=True)
+        columns = self._columns(configs, self.cores, np.zeros(SCATTER_RUNS, dtype=np.int64))
         stages, _ = self.calibration.settle(columns, np.ones(len(columns.draw)))
-        simulated = np.minimum(counts, MOST_STEADY_BATCHES)
-        windows = np.repeat(simulated, SCATTER_RUNS)
+        windows = np.repeat(np.maximum(counts, 2), SCATTER_RUNS)
         rng = np.random.default_rng(self.seed)
         shape = (int((columns.workers + windows).max()) + 1, SCATTER_RUNS)
         service, step = (
-            np.tile(rng.choice(pool, size=shape), len(bursts)) for pool in (self._services(), self._steps())
+            np.tile(rng.choice(pool, size=shape), len(untold)) for pool in (self._services(), self._steps())
         )
         rates = burst_rate(self._simulated(columns, stages, service, step), columns.workers, windows)
-        # Longer windows scatter as the root of their length says.
-        longer = np.sqrt(counts / simulated)
-        scatter: Floats = np.log(rates).reshape(len(bursts), SCATTER_RUNS).std(axis=1) / longer
+        scatter[untold] = np.log(rates).reshape(len(untold), SCATTER_RUNS).std(axis=1)
         return scatter
 
     def ceiling(
