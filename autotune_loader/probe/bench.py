@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.gpus import Gpus
@@ -73,17 +73,23 @@ def _gpus(uuid: str) -> Gpus:
     return Gpus(cuda_uuids=[uuid])
 
 
-def _less_waiting(first: tuple[float, float], batches: Iterator[Any]) -> tuple[float, float]:
-    """Wall and CPU seconds of whichever of the first two batches waited less: a cold file or a busy machine is no habit."""
-    if first[0] > SECOND_LOOK_S:
-        return first
+class Fetch(NamedTuple):
+    """What fetching one batch in the main process took."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def _one_or_two(first: Fetch, batches: Iterator[Any]) -> list[Fetch]:
+    """The first fetch and, where that was not too slow for another, the second."""
+    if first.wall_s > SECOND_LOOK_S:
+        return [first]
     begun = time.monotonic()
     try:
         _, fetch = next(batches)
     except Exception:  # the first batch was all there is, or a burst will tell what is wrong
-        return first
-    second = (time.monotonic() - begun, fetch[4])
-    return max(first, second, key=lambda seconds: seconds[1] / max(seconds[0], 1e-9))
+        return [first]
+    return [first, Fetch(time.monotonic() - begun, fetch[4])]
 
 
 class Bench:
@@ -120,8 +126,7 @@ class Bench:
             begun = time.monotonic()
             self._batch, fetch = next(batches)
             self._samples = fetch[5]
-            first_fetch_s = time.monotonic() - begun
-            fetch_s, fetch_cpu_s = _less_waiting((first_fetch_s, fetch[4]), batches)
+            fetches = _one_or_two(Fetch(time.monotonic() - begun, fetch[4]), batches)
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -136,17 +141,20 @@ class Bench:
             forget_open_batch()
         shape = BatchShape.of(self._batch)
         data = self._data()
-        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, first_fetch_s)
-        sample_s = first_fetch_s / max(self._samples, 1)
+        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, fetches[0].wall_s)
+        # The first fetch may have opened a file, or imported what decodes it.
+        sample_s = min(fetch.wall_s for fetch in fetches) / max(self._samples, 1)
         differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
+        # A cold file or a busy machine is no habit.
+        typical = max(fetches, key=lambda fetch: fetch.cpu_s / max(fetch.wall_s, 1e-9))
         return Readiness(
             step=self._step.description,
             samples=self._samples,
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
             on_accelerator=shape.on_accelerator,
-            first_fetch_s=fetch_s,
-            first_fetch_cpu_s=fetch_cpu_s,
+            first_fetch_s=typical.wall_s,
+            first_fetch_cpu_s=typical.cpu_s,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),

@@ -16,8 +16,9 @@ from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
 from autotune_loader import tune
 from autotune_loader.probe import canary
+from autotune_loader.probe.bench import Bench, Readiness
 from autotune_loader.probe.canary import digest, workers_read_otherwise
-from autotune_loader.probe.workload import DataSide
+from autotune_loader.probe.workload import DataSide, TrainingSide
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -173,6 +174,29 @@ def test_pain_31_the_result_warns_of_it_and_names_the_dataset(path: Path, isolat
     (warning,) = [warning for warning in result.warnings if "at the same indices" in warning]
     assert warning.startswith("Records: ")
     assert "worker_init_fn" in warning
+
+
+class SlowToOpen(Records):
+    """Its first sample takes as long as opening a large file may; were all so slow, the canary would leave them alone."""
+
+    opened = False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.opened:
+            time.sleep(0.4)
+            self.opened = True
+        return super().__getitem__(index)
+
+
+def test_a_slow_first_sample_does_not_keep_the_canary_from_looking(path: Path) -> None:
+    ready = Bench(
+        lambda: DataSide.from_dataset(SlowToOpen(path), batch_size=2),
+        lambda: DataSide.from_dataset(SlowToOpen(path), batch_size=2),
+        TrainingSide,
+    ).prepare()
+
+    assert isinstance(ready, Readiness)
+    assert not ready.same_in_workers
 
 
 def test_equal_batches_have_equal_digests_and_others_do_not() -> None:
