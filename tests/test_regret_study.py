@@ -174,11 +174,13 @@ def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: py
         )  # fmt: skip
 
     # GIVEN machines whose fastest has 10 workers: few that are fast, few that are slower, too many, and no plateau at all
-    seen = [outcome(5, 0.0), outcome(4, 0.03), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
+    seen = [outcome(5, 0.0), outcome(4, 0.03, fewest=6), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
     told = simulated.plateaus(seen)
     # THEN three of them have a plateau, and on one the choice is as few and as fast as it should be
     assert told.startswith(
         "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
     )
     assert simulated.plateaus(seen[3:]) == "no plateau"
-    assert told.endswith("on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)")
+    assert "on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)" in told
+    # THEN the two on which half the workers would do are told apart
+    assert told.endswith("where half the workers would do: on 1 of 2")
