@@ -183,7 +183,7 @@ class SlowToOpen(Records):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if not self.opened:
-            time.sleep(0.4)
+            time.sleep(0.25)
             self.opened = True
         return super().__getitem__(index)
 
