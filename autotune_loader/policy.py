@@ -102,8 +102,8 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
     twin = fit_twin(trials, inputs, seed)
     if twin is None:
         return None
-    measured = [trial for trial in trials if trial.measurement is not None and space.is_plain(trial.config)]
-    tried = dict.fromkeys(modelled(trial.config) for trial in measured)
+    measured = [(modelled(trial.config), trial.measurement) for trial in trials if trial.measurement is not None]
+    tried = dict.fromkeys(config for config, _ in measured)
     failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
     configs = [c for c in dict.fromkeys([*map(modelled, space.plain_configs()), *tried]) if c not in failed]
     predictions = twin.predict_all(configs)
@@ -121,8 +121,7 @@ def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int =
         ),
     )
     where = {config: index for index, config in enumerate(configs)}
-    usable = [(modelled(trial.config), trial.measurement) for trial in measured if trial.measurement is not None]
-    usable = [(config, burst) for config, burst in usable if burst.samples_per_s.value > 0]
+    usable = [(config, burst) for config, burst in measured if burst.samples_per_s.value > 0]
     scatter = twin.burst_scatter([(config, burst.samples_per_s.count) for config, burst in usable])
     bursts = (
         [where[config] for config, _ in usable],

@@ -73,14 +73,14 @@ def _gpus(uuid: str) -> Gpus:
     return Gpus(cuda_uuids=[uuid])
 
 
-class Fetch(NamedTuple):
+class FetchTime(NamedTuple):
     """What fetching one batch in the main process took."""
 
     wall_s: float
     cpu_s: float
 
 
-def _one_or_two(first: Fetch, batches: Iterator[Any]) -> list[Fetch]:
+def _one_or_two(first: FetchTime, batches: Iterator[Any]) -> list[FetchTime]:
     """The first fetch and, where that was not too slow for another, the second."""
     if first.wall_s > SECOND_LOOK_S:
         return [first]
@@ -89,7 +89,7 @@ def _one_or_two(first: Fetch, batches: Iterator[Any]) -> list[Fetch]:
         _, fetch = next(batches)
     except Exception:  # the first batch was all there is, or a burst will tell what is wrong
         return [first]
-    return [first, Fetch(time.monotonic() - begun, fetch[4])]
+    return [first, FetchTime(time.monotonic() - begun, fetch[4])]
 
 
 class Bench:
@@ -126,7 +126,7 @@ class Bench:
             begun = time.monotonic()
             self._batch, fetch = next(batches)
             self._samples = fetch[5]
-            fetches = _one_or_two(Fetch(time.monotonic() - begun, fetch[4]), batches)
+            times = _one_or_two(FetchTime(time.monotonic() - begun, fetch[4]), batches)
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -141,12 +141,12 @@ class Bench:
             forget_open_batch()
         shape = BatchShape.of(self._batch)
         data = self._data()
-        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, fetches[0].wall_s)
+        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
-        sample_s = min(fetch.wall_s for fetch in fetches) / max(self._samples, 1)
+        sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
         differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
         # A cold file or a busy machine is no habit.
-        typical = max(fetches, key=lambda fetch: fetch.cpu_s / max(fetch.wall_s, 1e-9))
+        typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
         return Readiness(
             step=self._step.description,
             samples=self._samples,
