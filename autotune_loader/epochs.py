@@ -9,8 +9,26 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 
 SHORT_EPOCH_S = 1.0
+# Longer ones, too, where fetching the first batch takes more than this share of them, which the steady rate does not hold ...
+FIRST_BATCH_SHARE = 0.05
+# ... and so many bursts of the fewest epochs fit into the time that is left: three rounds of three.
+FEWEST_BURSTS = 9
+# A burst of long epochs runs one that is not timed, and one that is.
+EPOCHS_PER_BURST = 2
 # Workers that fetch an epoch in so many rounds are raced: they are done early, and leave the cores to the step.
 ROUNDS = (1, 2)
+
+
+def are_short(epoch_s: float, first_batch_s: float, seconds_left: float) -> bool:
+    """Whether to run epochs whole.
+
+    Args:
+        epoch_s: seconds of one at the steady rate.
+        first_batch_s: seconds in which workers that are there fetch its first batch.
+        seconds_left: until the budget is spent.
+    """
+    is_affordable = FEWEST_BURSTS * EPOCHS_PER_BURST * epoch_s <= seconds_left
+    return epoch_s <= SHORT_EPOCH_S or (is_affordable and first_batch_s > FIRST_BATCH_SHARE * epoch_s)
 
 
 class WholeEpochs:

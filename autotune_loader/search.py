@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, WholeEpochs, with_fewer_rounds
-from autotune_loader.finals import MIN_ROUNDS, run_finals
+from autotune_loader.epochs import EPOCHS_PER_BURST, WholeEpochs, are_short, with_fewer_rounds
+from autotune_loader.finals import FINAL_BURST, LEAST_OF_WINNER, MIN_ROUNDS, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
 from autotune_loader.pacing import deadline_s, finals_round_s, paced
 from autotune_loader.settings import Settings
@@ -396,8 +396,8 @@ class SearchRun:
         known = self._knowledge()
         if known is None:
             return
-        tolerance, epoch_s = self._settings.tolerance, self.found.epoch_s()
-        self.found.whole_epochs = epoch_s is not None and epoch_s <= SHORT_EPOCH_S
+        tolerance = self._settings.tolerance
+        self.found.whole_epochs = self._epochs_are_short()
         if self.found.whole_epochs:
             known = self._known_over_epochs(known)
         candidates = [
@@ -405,10 +405,12 @@ class SearchRun:
             *policy.finalists(known, self._space, tolerance),
             *self._fastest_burst(),
         ]
+        least_rounds = 1
         if self.found.whole_epochs:
-            batches = self.found.epoch_batches or 1
-            candidates += with_fewer_rounds(candidates[0], batches, self._space.max_workers)
-        while len(candidates) > 1 and self._round_s(candidates) > self.seconds_left():
+            # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
+            candidates[1:1] = with_fewer_rounds(candidates[0], self.found.epoch_batches or 1, self._space.max_workers)
+            least_rounds = LEAST_OF_WINNER
+        while len(candidates) > 1 and least_rounds * self._round_s(candidates) > self.seconds_left():
             candidates.pop()
         self.found.finals = run_finals(
             WholeEpochs(self._probe) if self.found.whole_epochs else self._probe,
@@ -430,6 +432,13 @@ class SearchRun:
         )
         if self.found.finals is not None:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
+
+    def _epochs_are_short(self) -> bool:
+        epoch_s, fastest = self.found.epoch_s(), self.found.fastest()
+        if epoch_s is None or fastest is None or fastest.measurement is None:
+            return False
+        first_batch_s = fastest.measurement.service_s if fastest.config.num_workers else 0.0
+        return are_short(epoch_s, first_batch_s, self.seconds_left())
 
     def _ceiling_rate(self) -> float | None:
         """Samples/s of the step alone; not where epochs have gaps, or another batch size another ceiling."""
@@ -494,7 +503,12 @@ class SearchRun:
 
     def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
         """Seconds that one round of these and the baseline will take."""
-        return finals_round_s([*candidates, self.found.baseline], self.found.trials)
+        entrants = [*candidates, self.found.baseline]
+        if not self.found.whole_epochs:
+            return finals_round_s(entrants, self.found.trials)
+        epochs_s = EPOCHS_PER_BURST * (self.found.epoch_s() or 0.0)
+        starts_s = [self.found.startup_s(config) or 0.0 for config in entrants if config.num_workers]
+        return sum(starts_s) + max(epochs_s, FINAL_BURST.max_s) * len(entrants)
 
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         left = self.seconds_left()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, with_fewer_rounds
+from autotune_loader.epochs import SHORT_EPOCH_S, are_short, with_fewer_rounds
 from autotune_loader.findings import Found
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.inline import InlineProbe
@@ -162,6 +162,27 @@ def test_workers_that_may_not_live_on_lose_where_starting_them_takes_longer_than
 def test_workers_that_may_live_on_do_and_win() -> None:
     found, _ = searched(8, may_keep=True)
     assert (winner(found).num_workers >= 3, winner(found).persistent_workers) == (True, True)
+
+
+def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> None:
+    # GIVEN 16 batches that take 0.4 s each to fetch: with four workers 1.6 s, a quarter of it for the first
+    slow = replace(MACHINE, cpu_s=0.4)
+    found, probe = searched(16, may_keep=True, machine=slow)
+    assert (found.epoch_s() or 0.0) > SHORT_EPOCH_S
+    assert found.whole_epochs
+    assert any(plan.whole_epochs for plan in probe.plans)
+    # BUT not 160 of them, whose first is little of an epoch
+    longer, _ = searched(160, may_keep=True, machine=slow)
+    assert not longer.whole_epochs
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "first_batch_s", "seconds_left", "short"),
+    [(0.9, 0.0, 0.0, True), (2.0, 0.2, 40.0, True), (2.0, 0.05, 40.0, False), (2.0, 0.2, 20.0, False)],
+    ids=["quick", "first batch counts", "first batch hardly counts", "no time for it"],
+)
+def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, seconds_left: float, short: bool) -> None:
+    assert are_short(epoch_s, first_batch_s, seconds_left) is short
 
 
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
