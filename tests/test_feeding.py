@@ -184,6 +184,24 @@ def test_a_shallow_queue_is_not_believed_to_be_faster_than_a_deep_one():
     assert belief.without_flattered_queues().shortfalls().mean(axis=0)[3] < 0.01
 
 
+@pytest.mark.parametrize(("rounds", "chosen"), [(0, 8), (6, 2)])
+def test_a_deeper_queue_is_as_fast_until_bursts_show_that_it_is_not(rounds: int, chosen: int) -> None:
+    # GIVEN four workers with large batches, whose queues of 8 are 20 % slower than those of 2
+    belief = Knowledge(
+        configs=tuple(LoaderConfig(num_workers=4, prefetch_factor=depth) for depth in (2, 4, 8)),
+        mean=np.log([100.0, 100.0, 100.0]),
+        covariance=0.06**2 * np.array([[1.0, 0.9, 0.8], [0.9, 1.0, 0.9], [0.8, 0.9, 1.0]]),
+        noise_sd=0.05,
+    )
+    seen = [0, 2] * rounds
+    logs = [np.log(100.0), np.log(80.0)] * rounds
+    # WHEN so many rounds have shown it, and a deeper queue wins at ties
+    after = belief.updated(seen, logs, [0.05**2] * len(seen))
+    best, _ = after.choice([(-float(config.prefetch_factor or 0),) for config in after.configs], 0.02)
+    # THEN it is chosen only before
+    assert after.configs[best].prefetch_factor == chosen
+
+
 def test_a_part_of_what_is_known_keeps_what_it_owes_to_the_rest():
     # GIVEN 5 workers that are as fast as 16 because they are enough
     belief = known([50.0, 100.0, 110.0])

@@ -42,6 +42,9 @@ CHEAPNESS_SHARE = 0.2
 """Of the tolerance, what a cheaper configuration may be expected to lose against the one expected to lose least."""
 REFUTED = 3.0
 """More workers that are faster by so many standard deviations show that those that were seen to be enough are not."""
+DEPTH_REFUTED = 1.5
+"""A shallow queue that is faster than a deeper one by so many shows that this one slows the workers, as large batches do. It
+takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
 JITTER = 1e-7
@@ -121,8 +124,9 @@ class Knowledge:
         Where workers contend and a shallow queue makes them wait, the twin's load and rate do not settle, which flatters it.
         """
         mean = self.mean.copy()
-        for shallow, deep in reversed(self._deeper()):
-            mean[shallow] = min(mean[shallow], mean[deep])
+        for group in self._by_depth():
+            for deep, shallow in pairwise(reversed(group)):
+                mean[shallow] = min(mean[shallow], mean[deep])
         return self._revised(mean, self.covariance)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Knowledge:
@@ -163,9 +167,12 @@ class Knowledge:
         """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
         draws = self._draws()
         paths = draws.copy()
-        for shallow, deep in self._deeper():
-            # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
-            paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
+        for group in self._by_depth():
+            if self._is_slowed_by_depth(group):
+                continue
+            for shallow, deep in pairwise(group):
+                # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
+                paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
         raised: Floats = np.maximum(paths, self._fed_floor(draws))
         return raised
 
@@ -186,10 +193,10 @@ class Knowledge:
         fed = [each for each in self.feeding.fed() if not self._refuting(each)[list(larger[each])].any()]
         return self.feeding.floor(draws, fed)
 
-    def _refuting(self, index: int) -> NDArray[np.bool_]:
-        """Which configurations are faster than one beyond all luck."""
+    def _refuting(self, index: int, sds: float = REFUTED) -> NDArray[np.bool_]:
+        """Which configurations are faster than one by so many standard deviations; by default beyond all luck."""
         faster, deviations = self._ratios_to(index)
-        refuting: NDArray[np.bool_] = faster > REFUTED * deviations
+        refuting: NDArray[np.bool_] = faster > sds * deviations
         return refuting
 
     def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:
@@ -202,17 +209,17 @@ class Knowledge:
         """Whether it was seen that the workers at `index` are too few, and `other` differs by having more."""
         return self.feeding is not None and self.feeding.is_starving(index, other, tolerance)
 
-    def _deeper(self) -> list[tuple[int, int]]:
-        """Positions of configurations that differ in prefetch alone, next deeper ones, shallow before deep."""
+    def _by_depth(self) -> list[list[int]]:
+        """Positions of the configurations that differ in prefetch alone, the shallow before the deep."""
         groups: dict[LoaderConfig, list[int]] = {}
         for index, config in enumerate(self.configs):
             if config.prefetch_factor is not None:
                 groups.setdefault(replace(config, prefetch_factor=1), []).append(index)
-        pairs = []
-        for group in groups.values():
-            ordered = sorted(group, key=lambda index: self.configs[index].prefetch_factor or 0)
-            pairs += list(pairwise(ordered))
-        return pairs
+        return [sorted(group, key=lambda index: self.configs[index].prefetch_factor or 0) for group in groups.values()]
+
+    def _is_slowed_by_depth(self, group: Sequence[int]) -> bool:
+        """Whether a shallow queue of these was seen to be so much faster than a deeper one that this one slows the workers."""
+        return any(self._refuting(deep, DEPTH_REFUTED)[list(group[:place])].any() for place, deep in enumerate(group))
 
     def shortfalls(self) -> Floats:
         """What each configuration loses against the best, relatively, in each of the `paths`."""
