@@ -135,6 +135,27 @@ def test_a_round_beside_foreign_work_is_run_again(oracle: ModuleType) -> None:
     assert oracle.counted_rounds(seen) == rounds
 
 
+def test_a_choice_that_looks_slower_is_judged_by_fresh_rounds(oracle: ModuleType) -> None:
+    # GIVEN rounds in which the best was lucky, so that a choice as fast looks 5 % slower, one that is, and one without hope
+    fast, near, slow = map(oracle.key, (FAST, NEAR, SLOW))
+    worse = oracle.key(LoaderConfig(num_workers=2))
+    rates = {fast: 100.0, near: 95.0, worse: 95.0, slow: 50.0}
+    rounds = [Round(rates={key: rate * (1 + 0.001 * n) for key, rate in rates.items()}) for n in range(3)]
+    bench = FakeBench({FAST: 100.0, NEAR: 100.0, oracle.config_of(worse): 90.0, SLOW: 50.0})
+    confirming: list[Round] = []
+    # WHEN those that look slower meet it again
+    oracle.confirm(bench, [near, worse, slow, fast], rounds, confirming, lambda latest: None)
+    # THEN only the fresh rounds count for them, and for the others the old ones
+    assert oracle.regret_of(near, rounds, confirming).counted < 0.02 < oracle.regret_of(near, rounds).counted
+    assert oracle.regret_of(worse, rounds, confirming).counted == pytest.approx(0.1, abs=0.03)
+    assert oracle.regret_of(slow, rounds, confirming) == oracle.regret_of(slow, rounds)
+    assert SLOW not in bench.asked
+    assert len(confirming) == oracle.CONFIRMING_ROUNDS
+    # AND asking again measures nothing
+    oracle.confirm(bench, [near, worse, slow, fast], rounds, confirming, lambda latest: None)
+    assert len(confirming) == oracle.CONFIRMING_ROUNDS
+
+
 def test_a_configuration_survives_its_key(oracle: ModuleType) -> None:
     config = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
     assert oracle.config_of(oracle.key(config)) == config

@@ -2,6 +2,8 @@
 
 survey   every workers x threads at prefetch 2, then the other prefetch factors of the best few: one burst each
 rounds   the top of the survey and every choice, in turns, over the same samples; whoever is clearly out drops out
+confirm  fresh rounds between that best and every choice they show to be slower, though not hopelessly: the best of ten
+         noisy configurations looks better than it is in the rounds that chose it, so for these choices fresh rounds alone count
 regret   1 - the choice's rate over that of the best of the rounds, paired by round
 """
 
@@ -34,8 +36,10 @@ CONTENDER = 0.98
 # A round in which others used more of the cores than this is kept in the records, does not count and is run again, so often.
 FOREIGN_LIMIT = 0.08
 MOST_DISTURBED = 4
+# So many fresh rounds decide on a choice that looks slower than the best, unless it is hopeless.
+CONFIRMING_ROUNDS = 6
 # Seeds of the rounds lie apart from those of everyone else.
-SURVEY_SEED, ROUND_SEED = 10_000, 20_000
+SURVEY_SEED, ROUND_SEED, CONFIRMING_SEED = 10_000, 20_000, 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +119,53 @@ def run_rounds(
         if not entrants:
             return
         attempts.update(entrants)
-        number = len(rounds) + disturbed
-        rates: dict[str, float] = {}
-        foreign = 0.0
-        for each in random.Random(number).sample(entrants, len(entrants)):
-            timing = Timing(clock="steady", seconds=seconds, seed=ROUND_SEED + number)
-            try:
-                timed = bench.time(config_of(each), timing)
-            except BenchError:
-                continue
-            rates[each] = timed.samples_per_s
-            foreign = max(foreign, timed.foreign_share or 0.0)
-        latest = Round(rates=rates, foreign_cpu_share=foreign)
+        latest = _race(bench, entrants, seconds, ROUND_SEED, len(rounds) + disturbed)
         on_round(latest)
         if is_disturbed(latest, foreign_limit) and disturbed < MOST_DISTURBED:
             disturbed += 1
         else:
             rounds.append(latest)
+
+
+def confirm(
+    bench: Bench,
+    choices: Sequence[str],
+    rounds: Sequence[Round],
+    confirming: list[Round],
+    on_round: Callable[[Round], None],
+    *,
+    seconds: float = ROUND_S,
+    foreign_limit: float = FOREIGN_LIMIT,
+) -> None:
+    """Add fresh rounds between the best of the rounds and the choices that these show to be slower."""
+    leader = leader_of(rounds)
+    slower = [choice for choice in dict.fromkeys(choices) if _is_in_doubt(regret_of(choice, rounds))]
+    for attempt in range(CONFIRMING_ROUNDS + MOST_DISTURBED):
+        missing = [each for each in slower if len(log_ratios(confirming, each, leader or "")) < CONFIRMING_ROUNDS]
+        if leader is None or not missing:
+            return
+        latest = _race(bench, [leader, *missing], seconds, CONFIRMING_SEED, len(confirming) + attempt)
+        on_round(latest)
+        if not is_disturbed(latest, foreign_limit):
+            confirming.append(latest)
+
+
+def _is_in_doubt(regret: Regret | None) -> bool:
+    return regret is not None and regret.counted > NEAR and regret.ratio.high > HOPELESS
+
+
+def _race(bench: Bench, entrants: Sequence[str], seconds: float, first_seed: int, number: int) -> Round:
+    """Each of them once, in a random order, over the same samples."""
+    rates: dict[str, float] = {}
+    foreign = 0.0
+    for each in random.Random(first_seed + number).sample(entrants, len(entrants)):
+        try:
+            timed = bench.time(config_of(each), Timing(clock="steady", seconds=seconds, seed=first_seed + number))
+        except BenchError:
+            continue
+        rates[each] = timed.samples_per_s
+        foreign = max(foreign, timed.foreign_share or 0.0)
+    return Round(rates=rates, foreign_cpu_share=foreign)
 
 
 def is_disturbed(latest: Round, foreign_limit: float = FOREIGN_LIMIT) -> bool:
@@ -192,11 +226,13 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def regret_of(choice: str, rounds: Sequence[Round]) -> Regret | None:
-    """The regret of a choice; None when no round paired it with the best."""
+def regret_of(choice: str, rounds: Sequence[Round], confirming: Sequence[Round] = ()) -> Regret | None:
+    """The regret of a choice, by fresh rounds where it had enough of them; None when no round paired it with the best."""
     leader = leader_of(rounds)
     if leader is None:
         return None
+    if len(log_ratios(confirming, choice, leader)) >= LEAST_ROUNDS:
+        return Regret(ratio=paired_ratio(confirming, choice, leader), best=config_of(leader))
     if choice == leader:
         return Regret(ratio=Interval(value=1.0, low=1.0, high=1.0, count=len(rounds)), best=config_of(leader))
     if not log_ratios(rounds, choice, leader):

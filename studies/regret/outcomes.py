@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
-from studies.regret.oracle import Regret, config_of, leader_of, regret_of, surveyed_regret
+from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def cells_of(known: dict[str, Known]) -> list[Cell]:
         leader = leader_of(mine.rounds)
         for (strategy, seed), record in mine.choices.items():
             config = config_of(record["config"]) if record.get("config") else None
-            regret = regret_of(record["config"], mine.rounds) if record.get("config") else None
+            regret = mine.regret_of(record["config"]) if record.get("config") else None
             if config is not None and regret is None:
                 continue
             cell = Cell(
@@ -135,7 +135,7 @@ def right_sizing(cells: Sequence[Cell], known: dict[str, Known]) -> str:
 
 def _fewest_as_fast(mine: Known) -> int | None:
     arms = {arm for each in mine.rounds for arm in each.rates}
-    regrets = {arm: regret_of(arm, mine.rounds) for arm in arms}
+    regrets = {arm: mine.regret_of(arm) for arm in arms}
     near = [config_of(arm).num_workers for arm, regret in regrets.items() if regret and regret.point <= 0.01]
     return min(near, default=None)
 
@@ -153,7 +153,7 @@ def over_time(known: dict[str, Known], strategy: str) -> list[list[tuple[float, 
                 continue
             history = [(0.0, LoaderConfig()), *((at, config_of(config)) for at, config in record["history"])]
             held = [(at, surveyed_regret(config, mine.surveyed, mine.rounds)) for at, config in history]
-            final = regret_of(record["config"], mine.rounds)
+            final = mine.regret_of(record["config"])
             steps = [(at, regret) for at, regret in held if regret is not None]
             if final is not None:
                 runs.append([*steps, (record["seconds"], final.counted)])

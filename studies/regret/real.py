@@ -1,8 +1,9 @@
 """Regret on real workloads of this machine: `python -m studies.regret.real [--quick] [--load] [--report]`.
 
-For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns. Each
-measurement is one line of `results/real.jsonl`, and only what is missing there is measured: stop and go on at will.
-Use a machine that does nothing else. The tables are in `results/real.md`, the curve in `results/real.png`.
+For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and
+who looks slower than the best meets it again. Each measurement is one line of `results/real.jsonl`, and only what is
+missing there is measured: stop and go on at will. Use a machine that does nothing else. The tables are in
+`results/real.md`, the curve in `results/real.png`.
 """
 
 from __future__ import annotations
@@ -77,10 +78,15 @@ class Known:
     """By strategy and seed: the record, with `config` as a key or `failure`."""
     surveyed: dict[str, float] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    confirming: list[Round] = field(default_factory=list)
 
     def chosen(self) -> list[str]:
         """Every configuration that some strategy chose."""
         return list(dict.fromkeys(record["config"] for record in self.choices.values() if record.get("config")))
+
+    def regret_of(self, config: str) -> oracle.Regret | None:
+        """By all rounds that count for it."""
+        return oracle.regret_of(config, self.rounds, self.confirming)
 
 
 class Log:
@@ -105,9 +111,11 @@ class Log:
             elif record["kind"] == "survey":
                 mine.surveyed[record["config"]] = record["samples_per_s"]
             else:
-                mine.rounds.append(Round(rates=record["rates"], foreign_cpu_share=record.get("foreign_share")))
+                into = mine.confirming if record["kind"] == "confirming" else mine.rounds
+                into.append(Round(rates=record["rates"], foreign_cpu_share=record.get("foreign_share")))
         for mine in known.values():
             mine.rounds = oracle.counted_rounds(mine.rounds, self._foreign_limit)
+            mine.confirming = [each for each in mine.confirming if not oracle.is_disturbed(each, self._foreign_limit)]
         return known
 
     def _records(self) -> Iterator[dict[str, Any]]:
@@ -157,15 +165,15 @@ def choose(
 
 
 def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Known, log: Log, quiet: QuietTurns) -> None:
-    """Survey and rounds, as far as they are missing."""
+    """Survey, rounds and fresh rounds, as far as they are missing."""
 
     def surveyed(config: str, rate: float) -> None:
         log.append({"kind": "survey", "workload": workload, "config": config, "samples_per_s": round(rate, 3)})
 
-    def raced(latest: Round) -> None:
+    def raced(latest: Round, kind: str = "round") -> None:
         rates = {config: round(rate, 3) for config, rate in latest.rates.items()}
         foreign = round(latest.foreign_cpu_share or 0.0, 4)
-        log.append({"kind": "round", "workload": workload, "rates": rates, "foreign_share": foreign})
+        log.append({"kind": kind, "workload": workload, "rates": rates, "foreign_share": foreign})
         quiet.next()
 
     begun = time.perf_counter()
@@ -183,10 +191,20 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
         most=plan.rounds,
         foreign_limit=plan.foreign_limit,
     )
+    oracle.confirm(
+        bench,
+        chosen,
+        known.rounds,
+        known.confirming,
+        lambda latest: raced(latest, "confirming"),
+        seconds=plan.seconds,
+        foreign_limit=plan.foreign_limit,
+    )
     ended = time.perf_counter()
-    print(f"{workload:16} survey {middle - begun:.0f} s, {len(known.rounds)} rounds {ended - middle:.0f} s", flush=True)
+    counts = f"{len(known.rounds)} rounds and {len(known.confirming)} fresh ones"
+    print(f"{workload:16} survey {middle - begun:.0f} s, {counts} {ended - middle:.0f} s", flush=True)
     for (strategy, seed), record in known.choices.items():
-        regret = oracle.regret_of(record["config"], known.rounds) if record.get("config") else None
+        regret = known.regret_of(record["config"]) if record.get("config") else None
         if regret is not None:
             ratio = regret.ratio
             print(f"    {strategy:22} #{seed} {ratio.value:6.3f} ({ratio.low:.3f} to {ratio.high:.3f})", flush=True)
