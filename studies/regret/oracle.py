@@ -231,10 +231,10 @@ def regret_of(choice: str, rounds: Sequence[Round], confirming: Sequence[Round] 
     leader = leader_of(rounds)
     if leader is None:
         return None
-    if len(log_ratios(confirming, choice, leader)) >= LEAST_ROUNDS:
-        return Regret(ratio=paired_ratio(confirming, choice, leader), best=config_of(leader))
     if choice == leader:
         return Regret(ratio=Interval(value=1.0, low=1.0, high=1.0, count=len(rounds)), best=config_of(leader))
+    if len(log_ratios(confirming, choice, leader)) >= LEAST_ROUNDS:
+        return Regret(ratio=paired_ratio(confirming, choice, leader), best=config_of(leader))
     if not log_ratios(rounds, choice, leader):
         return None
     return Regret(ratio=paired_ratio(rounds, choice, leader), best=config_of(leader))
