@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 
-@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "simulated"])
+@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "depth", "simulated"])
 def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"studies.regret.{request.param}")
@@ -133,6 +133,19 @@ def test_a_round_beside_foreign_work_is_run_again(oracle: ModuleType) -> None:
     assert oracle.is_disturbed(seen[0])
     assert len(seen) == len(rounds) + 1
     assert oracle.counted_rounds(seen) == rounds
+
+
+def test_depths_are_compared_between_configurations_that_differ_in_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    key = importlib.import_module("studies.regret.oracle").key
+    depth = importlib.import_module("studies.regret.depth")
+    shallow = LoaderConfig(num_workers=4, prefetch_factor=2)
+    deep = LoaderConfig(num_workers=4, prefetch_factor=8, persistent_workers=True)
+    alone = LoaderConfig(num_workers=5, prefetch_factor=8)
+    ratios = depth.log_ratios({key(shallow): 100.0, key(deep): 110.0, key(alone): 90.0, key(LoaderConfig()): 50.0})
+    assert ratios == [pytest.approx(math.log(1.1))]
 
 
 def test_a_choice_that_looks_slower_is_judged_by_fresh_rounds(oracle: ModuleType) -> None:
