@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.finals import FINAL_BURST
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 
 SHORT_EPOCH_S = 1.0
@@ -29,6 +31,11 @@ def are_short(epoch_s: float, first_batch_s: float, seconds_left: float) -> bool
     """
     is_affordable = FEWEST_BURSTS * EPOCHS_PER_BURST * epoch_s <= seconds_left
     return epoch_s <= SHORT_EPOCH_S or (is_affordable and first_batch_s > FIRST_BATCH_SHARE * epoch_s)
+
+
+def round_of_epochs_s(epoch_s: float, startups_s: Sequence[float]) -> float:
+    """Seconds that one round of whole epochs will take, from the start-up of each entrant."""
+    return sum(startups_s) + max(EPOCHS_PER_BURST * epoch_s, FINAL_BURST.max_s) * len(startups_s)
 
 
 class WholeEpochs:

@@ -229,7 +229,7 @@ def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
     memory = space.memory_need(config)
     if space.limits.memory_bytes:
         memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
-    # Where memory is no matter, a deeper queue is never slower, and it evens out the slow batches that no burst has seen.
+    # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has seen.
     depth = -(config.prefetch_factor or 0)
     return (other_batches, config.num_workers, memory, config.device_prefetch, oddities, depth)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import EPOCHS_PER_BURST, WholeEpochs, are_short, with_fewer_rounds
-from autotune_loader.finals import FINAL_BURST, LEAST_OF_WINNER, MIN_ROUNDS, run_finals
+from autotune_loader.epochs import WholeEpochs, are_short, round_of_epochs_s, with_fewer_rounds
+from autotune_loader.finals import LEAST_OF_WINNER, MIN_ROUNDS, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
 from autotune_loader.pacing import deadline_s, finals_round_s, paced
 from autotune_loader.settings import Settings
@@ -506,9 +506,8 @@ class SearchRun:
         entrants = [*candidates, self.found.baseline]
         if not self.found.whole_epochs:
             return finals_round_s(entrants, self.found.trials)
-        epochs_s = EPOCHS_PER_BURST * (self.found.epoch_s() or 0.0)
-        starts_s = [self.found.startup_s(config) or 0.0 for config in entrants if config.num_workers]
-        return sum(starts_s) + max(epochs_s, FINAL_BURST.max_s) * len(entrants)
+        startups_s = [(self.found.startup_s(config) or 0.0) if config.num_workers else 0.0 for config in entrants]
+        return round_of_epochs_s(self.found.epoch_s() or 0.0, startups_s)
 
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         left = self.seconds_left()

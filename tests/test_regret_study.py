@@ -144,7 +144,7 @@ def test_depths_are_compared_between_configurations_that_differ_in_nothing_else(
     shallow = LoaderConfig(num_workers=4, prefetch_factor=2)
     deep = LoaderConfig(num_workers=4, prefetch_factor=8, persistent_workers=True)
     alone = LoaderConfig(num_workers=5, prefetch_factor=8)
-    ratios = depth.log_ratios({key(shallow): 100.0, key(deep): 110.0, key(alone): 90.0, key(LoaderConfig()): 50.0})
+    ratios = depth.depth_ratios({key(shallow): 100.0, key(deep): 110.0, key(alone): 90.0, key(LoaderConfig()): 50.0})
     assert ratios == [pytest.approx(math.log(1.1))]
 
 

@@ -171,7 +171,7 @@ class Knowledge:
             if self._is_slowed_by_depth(group):
                 continue
             for shallow, deep in pairwise(group):
-                # A deeper queue is never slower: whatever is true of the shallow one holds for it too.
+                # Otherwise a deeper queue is never slower: whatever is true of the shallow one holds for it too.
                 paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
         raised: Floats = np.maximum(paths, self._fed_floor(draws))
         return raised
@@ -217,9 +217,11 @@ class Knowledge:
                 groups.setdefault(replace(config, prefetch_factor=1), []).append(index)
         return [sorted(group, key=lambda index: self.configs[index].prefetch_factor or 0) for group in groups.values()]
 
-    def _is_slowed_by_depth(self, group: Sequence[int]) -> bool:
+    def _is_slowed_by_depth(self, group: list[int]) -> bool:
         """Whether a shallow queue of these was seen to be so much faster than a deeper one that this one slows the workers."""
-        return any(self._refuting(deep, DEPTH_REFUTED)[list(group[:place])].any() for place, deep in enumerate(group))
+        return any(
+            self._refuting(deep, DEPTH_REFUTED)[group[:place]].any() for place, deep in enumerate(group) if place
+        )
 
     def shortfalls(self) -> Floats:
         """What each configuration loses against the best, relatively, in each of the `paths`."""

@@ -139,12 +139,15 @@ def confirm(
 ) -> None:
     """Add fresh rounds between the best of the rounds and the choices that these show to be slower."""
     leader = leader_of(rounds)
+    if leader is None:
+        return
     slower = [choice for choice in dict.fromkeys(choices) if _is_in_doubt(regret_of(choice, rounds))]
-    for attempt in range(CONFIRMING_ROUNDS + MOST_DISTURBED):
-        missing = [each for each in slower if len(log_ratios(confirming, each, leader or "")) < CONFIRMING_ROUNDS]
-        if leader is None or not missing:
+    first = len(confirming)
+    for number in range(first, first + CONFIRMING_ROUNDS + MOST_DISTURBED):
+        missing = [each for each in slower if len(log_ratios(confirming, each, leader)) < CONFIRMING_ROUNDS]
+        if not missing:
             return
-        latest = _race(bench, [leader, *missing], seconds, CONFIRMING_SEED, len(confirming) + attempt)
+        latest = _race(bench, [leader, *missing], seconds, CONFIRMING_SEED, number)
         on_round(latest)
         if not is_disturbed(latest, foreign_limit):
             confirming.append(latest)
@@ -233,16 +236,17 @@ def regret_of(choice: str, rounds: Sequence[Round], confirming: Sequence[Round] 
         return None
     if choice == leader:
         return Regret(ratio=Interval(value=1.0, low=1.0, high=1.0, count=len(rounds)), best=config_of(leader))
-    if len(log_ratios(confirming, choice, leader)) >= LEAST_ROUNDS:
-        return Regret(ratio=paired_ratio(confirming, choice, leader), best=config_of(leader))
-    if not log_ratios(rounds, choice, leader):
+    evidence = confirming if len(log_ratios(confirming, choice, leader)) >= LEAST_ROUNDS else rounds
+    if not log_ratios(evidence, choice, leader):
         return None
-    return Regret(ratio=paired_ratio(rounds, choice, leader), best=config_of(leader))
+    return Regret(ratio=paired_ratio(evidence, choice, leader), best=config_of(leader))
 
 
-def surveyed_regret(config: LoaderConfig, known: dict[str, float], rounds: Sequence[Round]) -> float | None:
+def surveyed_regret(
+    config: LoaderConfig, known: dict[str, float], rounds: Sequence[Round], confirming: Sequence[Round] = ()
+) -> float | None:
     """About the regret of a configuration that a strategy held for a while: by the rounds, else by the survey's one burst."""
-    exact = regret_of(key(config), rounds)
+    exact = regret_of(key(config), rounds, confirming)
     if exact is not None:
         return exact.counted
     shallow = LoaderConfig.from_dict({**config.to_dict(), "prefetch_factor": 2 if config.num_workers else None})

@@ -152,7 +152,9 @@ def over_time(known: dict[str, Known], strategy: str) -> list[list[tuple[float, 
             if name != strategy or not record.get("config"):
                 continue
             history = [(0.0, LoaderConfig()), *((at, config_of(config)) for at, config in record["history"])]
-            held = [(at, surveyed_regret(config, mine.surveyed, mine.rounds)) for at, config in history]
+            held = [
+                (at, surveyed_regret(config, mine.surveyed, mine.rounds, mine.confirming)) for at, config in history
+            ]
             final = mine.regret_of(record["config"])
             steps = [(at, regret) for at, regret in held if regret is not None]
             if final is not None:
