@@ -13,8 +13,11 @@ from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 SHORT_EPOCH_S = 1.0
 # Longer ones, too, where fetching the first batch takes more than this share of them, which the steady rate does not hold ...
 FIRST_BATCH_SHARE = 0.05
-# ... and so many bursts of the fewest epochs fit into the time that is left: three rounds of three.
-FEWEST_BURSTS = 9
+# ... and so many bursts of them fit into the time that is left: two rounds of three.
+FEWEST_BURSTS = 6
+# The search leaves time for three rounds of three, if that is no more than this share of the budget.
+WANTED_BURSTS = 9
+MOST_OF_BUDGET = 0.6
 # A burst of long epochs runs one that is not timed, and one that is.
 EPOCHS_PER_BURST = 2
 # Workers that fetch an epoch in so many rounds are raced: they are done early, and leave the cores to the step.
@@ -29,13 +32,23 @@ def are_short(epoch_s: float, first_batch_s: float, seconds_left: float) -> bool
         first_batch_s: seconds in which workers that are there fetch its first batch.
         seconds_left: until the budget is spent.
     """
-    is_affordable = FEWEST_BURSTS * EPOCHS_PER_BURST * epoch_s <= seconds_left
+    is_affordable = FEWEST_BURSTS * _burst_s(epoch_s) <= seconds_left
     return epoch_s <= SHORT_EPOCH_S or (is_affordable and first_batch_s > FIRST_BATCH_SHARE * epoch_s)
+
+
+def kept_for_epochs_s(epoch_s: float, first_batch_s: float, budget_s: float) -> float:
+    """Seconds that the search leaves for running epochs whole; 0 where they are not short."""
+    most_s = MOST_OF_BUDGET * budget_s
+    return min(WANTED_BURSTS * _burst_s(epoch_s), most_s) if are_short(epoch_s, first_batch_s, most_s) else 0.0
 
 
 def round_of_epochs_s(epoch_s: float, startups_s: Sequence[float]) -> float:
     """Seconds that one round of whole epochs will take, from the start-up of each entrant."""
-    return sum(startups_s) + max(EPOCHS_PER_BURST * epoch_s, FINAL_BURST.max_s) * len(startups_s)
+    return sum(startups_s) + _burst_s(epoch_s) * len(startups_s)
+
+
+def _burst_s(epoch_s: float) -> float:
+    return max(EPOCHS_PER_BURST * epoch_s, FINAL_BURST.max_s)
 
 
 class WholeEpochs:

@@ -76,6 +76,13 @@ class Found:
             return None
         return self.epoch_batches * own[0].batch_size / fastest.samples_per_s
 
+    def first_fetch_s(self) -> float:
+        """Seconds in which workers that are there fetch the first batch of an epoch, with the fastest configuration so far."""
+        fastest = self.fastest()
+        if fastest is None or fastest.measurement is None or not fastest.config.num_workers:
+            return 0.0
+        return fastest.measurement.service_s
+
     def startup_s(self, config: LoaderConfig) -> float | None:
         """Seconds in which workers start, measured with the number of them that is nearest; None before any was started."""
         started = [

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import WholeEpochs, are_short, round_of_epochs_s, with_fewer_rounds
+from autotune_loader.epochs import WholeEpochs, are_short, kept_for_epochs_s, round_of_epochs_s, with_fewer_rounds
 from autotune_loader.finals import LEAST_OF_WINNER, MIN_ROUNDS, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
 from autotune_loader.pacing import deadline_s, finals_round_s, paced
@@ -375,7 +375,8 @@ class SearchRun:
             return OUT_OF_TRIALS.format(self._settings.max_trials)
         share = FINALS_SHARE + (VARIANTS_SHARE if variants else 0.0)
         next_s = median(trial.seconds for trial in self.found.trials) if self.found.trials else 0.0
-        if self.seconds_left() - next_s < max(self._settings.budget_s * share, self._least_finals_s()):
+        kept_s = max(self._settings.budget_s * share, self._least_finals_s(), self._kept_for_epochs_s())
+        if self.seconds_left() - next_s < kept_s:
             return OUT_OF_BUDGET
         if self._repeats >= MOST_REPEATS:
             return "the sampler repeats itself"
@@ -434,11 +435,14 @@ class SearchRun:
             self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
 
     def _epochs_are_short(self) -> bool:
-        epoch_s, fastest = self.found.epoch_s(), self.found.fastest()
-        if epoch_s is None or fastest is None or fastest.measurement is None:
-            return False
-        first_batch_s = fastest.measurement.service_s if fastest.config.num_workers else 0.0
-        return are_short(epoch_s, first_batch_s, self.seconds_left())
+        epoch_s = self.found.epoch_s()
+        return epoch_s is not None and are_short(epoch_s, self.found.first_fetch_s(), self.seconds_left())
+
+    def _kept_for_epochs_s(self) -> float:
+        epoch_s = self.found.epoch_s()
+        if epoch_s is None:
+            return 0.0
+        return kept_for_epochs_s(epoch_s, self.found.first_fetch_s(), self._settings.budget_s)
 
     def _ceiling_rate(self) -> float | None:
         """Samples/s of the step alone; not where epochs have gaps, or another batch size another ceiling."""

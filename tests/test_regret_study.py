@@ -148,6 +148,20 @@ def test_depths_are_compared_between_configurations_that_differ_in_nothing_else(
     assert ratios == [pytest.approx(math.log(1.1))]
 
 
+def test_a_window_is_compared_with_the_settled_rest_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    settling = importlib.import_module("studies.regret.settling")
+    # GIVEN a run at half speed until the queues of 4 workers with a prefetch of 8 could have filled once
+    config = settling.config_of("4x8")
+    slow = [0.02 * (batch + 1) for batch in range(42)]
+    ends = slow + [slow[-1] + 0.01 * (batch + 1) for batch in range(800)]
+    # WHEN windows are read after 0, 1, 2 and 3 fills
+    shares = settling.window_shares(ends, config)
+    # THEN the first reads low, and the others what follows
+    assert shares[0] < 0.9
+    assert shares[1:] == [pytest.approx(1.0, abs=0.01)] * 3
+
+
 def test_a_choice_that_looks_slower_is_judged_by_fresh_rounds(oracle: ModuleType) -> None:
     # GIVEN rounds in which the best was lucky, so that a choice as fast looks 5 % slower, one that is, and one without hope
     fast, near, slow = map(oracle.key, (FAST, NEAR, SLOW))

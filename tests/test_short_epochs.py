@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, are_short, with_fewer_rounds
-from autotune_loader.findings import Found
+from autotune_loader.epochs import SHORT_EPOCH_S, are_short, kept_for_epochs_s, with_fewer_rounds
+from autotune_loader.findings import OUT_OF_BUDGET, Found
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
@@ -128,13 +128,15 @@ class Silent:
 MACHINE = SimulatedMachine(cpu_s=0.02, step_s=0.002, start_s=0.02, worker_start_s=0.2)
 
 
-def searched(batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE) -> tuple[Found, ShortEpochs]:
+def searched(
+    batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, settings: Settings | None = None
+) -> tuple[Found, ShortEpochs]:
     clock = FakeClock()
     probe = ShortEpochs(machine, batches or 0, clock)
     run = SearchRun(
         probe,
         Space(max_workers=4, may_keep_workers=may_keep),
-        Settings(),
+        settings or Settings(),
         own_config=None,
         usable_cores=4,
         default_threads=4,
@@ -183,6 +185,24 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
 )
 def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, seconds_left: float, short: bool) -> None:
     assert are_short(epoch_s, first_batch_s, seconds_left) is short
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "first_batch_s", "kept_s"),
+    [(2.0, 0.2, 36.0), (1.5, 0.2, 27.0), (0.1, 0.0, 4.5), (3.1, 0.5, 0.0), (2.0, 0.05, 0.0)],
+    ids=["most of 60 s", "three rounds of three", "bursts of many epochs", "too long", "first batch hardly counts"],
+)
+def test_the_search_leaves_time_for_whole_epochs(epoch_s: float, first_batch_s: float, kept_s: float) -> None:
+    assert kept_for_epochs_s(epoch_s, first_batch_s, budget_s=60.0) == pytest.approx(kept_s)
+
+
+def test_a_search_leaves_time_for_whole_epochs() -> None:
+    # GIVEN epochs of 1.6 s, of which six bursts of two take half of 40 s, and a search that would go on
+    slow, settings = replace(MACHINE, cpu_s=0.4), Settings(search="random", budget_s=40.0)
+    found, probe = searched(16, may_keep=True, machine=slow, settings=settings)
+    # THEN it ends for want of time, and epochs are run whole
+    assert found.stopped_because == OUT_OF_BUDGET
+    assert any(plan.whole_epochs for plan in probe.plans)
 
 
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:

@@ -25,8 +25,11 @@ from autotune_loader.config import LoaderConfig
 ROOT = Path(__file__).parents[2]
 # Beyond this a request hangs: the slowest start-up and window here take seconds.
 DEADLINE_S = 90.0
-# A steady window opens after two rounds of the workers, or after this, whichever is first.
-LONGEST_WARM_UP_S = 1.0
+# A steady window opens after so many times what the queues hold, or after so many seconds, whichever is first. While queues
+# fill, what quicker workers make ahead of the others is not consumed yet: 5 workers with a prefetch of 8 on cores that are
+# not equally fast read 8 % low from their third round on (`studies.regret.settling`).
+FILLS = 2
+LONGEST_WARM_UP_S = 2.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
 REPEATS = {"short_epoch": 1, "in_memory": 1, "tutorial": 1, "guide": 1, "lesson": 1, "article": 1, "imbalance": 1}
 MOST_REPEATS = 16
@@ -193,7 +196,7 @@ class TimedJob:
         """Batches of the window, and its seconds."""
         if timing.clock == "steady" and self._has_short_epochs:
             return self._run_epochs(config, timing.seconds)
-        started, ends = self._run(config, timing)
+        started, ends = self.run(config, timing)
         if timing.clock == "start":
             return len(ends), ends[-1] - started
         if timing.clock == "first_batch":
@@ -212,11 +215,11 @@ class TimedJob:
                 batches += 1
         return batches, time.perf_counter() - started
 
-    def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
+    def run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         """When the run began, and when each batch of the window was trained on."""
         loader = self._loader(config)
         started = opened = time.perf_counter()
-        skip = 2 * config.num_workers + 2 if timing.clock == "steady" else 0
+        skip = batches_until_settled(config) if timing.clock == "steady" else 0
         ends: list[float] = []
         for batch in self._batches(loader, timing.epochs):
             self._step.run(batch)
@@ -247,6 +250,11 @@ class TimedJob:
         return DataLoader(
             self._study.dataset, batch_size=self._study.batch_size, drop_last=True, **order, **config.to_kwargs()
         )
+
+
+def batches_until_settled(config: LoaderConfig, fills: int = FILLS) -> int:
+    """Batches before a steady window: two rounds of the workers, and so many times what their queues hold."""
+    return config.num_workers * (2 + fills * (config.prefetch_factor or 0)) + 2
 
 
 def between_smooth_ends(ends: list[float], period: int) -> tuple[int, float]:
