@@ -7,7 +7,8 @@ import pytest
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.twin.saturation import at_their_turn, taken_share
+from autotune_loader.twin import Observation
+from autotune_loader.twin.saturation import at_their_turn, free_share, taken_share
 
 CPU_S = 0.05
 
@@ -56,3 +57,26 @@ def test_workers_that_wait_fill_the_cores_only_by_and_by():
 def test_steady_batches_and_no_workers_lose_nothing():
     assert at_their_turn(np.array([8.0]), np.array([1.0]), 0.0) == pytest.approx([8.0])
     assert taken_share(np.array([]), 4, 0.5).shape == (0,)
+
+
+def burst(workers, *, service_s, cpu_s, batches=50):
+    return Observation(
+        num_workers=workers,
+        prefetch_factor=2,
+        service_s=np.full(batches, service_s),
+        cpu_s=np.full(batches, cpu_s),
+        receive_s=np.full(batches, 0.001),
+        step_s=np.full(batches, 0.001),
+        batch_size=8.0,
+        samples_per_s=8.0 * workers / service_s,
+        busy_workers=float(workers),
+    )
+
+
+def test_a_burst_that_read_cold_files_does_not_make_workers_wait():
+    # GIVEN workers that compute, and a first burst in which the files came from the disk
+    cold, warm = burst(1, service_s=0.5, cpu_s=0.1), burst(4, service_s=0.104, cpu_s=0.1)
+    four = LoaderConfig(num_workers=4, prefetch_factor=2)
+    assert free_share([four], [cold], cores=4)[0] > 0.3
+    # THEN the burst that waited least tells what waiting they cannot do without: four of them fill four cores
+    assert free_share([four], [cold, warm], cores=4)[0] < 0.05

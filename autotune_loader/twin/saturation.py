@@ -40,10 +40,12 @@ def free_share(
     bursts = [seen for seen in observations if seen.num_workers]
     if cores is None or not bursts:
         return np.ones(len(configs)), np.zeros(len(configs))
-    # Where the fewest are at work, all that is not computing is waiting; among many it may be waiting for a core.
+    # All that is not computing is waiting, but among many workers, or beside neighbours, it may be waiting for a core: the
+    # burst with the least knows best.
     alone = min(bursts, key=lambda seen: seen.workers_at_work)
     variance = relative_variance(bursts)
-    waiting = max(0.0, float(alone.service_s.mean()) / max(float(alone.cpu_s.mean()), 1e-12) - 1.0)
+    waited_s = min(float(seen.service_s.mean() - seen.cpu_s.mean()) for seen in bursts)
+    waiting = max(0.0, waited_s) / max(float(alone.cpu_s.mean()), 1e-12)
     waiting_sd = math.hypot(WAITING_SD, waiting * math.sqrt(variance / len(alone.service_s)))
     workers = np.array([config.num_workers for config in configs], dtype=np.float64)
     prefetch = np.array([config.prefetch_factor or 1 for config in configs], dtype=np.float64)
