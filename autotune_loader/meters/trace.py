@@ -188,7 +188,7 @@ def _pooled(consumed: Interval, made: Interval, traces: Sequence[BatchTrace], st
 
     What is consumed knows neither batches in the making nor those that wait for an earlier one, so that it errs by 7 to 13 %
     in windows of 1 to 5 rounds; with what was made it is 4 to 5 % (`studies.fidelity.few_rounds`). And it errs by what went
-    into queues meanwhile, as where workers on quicker cores get ahead of the others: up to 20 % with a prefetch of 8.
+    into queues meanwhile, as where workers on quicker cores get ahead of the others (`studies.regret.settling`).
     """
     services = [trace.service_s for trace in traces]
     blocked = BLOCKED * (pstdev(services) / max(_mean(services), 1e-12)) ** 2
