@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 
-@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "depth", "simulated"])
+@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "depth", "settling", "simulated"])
 def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"studies.regret.{request.param}")
@@ -152,7 +152,7 @@ def test_a_window_is_compared_with_the_settled_rest_of_its_run(monkeypatch: pyte
     monkeypatch.syspath_prepend(ROOT)
     settling = importlib.import_module("studies.regret.settling")
     # GIVEN a run at half speed until the queues of 4 workers with a prefetch of 8 could have filled once
-    config = settling.config_of("4x8")
+    config = LoaderConfig(num_workers=4, prefetch_factor=8)
     slow = [0.02 * (batch + 1) for batch in range(42)]
     ends = slow + [slow[-1] + 0.01 * (batch + 1) for batch in range(800)]
     # WHEN windows are read after 0, 1, 2 and 3 fills

@@ -40,10 +40,10 @@ def free_share(
     bursts = [seen for seen in observations if seen.num_workers]
     if cores is None or not bursts:
         return np.ones(len(configs)), np.zeros(len(configs))
-    # All that is not computing is waiting, but among many workers, or beside neighbours, it may be waiting for a core: the
-    # burst with the least knows best.
+    # What computing takes shows where the fewest are at work: nobody else is in the caches.
     alone = min(bursts, key=lambda seen: seen.workers_at_work)
     variance = relative_variance(bursts)
+    # All else is waiting, but among many workers for a core, too, and at first for cold files: the least is what must be.
     waited_s = min(float(seen.service_s.mean() - seen.cpu_s.mean()) for seen in bursts)
     waiting = max(0.0, waited_s) / max(float(alone.cpu_s.mean()), 1e-12)
     waiting_sd = math.hypot(WAITING_SD, waiting * math.sqrt(variance / len(alone.service_s)))

@@ -1,8 +1,8 @@
-"""After how many batches does a window read what training reads? `python -m studies.regret.settling cpu_bound 5x2 5x8`.
+"""After how many batches does a window read what training reads? `python -m studies.regret.settling cpu_bound CONFIG ...`.
 
-Each configuration, as workers x prefetch, trains for eight seconds, some times, in turns. A window of the oracle's rounds is
-read after the queues could have filled 0, 1, 2 and 3 times, over the rate of the same run from there to its end: mean of the
-runs and its standard error. The machine must do nothing else.
+Each configuration, as `loader.json` names it, trains for eight seconds, some times, in turns. A window of the oracle's rounds
+is read after the queues could have filled 0, 1, 2 and 3 times, over the rate of the same run after the third: mean of the runs
+and its standard error. The machine must do nothing else.
 """
 
 from __future__ import annotations
@@ -16,55 +16,51 @@ from statistics import fmean, stdev
 
 from autotune_loader.config import LoaderConfig
 from studies.regret.bench import TimedJob, Timing, batches_until_settled, between_smooth_ends
-from studies.regret.oracle import ROUND_S
+from studies.regret.oracle import ROUND_S, config_of
 from studies.workloads import DOCUMENTS, WORKLOADS
 
 RUN_S = 8.0
 RUNS = 6
-FILLS = (0, 1, 2, 3)
-
-
-def config_of(shape: str) -> LoaderConfig:
-    """Of `8x2`: eight workers with a prefetch of 2."""
-    workers, prefetch = map(int, shape.split("x"))
-    return LoaderConfig(num_workers=workers, prefetch_factor=prefetch)
+TRIED_FILLS = (0, 1, 2, 3)
 
 
 def window_shares(ends: Sequence[float], config: LoaderConfig) -> list[float]:
-    """Rate of a window after each of `FILLS`, over that of all that follows the last of them.
+    """Rate of a window after each of `TRIED_FILLS`, over that of all that follows the last of them.
 
     Args:
         ends: seconds at which each batch of a run was trained on.
         config: that it ran with.
     """
-    settled = between_smooth_ends(list(ends[batches_until_settled(config, FILLS[-1]) :]), config.num_workers)
-    shares = []
-    for fills in FILLS:
-        first = batches_until_settled(config, fills)
-        last = bisect_left(ends, ends[first] + ROUND_S)
-        batches, seconds = between_smooth_ends(list(ends[first:last]), config.num_workers)
-        shares.append(batches / seconds / (settled[0] / settled[1]))
-    return shares
+    opened = [batches_until_settled(config, fills) for fills in TRIED_FILLS]
+    windows = [ends[first : bisect_left(ends, ends[first] + ROUND_S)] for first in opened]
+    settled = _rate(ends[opened[-1] :], config)
+    return [_rate(window, config) / settled for window in windows]
+
+
+def _rate(ends: Sequence[float], config: LoaderConfig) -> float:
+    batches, seconds = between_smooth_ends(list(ends), max(1, config.num_workers))
+    return batches / seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.settling", description=__doc__)
     parser.add_argument("workload", choices=sorted(WORKLOADS | DOCUMENTS))
-    parser.add_argument("shapes", nargs="+", help="such as 8x2: eight workers, prefetch 2")
+    parser.add_argument(
+        "configs", nargs="+", type=config_of, help='such as \'{"num_workers": 4, "prefetch_factor": 8}\''
+    )
     chosen = parser.parse_args()
     job = TimedJob(chosen.workload)
-    shares: dict[str, list[list[float]]] = {shape: [] for shape in chosen.shapes}
+    shares: dict[LoaderConfig, list[list[float]]] = {config: [] for config in chosen.configs}
     for number in range(RUNS):
-        for shape in random.Random(number).sample(chosen.shapes, len(chosen.shapes)):
-            config = config_of(shape)
+        for config in random.Random(number).sample(list(shares), len(shares)):
             _, ends = job.run(config, Timing(clock="start", seconds=RUN_S, seed=number))
-            shares[shape].append(window_shares(ends, config))
-    print("| workers x prefetch | " + " | ".join(f"after {fills} fills" for fills in FILLS) + " |")
-    print("|---" * (len(FILLS) + 1) + "|")
-    for shape, runs in shares.items():
+            shares[config].append(window_shares(ends, config))
+    print("| configuration | " + " | ".join(f"after {fills} fills" for fills in TRIED_FILLS) + " |")
+    print("|---" * (len(TRIED_FILLS) + 1) + "|")
+    for config, runs in shares.items():
         columns = list(zip(*runs, strict=True))
         cells = [f"{fmean(each):.3f} ± {stdev(each) / math.sqrt(len(each)):.3f}" for each in columns]
-        print(f"| {shape} | {' | '.join(cells)} |")
+        print(f"| {config} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ def simulate(
     receive_s: float = 0.0005,
     variation: float = 0.1,
     pause_s: float = 0.0,
-    speeds: tuple[float, ...] | None = None,
-    slowness: Callable[[int, int], float] | None = None,
+    slowness: Callable[[int, int], float] = lambda batch, worker: 1.0,
     seed: int = 0,
 ) -> list[BatchTrace]:
     """The traces of a loader with in-order delivery: the queueing recursion of DESIGN.md with every time kept."""
@@ -41,7 +40,7 @@ def simulate(
     requested = pause_s
     for i in range(batches):
         worker = i % workers if workers else MAIN_PROCESS
-        service = draw(service_s, variation) * (speeds[worker] if speeds else 1.0) * (slowness or equally)(i, worker)
+        service = draw(service_s, variation) * slowness(i, worker)
         start = requested
         if workers:
             start = traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
@@ -65,10 +64,6 @@ def simulate(
         )
         requested = step_end
     return traces
-
-
-def equally(batch: int, worker: int) -> float:
-    return 1.0
 
 
 def long_run_rate(**loader: Any) -> float:
@@ -160,7 +155,10 @@ def test_batches_that_quick_workers_make_ahead_of_the_others_count() -> None:
 
 def test_a_slow_worker_holds_up_the_stock_estimate_too() -> None:
     # GIVEN one worker at half speed behind queues that were filled during a pause and outlast the burst
-    loader = {"workers": 4, "prefetch": 16, "step_s": 0.0005, "speeds": (1.0, 1.0, 2.0, 1.0)}
+    def one_slow(batch: int, worker: int) -> float:
+        return 2.0 if worker == 2 else 1.0
+
+    loader = {"workers": 4, "prefetch": 16, "step_s": 0.0005, "slowness": one_slow}
     truth = long_run_rate(**loader)
     # WHEN the burst ends before the stock does
     summary = summarise(simulate(60, pause_s=2.0, **loader), workers=4, started=0.0)
