@@ -28,8 +28,8 @@ from autotune_loader.twin.residual import Knowledge, consumer_bound, prior_covar
 
 # From so many cores on, a scout stands between one worker and as many as cores.
 LARGE_MACHINE = 16
-# A burst this far from its prediction (as a log-ratio) is run again before either is believed.
-SURPRISE = 0.15
+# A burst this much slower than predicted (as a log-ratio) is run again before it is believed.
+SUSPICIOUS_SLOWDOWN = 0.15
 # Steps shorter than this differ by scheduling alone.
 STEP_RESOLUTION_S = 0.0005
 # Search ends when a burst of no configuration is expected to gain more than this share of the tolerance.
@@ -207,18 +207,21 @@ def finalists(known: Knowledge, space: Space, tolerance: float, most: int = 2) -
     return [known.configs[index] for index in taken]
 
 
-def is_surprising(config: LoaderConfig, measurement: Measurement, predicted: float | None, inputs: TwinInputs) -> bool:
-    """Whether a burst disagrees with the twin so much that one of the two was disturbed or is wrong.
+def looks_disturbed(
+    config: LoaderConfig, measurement: Measurement, predicted: float | None, inputs: TwinInputs
+) -> bool:
+    """Whether a burst is so much slower than expected that it was disturbed, or the twin is wrong.
 
-    Without workers nothing shares the cores with the step, so there it is compared with itself on a cached batch.
+    What is faster than expected was not disturbed. Without workers nothing shares the cores with the step, so there it is
+    compared with itself on a cached batch.
     """
     undisturbed_s = inputs.step_s_by_threads.get(config.consumer_threads)
     if config.batch_size is not None:  # another step, on other batches
         return False
     if config.num_workers == 0 and undisturbed_s:
-        return measurement.step_s > undisturbed_s * math.exp(SURPRISE) + STEP_RESOLUTION_S
+        return measurement.step_s > undisturbed_s * math.exp(SUSPICIOUS_SLOWDOWN) + STEP_RESOLUTION_S
     rate = measurement.samples_per_s.value
-    return bool(predicted) and rate > 0 and abs(math.log(rate / (predicted or rate))) > SURPRISE
+    return predicted is not None and 0 < rate < predicted * math.exp(-SUSPICIOUS_SLOWDOWN)
 
 
 def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:

@@ -344,9 +344,9 @@ class SearchRun:
         return role_of(config, self._own_config)
 
     def _confirmed(self, config: LoaderConfig, predicted: float | None) -> Measurement | Failure:
-        """A burst; a surprising one is repeated, and the faster of the two believed: disturbances only slow down."""
+        """A burst; a suspiciously slow one is repeated, and the faster of the two believed: disturbances only slow down."""
         first = self._burst(config)
-        if isinstance(first, Failure) or not policy.is_surprising(config, first, predicted, self.found.inputs):
+        if isinstance(first, Failure) or not policy.looks_disturbed(config, first, predicted, self.found.inputs):
             return first
         second = self._burst(config)
         if isinstance(second, Failure):
