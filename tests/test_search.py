@@ -324,14 +324,15 @@ def test_a_baseline_that_fails_is_no_obstacle():
 # Disturbed bursts
 
 
-class OnceDistorted:
+class OnceDistorted(SimulatedProbe):
     """A probe whose first burst of a number of workers reads wrong by a factor."""
 
-    def __init__(self, probe, workers, factor):
-        self.probe, self.workers, self.factor = probe, workers, factor
+    def __init__(self, machine, workers, factor):
+        super().__init__(machine, FakeClock())
+        self.workers, self.factor = workers, factor
 
     def burst(self, config, plan):
-        outcome = self.probe.burst(config, plan)
+        outcome = super().burst(config, plan)
         if config.num_workers != self.workers:
             return outcome
         factor, self.factor = self.factor, 1.0
@@ -339,22 +340,19 @@ class OnceDistorted:
         distorted = replace(rate, value=rate.value * factor, low=rate.low * factor, high=rate.high * factor)
         return replace(outcome, samples_per_s=distorted)
 
-    def step_ceiling(self, threads, plan):
-        return self.probe.step_ceiling(threads, plan)
-
 
 @pytest.mark.parametrize(("factor", "bursts"), [(0.6, 2), (1.0, 1), (1.6, 1)])
 def test_a_suspiciously_slow_burst_is_repeated_and_the_faster_believed(factor, bursts):
     # GIVEN a burst that reads too slow, right, or too fast
-    probe, log = OnceDistorted(SimulatedProbe(FAST_STEP, FakeClock()), FAST_STEP.cores, factor), Log()
+    probe, log = OnceDistorted(FAST_STEP, FAST_STEP.cores, factor), Log()
     # WHEN the machine is searched as far as the scout that it is of
-    found, simulated, _ = run_on(FAST_STEP, probe=probe, own=None, max_trials=3, listener=log)
+    found, _, _ = run_on(FAST_STEP, probe=probe, own=None, max_trials=3, listener=log)
     # THEN only the slow one is run again, as nothing makes a burst faster, and nobody believes it
     scout = found.trials[-1]
     raced = sum(len(rates) for _, rates, _ in log.rounds)
     assert scout.config.num_workers == FAST_STEP.cores
-    assert len(simulated.bursts) - raced == len(found.trials) - 1 + bursts
-    assert scout.samples_per_s > 0.8 * simulated.truth(scout.config)
+    assert len(probe.bursts) - raced == len(found.trials) - 1 + bursts
+    assert scout.samples_per_s > 0.8 * probe.truth(scout.config)
 
 
 # Interruptions

@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -201,7 +201,7 @@ class TimedJob:
             return len(ends), ends[-1] - started
         if timing.clock == "first_batch":
             return max(1, len(ends) - 1), ends[-1] - (ends[0] if len(ends) > 1 else started)
-        return between_smooth_ends(ends, max(1, config.num_workers))
+        return between_smooth_ends(ends, config.num_workers)
 
     def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
         """Whole epochs after the first, for at least so many seconds."""
@@ -257,9 +257,9 @@ def batches_until_settled(config: LoaderConfig, fills: int = FILLS) -> int:
     return config.num_workers * (2 + fills * (config.prefetch_factor or 0)) + 2
 
 
-def between_smooth_ends(ends: list[float], period: int) -> tuple[int, float]:
-    """Batches and seconds between the mean of the first and of the last `period` times: workers deliver in bursts."""
-    period = min(period, len(ends) // 2)
+def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float]:
+    """Batches and seconds between the mean of the first and of the last round of the workers: they deliver in bursts."""
+    period = min(max(1, workers), len(ends) // 2)
     if period < 1:
         raise BenchError("the window holds a single batch")
     window_s = (sum(ends[-period:]) - sum(ends[:period])) / period

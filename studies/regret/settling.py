@@ -38,7 +38,7 @@ def window_shares(ends: Sequence[float], config: LoaderConfig) -> list[float]:
 
 
 def _rate(ends: Sequence[float], config: LoaderConfig) -> float:
-    batches, seconds = between_smooth_ends(list(ends), max(1, config.num_workers))
+    batches, seconds = between_smooth_ends(ends, config.num_workers)
     return batches / seconds
 
 
