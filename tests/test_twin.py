@@ -18,6 +18,7 @@ from autotune_loader.stats import Interval
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BatchTrace, BurstPlan, Measurement, Trial
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
+from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.levelling import level
 from autotune_loader.twin.residual import consumer_bound, prior_covariance
 
@@ -460,6 +461,20 @@ def test_slight_contention_shows_on_many_cores():
     unseen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (8, 32, 48)]
     rates = [prediction.samples_per_s.value for prediction in twin.predict_all(unseen)]
     assert rates == pytest.approx([probe.truth(config) for config in unseen], rel=0.06)
+
+
+def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():
+    # GIVEN bursts of one and 16 workers, which many pairs of alpha and beta explain equally well
+    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.0001, alpha=0.05, service_cv=0.1)
+    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
+    configs = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16)]
+    seen = [Observation.from_measurement(config, probe.burst(config, plan)) for config in configs]
+    # WHEN the contention of the CPU is fitted
+    fit = fit_contention(seen, [1.0, 1.0], 16.0, best=1, draws=4000, seed=0)
+    # THEN the best fit is the mean of the draws, and not the likeliest pair, which lies at the edge
+    for values in (fit.alpha, fit.beta, np.log(fit.cpu_s)):
+        error = values[1:].std() / np.sqrt(len(values) - 1)
+        assert abs(values[0] - values[1:].mean()) <= 4 * error + 1e-9
 
 
 def test_who_waits_for_the_same_step_shares_its_error():

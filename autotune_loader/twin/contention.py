@@ -34,7 +34,7 @@ GAMMA_PRIOR = (0.0, 0.03)
 STEP_CORES_PRIOR = (1.0, 0.3)
 """Mean and sd of the step's true core use relative to its thread count; OpenMP threads also spin between regions."""
 
-ALPHAS = np.concatenate([[0.0], np.geomspace(0.001, 0.6, 60)])
+ALPHAS = np.linspace(0.0, 0.6, 121)
 BETAS = np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)])
 GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 30)])
 STEP_CORES = np.linspace(0.0, 2.0, 21)
@@ -204,12 +204,17 @@ def _fit_cpu(
 ) -> tuple[Floats, Floats, Floats]:
     alpha, beta = (grid.ravel() for grid in np.meshgrid(ALPHAS, BETAS, indexing="ij"))
     running = np.minimum(means.wanting, cores)
-    base = np.log(means.cpu_s) - np.log(stretch(running, alpha[:, None], beta[:, None]))
+    alone = np.log(means.cpu_s) - np.log(stretch(running, alpha[:, None], beta[:, None]))
     weight = means.sd**-2
-    level = base @ weight / weight.sum()
-    misfit = ((base - level[:, None]) ** 2) @ weight + _penalty(alpha, ALPHA_PRIOR) + _penalty(beta, BETA_PRIOR)
-    chosen = _choose(misfit, best, draws, rng)
-    return np.exp(level[chosen]), alpha[chosen], beta[chosen]
+    level = alone @ weight / weight.sum()
+    misfit = ((alone - level[:, None]) ** 2) @ weight + _penalty(alpha, ALPHA_PRIOR) + _penalty(beta, BETA_PRIOR)
+    posterior = _posterior(misfit)
+    drawn = rng.choice(len(posterior), size=draws, p=posterior)
+    # The best fit is the mean: alpha and beta stand in for one another, and the likeliest pair often has one of them at 0.
+    level, alpha, beta = (
+        np.concatenate([np.full(best, posterior @ each), each[drawn]]) for each in (level, alpha, beta)
+    )
+    return np.exp(level), alpha, beta
 
 
 def _fit_wait(
@@ -233,11 +238,15 @@ def _fit_wait(
     wait = np.maximum((left * growth) @ weight / (growth**2 @ weight), 0.0)
     misfit = ((left - wait[:, None] * growth) ** 2) @ weight
     misfit += _penalty(gamma, GAMMA_PRIOR) + _penalty(step_cores, STEP_CORES_PRIOR)
-    chosen = _choose(misfit, best, draws, rng)
+    posterior = _posterior(misfit)
+    # The best fit is the likeliest: where the bursts show no such stretch it is none, and the mean would not be.
+    likeliest = np.full(best, int(np.argmax(posterior)))
+    chosen = np.concatenate([likeliest, rng.choice(len(posterior), size=draws, p=posterior)])
     return wait[chosen], gamma[chosen], step_cores[chosen]
 
 
-def _choose(misfit: Floats, best: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+def _posterior(misfit: Floats) -> Floats:
+    """Probability of each point of a grid."""
     weight = np.exp(-0.5 * (misfit - misfit.min()))
-    drawn = rng.choice(len(misfit), size=draws, p=weight / weight.sum())
-    return np.concatenate([np.full(best, int(np.argmin(misfit))), drawn])
+    posterior: Floats = weight / weight.sum()
+    return posterior
