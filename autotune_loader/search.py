@@ -427,7 +427,7 @@ class SearchRun:
             plan_of=self._with_deadline if self.found.whole_epochs else self._paced,
             # What is believed is believed of steady rates.
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
-            nominate=lambda after: policy.finalists(after, self._space, tolerance)[:1],
+            nominate=lambda after: policy.finalists(after, self._space, tolerance),
             ceiling=self._ceiling_rate(),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import LONGER_PATIENCE, MAX_FAILURES, MIN_ROUNDS, PATIENT_ROUNDS, run_finals
+from autotune_loader.finals import (
+    ADMITTING_ROUNDS,
+    DOUBTFUL_PATIENCE,
+    LONGER_PATIENCE,
+    MAX_FAILURES,
+    MIN_ROUNDS,
+    PATIENT_ROUNDS,
+    run_finals,
+)
 from autotune_loader.stats import MAX_ROUNDS, Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure
@@ -208,6 +216,44 @@ def test_who_the_rounds_make_a_candidate_is_let_in():
     # THEN it runs
     assert SOME in outcome.configs
     assert probe.asked.count(SOME) >= 2
+
+
+def unsure(bursts):
+    """A search that cannot tell SOME from MANY, whatever the rounds say: the cheaper is expected to lose 2 %."""
+    return replace(sure(bursts), covariance=np.diag([1e-8, 1.5e-3, 1.5e-3, 1e-8]))
+
+
+def sure(bursts):
+    """The same without doubt."""
+    rates = np.log([80.0, 100.0, 100.0, 50.0])
+    return Knowledge(configs=(FEW, SOME, MANY, BASELINE), mean=rates, covariance=1e-8 * np.eye(4), noise_sd=0.02)
+
+
+def test_the_rounds_go_on_while_the_choice_is_in_doubt():
+    # GIVEN two candidates that no round tells apart, and patience for the least rounds
+    def rounds(believe):
+        probe = RatedProbe({BASELINE: 50.0, SOME: 100.0, MANY: 100.5}, noise=0.01)
+        outcome = race(probe, [SOME, MANY], patience_s=12.0, believe=believe)
+        return len(outcome.rounds), probe.clock()
+
+    # WHEN they race THEN doubt takes more rounds than certainty, but not without end
+    (few, _), (more, seconds) = rounds(sure), rounds(unsure)
+    assert few < PATIENT_ROUNDS < more
+    assert 12.0 * LONGER_PATIENCE < seconds <= 12.0 * DOUBTFUL_PATIENCE
+
+
+@pytest.mark.parametrize(("believe", "is_let_in"), [(unsure, True), (sure, False)])
+def test_who_becomes_a_candidate_late_is_let_in_only_where_the_choice_is_in_doubt(believe, is_let_in):
+    # GIVEN a faster configuration that is nominated after the rounds that admit anybody
+    probe = RatedProbe({BASELINE: 99.0, SOME: 100.0, MANY: 110.0}, noise=0.01)
+
+    def nominate(known):
+        return [MANY] if probe.asked.count(SOME) > ADMITTING_ROUNDS else []
+
+    # WHEN the finals run THEN it takes part where what would be chosen without it is in doubt
+    outcome = race(probe, [SOME], patience_s=12.0, believe=believe, nominate=nominate)
+    assert (MANY in outcome.configs) == is_let_in
+    assert probe.asked.count(MANY) >= 2 * is_let_in
 
 
 def test_who_ran_only_once_does_not_win():
