@@ -49,8 +49,8 @@ CERTAIN = 0.95
 RIVALS = 1
 # Patience lasts so many times longer while the rounds do not bear out what would be chosen.
 LONGER_PATIENCE = 2.0
-# And so many times while what would be chosen is in doubt: it is expected to lose more than this share of the tolerance. Of 56
-# wrong choices on 1,200 simulated machines 44 were among the fifth that was most in doubt.
+# And so many times while what would be chosen is in doubt: it is expected to lose more than this share of the tolerance. Of 58
+# wrong choices on 1,500 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief).
 DOUBTFUL_PATIENCE, DOUBTFUL_SHARE = 3.5, 0.25
 # A choice is borne out only by a speed-up that is known this well, relatively.
 SPEEDUP_PRECISION = 0.25

@@ -25,7 +25,7 @@ from autotune_loader.search import SEARCH_BURST, SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import Measurement, Trial
+from autotune_loader.trial import Measurement, Probe, Trial
 from studies.regret.over_time import NEAR, held_at
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
@@ -137,8 +137,11 @@ Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
 """Of a machine, its space, its kind, a seed, and the seconds that the strategy may take."""
 
 
-def by_search(search: str, budget_s: float) -> Strategy:
-    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would."""
+def by_search(search: str, budget_s: float, seen_by: Callable[[Probe], Probe] = lambda probe: probe) -> Strategy:
+    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would.
+
+    `seen_by` may put something between the search and its probe, which sees every burst.
+    """
 
     def run(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
         clock = FakeClock()
@@ -146,7 +149,7 @@ def by_search(search: str, budget_s: float) -> Strategy:
         watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
         found = SearchRun(
-            probe,
+            seen_by(probe),
             space,
             Settings(budget_s=budget_s, search=search, seed=seed),
             own_config=None,
@@ -368,4 +371,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its own name, which oracles that are kept must bear: other studies read them.
+    from studies.regret import simulated
+
+    simulated.main()
