@@ -150,19 +150,20 @@ def run_finals(
     configs = list(dict.fromkeys([*candidates, baseline]))
     standing = _Standing(configs, believe, cost, [], [0] * len(configs))
     base = configs.index(baseline)
-    order, spent_s = random.Random(seed), 0.0
+    order, spent_s, in_doubt = random.Random(seed), 0.0, False
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
         before_s = time_left()
         round_s = spent_s / len(standing.rounds) if standing.rounds else 0.0
         if before_s < round_s or _is_settled(standing, base, tolerance):
             break
-        is_patient = spent_s + round_s <= _patience(standing, base, tolerance) * patience_s
+        is_patient = spent_s + round_s <= _patience(standing, base, tolerance, in_doubt) * patience_s
         if not is_patient and len(standing.rounds) >= PATIENT_ROUNDS:
             break
         _run_round(standing, probe, _entrants(standing, base, tolerance), order, plan_of)
         spent_s += max(before_s - time_left(), 1e-9)
         rates = standing.rounds[-1].rates
-        if len(standing.rounds) <= ADMITTING_ROUNDS or _is_in_doubt(standing, tolerance):
+        in_doubt = _is_in_doubt(standing, tolerance)
+        if len(standing.rounds) <= ADMITTING_ROUNDS or in_doubt:
             _admit(standing, nominate)
         on_round(len(standing.rounds), {configs[int(key)]: rate for key, rate in rates.items()})
     return _outcome(standing, base, tolerance, ceiling)
@@ -330,9 +331,9 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
     return speedup is not None and speedup.low > 0 and speedup.high - speedup.value < SPEEDUP_PRECISION
 
 
-def _patience(standing: _Standing, base: int, tolerance: float) -> float:
+def _patience(standing: _Standing, base: int, tolerance: float, in_doubt: bool) -> float:
     """How many times as long as a choice that is sure the rounds may go on."""
-    if _is_in_doubt(standing, tolerance):
+    if in_doubt:
         return DOUBTFUL_PATIENCE
     return 1.0 if _is_borne_out(standing, base, tolerance) else LONGER_PATIENCE
 

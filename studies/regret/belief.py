@@ -32,7 +32,7 @@ LARGE_CORES = 64
 class _Recorder:
     """A probe that keeps every burst of the one that it asks."""
 
-    probe: Probe | None = None
+    probe: Probe = field(init=False)
     trials: list[Trial] = field(default_factory=list)
     step_s: dict[int | None, float] = field(default_factory=dict)
 
@@ -41,7 +41,6 @@ class _Recorder:
         return self
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        assert self.probe is not None
         outcome = self.probe.burst(config, plan)
         if isinstance(outcome, Measurement):
             plain = policy.modelled(config)
@@ -49,7 +48,6 @@ class _Recorder:
         return outcome
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        assert self.probe is not None
         outcome = self.probe.step_ceiling(consumer_threads, plan)
         if isinstance(outcome, Measurement):
             self.step_s[consumer_threads] = outcome.step_s
@@ -63,9 +61,9 @@ class Looked:
     regret: float
     expected_loss: float
     """Of the choice against the best that may be, relatively."""
-    pairs: tuple[tuple[float, float, float], ...]
-    """For each of `FEWER`, on a large machine bound by its workers: error of ln(rate of the most / of fewer), its believed
-    standard deviation, and the share that it stands for."""
+    errors: dict[float, tuple[float, float]]
+    """By `FEWER`, on a large machine bound by its workers: error of ln(rate of the most / of fewer) and its believed standard
+    deviation."""
 
 
 def look(seed: int, oracles: Path | None) -> Looked:
@@ -79,14 +77,14 @@ def look(seed: int, oracles: Path | None) -> Looked:
     assert known is not None
     plain = policy.modelled(chosen)
     loss = known.shortfalls()[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
-    pairs = []
+    errors = {}
     if kind in ("cpu", "mixed") and machine.cores >= LARGE_CORES:
         for share in FEWER:
             most, fewer = _pair(known, space, share)
             truth = math.log((1 - oracle.regret(most)) / (1 - oracle.regret(fewer)))
             mean, sd = known.ratio(known.configs.index(most), known.configs.index(fewer))
-            pairs.append((mean - truth, sd, share))
-    return Looked(regret=oracle.regret(chosen), expected_loss=float(loss), pairs=tuple(pairs))
+            errors[share] = (mean - truth, sd)
+    return Looked(regret=oracle.regret(chosen), expected_loss=float(loss), errors=errors)
 
 
 def _inputs(kind: str, machine: SimulatedMachine, recorder: _Recorder) -> policy.TwinInputs:
@@ -111,12 +109,12 @@ def report(looked: list[Looked]) -> str:
         f"which are expected to lose {doubtful[-1].expected_loss:.2%} or more"
     ]
     for share in FEWER:
-        pairs = [pair for each in looked for pair in each.pairs if pair[2] == share]
-        if pairs:
+        found = [each.errors[share] for each in looked if share in each.errors]
+        if found:
             lines.append(
-                f"most workers against {share:g} times as many, {len(pairs)} machines with {LARGE_CORES} cores or more: "
-                f"error {_root_mean_square([pair[0] for pair in pairs]):.1%}, "
-                f"believed {_root_mean_square([pair[1] for pair in pairs]):.1%}"
+                f"most workers against {share:g} times as many, {len(found)} machines with {LARGE_CORES} cores or more: "
+                f"error {_root_mean_square([error for error, _ in found]):.1%}, "
+                f"believed {_root_mean_square([sd for _, sd in found]):.1%}"
             )
     return "\n".join(lines)
 
