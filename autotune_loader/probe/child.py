@@ -1,4 +1,4 @@
-"""The probe process: `python -m autotune_loader.probe.child <connection fd> <lifeline fd>`.
+"""The probe process: `python -m autotune_loader.probe.child <connection fd> <lifeline fd> <scratch folder>`.
 
 It is started fresh, never forked: a forked child of a process that has run a multi-threaded torch step hangs at its first
 parallel region. It loads the workload, answers requests until the connection closes, and prints nothing that anyone parses.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 PRIVATE_COPY_BYTES = 256 << 20
 
 
-def main(connection_fd: int, lifeline_fd: int) -> None:
-    """Serve requests over an inherited connection until the parent closes it or dies."""
+def main(connection_fd: int, lifeline_fd: int, scratch: str) -> None:
+    """Serve requests over an inherited connection until the parent, which removes the scratch folder, closes it or dies."""
     for descriptor in (connection_fd, lifeline_fd):  # private: no program that the dataset starts may have them
         os.set_inheritable(descriptor, False)
-    _die_with_parent(lifeline_fd)
+    _die_with_parent(lifeline_fd, scratch)
+    _keep_sockets_in(scratch)
     connection = Connection(connection_fd)
     _greet(connection)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
@@ -106,12 +108,22 @@ def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | Non
     return (None if isinstance(readiness, Failure) else bench), readiness
 
 
-def _die_with_parent(lifeline_fd: int) -> None:
+def _keep_sockets_in(folder: str) -> None:
+    """Have multiprocessing and all workers keep their sockets in this folder.
+
+    Otherwise each worker that sends a tensor makes a folder of its own (`pymp-...`), and one that is killed leaves it there.
+    """
+    # There is no public way. Children take the setting over, however they are started.
+    vars(multiprocessing.current_process()).get("_config", {})["tempdir"] = folder
+
+
+def _die_with_parent(lifeline_fd: int, scratch: str) -> None:
     """Kill the whole process group when the parent's end of the lifeline closes, however the parent ended."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(lifeline_fd, 1)
+        shutil.rmtree(scratch, ignore_errors=True)
         if os.getpgrp() == os.getpid():  # our own group, as the parent started us: workers included
             os.killpg(os.getpgrp(), signal.SIGKILL)
         os._exit(1)
@@ -120,4 +132,4 @@ def _die_with_parent(lifeline_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

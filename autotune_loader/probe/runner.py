@@ -10,6 +10,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -167,9 +168,11 @@ class _Child:
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
+        self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
+        numbers = [str(theirs.fileno()), str(lifeline_read)]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune_loader.probe.child", str(theirs.fileno()), str(lifeline_read)],
+                [sys.executable, "-m", "autotune_loader.probe.child", *numbers, self._scratch],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
@@ -272,7 +275,7 @@ class _Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leave nothing: no process of the group, no descriptor, no shared-memory segment."""
+        """Leave nothing: no process of the group, no descriptor, no shared-memory segment, no file."""
         members = process_group_members(self.pid)
         try:
             self._connection.close()
@@ -285,6 +288,7 @@ class _Child:
             os.close(self._lifeline)
             self._output.close()
             remove_segments_of({*members, self.pid})
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _hello() -> wire.Hello:

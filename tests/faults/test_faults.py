@@ -5,6 +5,7 @@ Rows are those of PAINS.md. One probe process goes through all of it; what kills
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,6 +158,24 @@ def test_no_process_outlives_a_failure(probe: ProcessProbe, trouble_file: Path) 
     while process_group_members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert process_group_members(group) == ()
+
+
+@pytest.mark.parametrize("trouble", ["worker:kill", "worker:hang", "main:kill"])
+def test_whatever_is_killed_leaves_no_file(
+    trouble: str, trouble_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    trouble_file.write_text(trouble)
+    probe = ProcessProbe(payload_of(Trouble(trouble_file)), inspect_machine())
+    try:
+        failure = probe.burst(LoaderConfig() if trouble.startswith("main") else TWO_WORKERS, SHORT_DEADLINE)
+    finally:
+        probe.close()
+        trouble_file.write_text("")
+
+    assert isinstance(failure, Failure)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_trap_13_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file: Path) -> None:
