@@ -293,6 +293,10 @@ class SearchRun:
 
     def _by_information(self) -> Iterator[LoaderConfig | None]:
         for count in itertools.count(1):
+            if self._kept_for_epochs_s() > self._settings.budget_s * FINALS_SHARE:
+                # Of whole epochs that are so slow a few more rounds tell more than bursts of steady rates.
+                self.found.stopped_because = OUT_OF_BUDGET
+                return
             known = self._knowledge()
             config = known and policy.next_config(known, self._space, self.found.trials, self._settings.tolerance)
             if not config:

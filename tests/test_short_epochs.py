@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader import TuningResult, tune
+from autotune_loader import TuningResult, policy, tune
 from autotune_loader.config import LoaderConfig
 from autotune_loader.epochs import SHORT_EPOCH_S, are_short, kept_for_epochs_s, with_fewer_rounds
 from autotune_loader.findings import OUT_OF_BUDGET, Found
@@ -203,6 +203,17 @@ def test_a_search_leaves_time_for_whole_epochs() -> None:
     # THEN it ends for want of time, and epochs are run whole
     assert found.stopped_because == OUT_OF_BUDGET
     assert any(plan.whole_epochs for plan in probe.plans)
+
+
+def test_where_whole_epochs_take_most_of_the_budget_the_scouts_are_the_search() -> None:
+    # GIVEN epochs of 1.6 s: three rounds of three bursts take 29 of 60 s
+    found, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=Settings(budget_s=60.0))
+    scouts = policy.scouts(Space(max_workers=4), usable_cores=4)
+    assert [trial.config.num_workers for trial in found.trials] == [scout.num_workers for scout in scouts]
+    assert found.stopped_because == OUT_OF_BUDGET
+    # BUT not where there is time for both
+    longer, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=Settings(budget_s=120.0))
+    assert longer.stopped_because != OUT_OF_BUDGET
 
 
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
