@@ -105,6 +105,17 @@ def test_a_batch_that_travels_while_the_loop_waits_is_no_work_of_the_loop():
     assert Feeding.of((few, MANY), [waited, observed(MANY)], (1.0, 1.0)).log_headroom[0] < 0
 
 
+@pytest.mark.parametrize(("receive_s", "enough"), [(0.0006, True), (0.003, False)], ids=["by chance", "busy workers"])
+def test_workers_that_are_enough_but_hand_over_slowly_may_be_slower_than_more_of_them(receive_s, enough):
+    # GIVEN 5 workers that could feed the loop, whose batches take some time to fetch, and 16 who are quick at that
+    slow = replace(observed(ENOUGH), receive_s=np.full(200, receive_s))
+    seen = Feeding.of(CONFIGS[:3], [slow, observed(MANY)], (0.5, 1.0, 1.0))
+    # THEN the 5 are as fast, unless that is much of the loop's time: 1 - (10 + 1.25 x 0.5) / (10 + 3) of it
+    assert 1 in seen.fed()
+    assert seen.is_as_fast(1, 2, 0.02) is enough
+    assert seen.slow_receipt[:3] == pytest.approx([0.0, 0.0 if enough else 1 - 10.625 / 13, 0.0])
+
+
 def test_a_burst_in_which_everything_was_quicker_shows_the_same_headroom():
     # GIVEN 5 workers, and 16 on a machine that was 1.3 times as quick at that moment
     usual, lucky = observed(ENOUGH), observed(MANY)

@@ -5,7 +5,8 @@ and loop have the same machine: how much more the workers could deliver than the
 workers x (receipt + step) / service, hardly depends on it. A loop that need not wait is no slower than one with more workers,
 because these can only take cores from its step; a burst that says otherwise was lucky. What more workers can hide is the
 travelling of a batch, so that the receipt that counts is the quickest that any burst shows, in steps of that same burst: in
-seconds it would be that of the luckiest burst.
+seconds it would be that of the luckiest burst. Where the workers that are enough hand over more slowly than others did, more
+of them may be faster, though: who fetches a batch has to wait for a thread of a worker whose interpreter is busy.
 
 Workers that compute on all cores are enough, too, even where the loop waits for them: more of them would wait for a core. How
 many that takes is known from the waiting of a single one (`saturation`), unless the step wants the same cores.
@@ -34,6 +35,8 @@ NEARLY_FED = 0.9
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
 MOST_LOST = 0.999
+RECEIPT_SCATTER = 1.25
+"""Receipts that take so many times as long as the quickest, in steps, may be no slower but by chance."""
 SEEN_ENOUGH = 0.03
 """Relative error of the mean service time from which on bursts may lack the rare slow batches that the loop waits for."""
 
@@ -49,6 +52,8 @@ class Feeding:
     """Logarithm of the headroom; -inf where no burst had these workers."""
     headroom_sd: Floats
     """Standard deviation of that logarithm."""
+    slow_receipt: Floats
+    """Share of the loop's time by which these workers hand batches over more slowly than any others did, luck apart."""
     irregular: Floats
     """Share of the time in which the loop waits even if the mean says that it need not: service times vary. What the twin says,
     or less where bursts showed less."""
@@ -88,6 +93,7 @@ class Feeding:
         return cls(
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
+            slow_receipt=np.array([_slow_receipt(bursts.get(crew, ())) for crew in crews]),
             irregular=np.minimum(1.0 - np.array(use), waiting),
             free=free,
             free_sd=free_sd,
@@ -108,6 +114,7 @@ class Feeding:
         return Feeding(
             log_headroom=self.log_headroom[where],
             headroom_sd=self.headroom_sd[where],
+            slow_receipt=self.slow_receipt[where],
             irregular=self.irregular[where],
             free=self.free[where],
             free_sd=self.free_sd[where],
@@ -119,6 +126,7 @@ class Feeding:
         return Feeding(
             log_headroom=np.concatenate([self.log_headroom, np.full(count, -np.inf)]),
             headroom_sd=np.concatenate([self.headroom_sd, np.zeros(count)]),
+            slow_receipt=np.concatenate([self.slow_receipt, np.zeros(count)]),
             irregular=np.concatenate([self.irregular, np.ones(count)]),
             free=np.concatenate([self.free, np.ones(count)]),
             free_sd=np.concatenate([self.free_sd, np.zeros(count)]),
@@ -156,7 +164,7 @@ class Feeding:
     def _shortfall(self, position: int, luck: Floats | float) -> Floats:
         """What a configuration loses at most against those with more workers, by so much luck (standard normal)."""
         headroom = np.exp(self.log_headroom[position] + self.headroom_sd[position] * np.asarray(luck))
-        of_loop = np.maximum(1.0 - headroom, self.irregular[position])
+        of_loop = np.maximum(1.0 - headroom, max(self.irregular[position], self.slow_receipt[position]))
         of_cores = self.free[position] - self.free_sd[position] * np.asarray(luck)
         short: Floats = np.clip(np.minimum(of_loop, of_cores), 0.0, MOST_LOST)
         return short
@@ -180,8 +188,13 @@ class _Burst:
     seen: Observation
     service_variance: float
     """Relative, of the mean service time."""
-    consumer_s: float
-    """Seconds of the loop for each batch, were it never to wait."""
+    quickest_receipt: float
+    """Of all bursts that hand over alike, in steps."""
+
+    @property
+    def consumer_s(self) -> float:
+        """Seconds of the loop for each batch, were it never to wait."""
+        return _consumer_s(self.seen, self.quickest_receipt)
 
 
 def _by_crew(observations: Sequence[Observation]) -> dict[Crew, list[_Burst]]:
@@ -190,13 +203,12 @@ def _by_crew(observations: Sequence[Observation]) -> dict[Crew, list[_Burst]]:
     for seen in observations:
         if seen.num_workers:
             handing = _crew(seen)[1:]
-            receipts[handing] = min(receipts[handing], float(seen.receive_s.mean()) / _step_s(seen))
+            receipts[handing] = min(receipts[handing], _receipt(seen))
     bursts: dict[Crew, list[_Burst]] = defaultdict(list)
     for seen, variance in zip(observations, sampling_variance(observations), strict=True):
         if seen.num_workers:
             crew = _crew(seen)
-            consumer_s = _step_s(seen) * float(loop_s(receipts[crew[1:]], 1.0, seen.device_prefetch))
-            bursts[crew].append(_Burst(seen, float(variance), consumer_s))
+            bursts[crew].append(_Burst(seen, float(variance), receipts[crew[1:]]))
     return bursts
 
 
@@ -214,6 +226,15 @@ def _headroom_of(burst: _Burst) -> tuple[float, float]:
     return math.log(seen.num_workers * burst.consumer_s / service_s), variance + READING_SD**2
 
 
+def _slow_receipt(bursts: Sequence[_Burst]) -> float:
+    """Share of the loop's time that quicker receipts would save in bursts of the same workers; 0 where there are none."""
+    if not bursts:
+        return 0.0
+    best = min(bursts, key=lambda burst: _receipt(burst.seen))
+    saved_s = _consumer_s(best.seen, RECEIPT_SCATTER * best.quickest_receipt)
+    return max(0.0, 1.0 - saved_s / _consumer_s(best.seen, _receipt(best.seen)))
+
+
 def _waiting(bursts: Sequence[_Burst], config: LoaderConfig) -> float:
     """Share of the time in which the loop waited in bursts with queues no deeper than these; 1 where they saw too little."""
     depth = config.prefetch_factor or 1
@@ -226,3 +247,13 @@ def _waiting(bursts: Sequence[_Burst], config: LoaderConfig) -> float:
 
 def _step_s(seen: Observation) -> float:
     return max(float(seen.step_s.mean()), 1e-12)
+
+
+def _receipt(seen: Observation) -> float:
+    """In steps."""
+    return float(seen.receive_s.mean()) / _step_s(seen)
+
+
+def _consumer_s(seen: Observation, receipt: float) -> float:
+    """Seconds of the loop for each batch with a receipt of so many steps, were it never to wait."""
+    return _step_s(seen) * float(loop_s(receipt, 1.0, seen.device_prefetch))
