@@ -82,6 +82,7 @@ class Feeding:
         """
         bursts = _by_crew(observations)
         known = {crew: _headroom(each) for crew, each in bursts.items()}
+        slow = {crew: _slow_receipt(each) for crew, each in bursts.items()}
         crews = [_crew(config) for config in configs]
         headrooms = [known.get(crew, (-math.inf, 0.0)) for crew in crews]
         waiting = [_waiting(bursts.get(crew, ()), config) for crew, config in zip(crews, configs, strict=True)]
@@ -93,7 +94,7 @@ class Feeding:
         return cls(
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
-            slow_receipt=np.array([_slow_receipt(bursts.get(crew, ())) for crew in crews]),
+            slow_receipt=np.array([slow.get(crew, 0.0) for crew in crews]),
             irregular=np.minimum(1.0 - np.array(use), waiting),
             free=free,
             free_sd=free_sd,
@@ -190,11 +191,8 @@ class _Burst:
     """Relative, of the mean service time."""
     quickest_receipt: float
     """Of all bursts that hand over alike, in steps."""
-
-    @property
-    def consumer_s(self) -> float:
-        """Seconds of the loop for each batch, were it never to wait."""
-        return _consumer_s(self.seen, self.quickest_receipt)
+    consumer_s: float
+    """Seconds of the loop for each batch, were it never to wait: with that receipt."""
 
 
 def _by_crew(observations: Sequence[Observation]) -> dict[Crew, list[_Burst]]:
@@ -208,7 +206,8 @@ def _by_crew(observations: Sequence[Observation]) -> dict[Crew, list[_Burst]]:
     for seen, variance in zip(observations, sampling_variance(observations), strict=True):
         if seen.num_workers:
             crew = _crew(seen)
-            bursts[crew].append(_Burst(seen, float(variance), receipts[crew[1:]]))
+            quickest = receipts[crew[1:]]
+            bursts[crew].append(_Burst(seen, float(variance), quickest, _consumer_s(seen, quickest)))
     return bursts
 
 
@@ -227,9 +226,7 @@ def _headroom_of(burst: _Burst) -> tuple[float, float]:
 
 
 def _slow_receipt(bursts: Sequence[_Burst]) -> float:
-    """Share of the loop's time that quicker receipts would save in bursts of the same workers; 0 where there are none."""
-    if not bursts:
-        return 0.0
+    """Share of the loop's time that quicker receipts would save in bursts of the same workers, one or more."""
     best = min(bursts, key=lambda burst: _receipt(burst.seen))
     saved_s = _consumer_s(best.seen, RECEIPT_SCATTER * best.quickest_receipt)
     return max(0.0, 1.0 - saved_s / _consumer_s(best.seen, _receipt(best.seen)))
