@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import FINAL_BURST
+from autotune_loader.finals import FINAL_BURST, TYPICAL_NOISE
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe
 
 SHORT_EPOCH_S = 1.0
@@ -20,6 +20,8 @@ WANTED_BURSTS = 9
 MOST_OF_BUDGET = 0.6
 # A burst of long epochs runs one that is not timed, and one that is.
 EPOCHS_PER_BURST = 2
+# Relative standard deviation of one epoch's rate: 6 to 11 % in 36 bursts of `tutorial`, whose step and workers share cores.
+EPOCH_NOISE = 0.08
 # Workers that fetch an epoch in so many rounds are raced: they are done early, and leave the cores to the step.
 ROUNDS = (1, 2)
 
@@ -45,6 +47,12 @@ def kept_for_epochs_s(epoch_s: float, first_batch_s: float, budget_s: float) -> 
 def round_of_epochs_s(epoch_s: float, startups_s: Sequence[float]) -> float:
     """Seconds that one round of whole epochs will take, from the start-up of each entrant."""
     return sum(startups_s) + _burst_s(epoch_s) * len(startups_s)
+
+
+def noise_of_epochs(epoch_s: float) -> float:
+    """Relative standard deviation of what a burst of epochs that take so long tells; never less than of any burst."""
+    timed = max(1.0, FINAL_BURST.max_s / epoch_s - 1)
+    return max(EPOCH_NOISE / math.sqrt(timed), TYPICAL_NOISE)
 
 
 def _burst_s(epoch_s: float) -> float:

@@ -35,8 +35,9 @@ from autotune_loader.twin.residual import Knowledge
 # One burst of the finals: long enough to average over stalls, short enough that a round sees one state of the machine. It
 # hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet.
 FINAL_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
-# Without beliefs from the search: anything may be twice as fast as anything else, and bursts scatter so much.
+# Without beliefs from the search anything may be twice as fast as anything else.
 UNKNOWN_SD = 0.7
+# Relative standard deviation of a burst's rate, where nothing else is known of it.
 TYPICAL_NOISE = 0.03
 # New candidates are let in after the first rounds, so that each runs in more than one; later only while the choice is in doubt.
 ADMITTING_ROUNDS = 2
@@ -93,6 +94,7 @@ class _Standing:
     configs: list[LoaderConfig]
     believe: Callable[[Sequence[Burst]], Knowledge | None]
     cost: Callable[[LoaderConfig], tuple[float, ...]]
+    typical_noise: float
     rounds: list[Round]
     failures: list[int]
     latest: dict[int, Measurement] = field(default_factory=dict)
@@ -122,6 +124,7 @@ def run_finals(
     believe: Callable[[Sequence[Burst]], Knowledge | None] = lambda bursts: None,
     nominate: Callable[[Knowledge], Sequence[LoaderConfig]] = lambda known: (),
     ceiling: float | None = None,
+    typical_noise: float = TYPICAL_NOISE,
     on_round: Callable[[int, dict[LoaderConfig, float]], None] = lambda number, rates: None,
 ) -> FinalsOutcome | None:
     """Race the candidates and the baseline; the cheapest of those within tolerance of the fastest wins.
@@ -142,24 +145,25 @@ def run_finals(
             a rate. Without it the rounds alone decide.
         nominate: who else should run, given what is known; asked after the first rounds, and while the choice is in doubt.
         ceiling: samples/s that nobody can exceed, where that is known: whoever comes within tolerance of it is fast enough.
+        typical_noise: relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone.
         on_round: told each round's rates.
 
     Returns:
         The outcome; None when no round could be completed.
     """
     configs = list(dict.fromkeys([*candidates, baseline]))
-    standing = _Standing(configs, believe, cost, [], [0] * len(configs))
+    standing = _Standing(configs, believe, cost, typical_noise, [], [0] * len(configs))
     base = configs.index(baseline)
     order, spent_s, in_doubt = random.Random(seed), 0.0, False
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
-        before_s = time_left()
-        round_s = spent_s / len(standing.rounds) if standing.rounds else 0.0
-        if before_s < round_s or _is_settled(standing, base, tolerance):
+        before_s, entrants = time_left(), _entrants(standing, base, tolerance)
+        round_s = len(entrants) * spent_s / max(len(standing.bursts), 1)
+        if before_s < round_s or _is_settled(standing, entrants):
             break
         is_patient = spent_s + round_s <= _patience(standing, base, tolerance, in_doubt) * patience_s
         if not is_patient and len(standing.rounds) >= PATIENT_ROUNDS:
             break
-        _run_round(standing, probe, _entrants(standing, base, tolerance), order, plan_of)
+        _run_round(standing, probe, entrants, order, plan_of)
         spent_s += max(before_s - time_left(), 1e-9)
         rates = standing.rounds[-1].rates
         in_doubt = _is_in_doubt(standing, tolerance)
@@ -235,7 +239,7 @@ def _by_rounds(standing: _Standing, rounds: Sequence[Round]) -> Knowledge:
         configs=tuple(standing.configs),
         mean=np.zeros(size),
         covariance=UNKNOWN_SD**2 * np.eye(size),
-        noise_sd=TYPICAL_NOISE,
+        noise_sd=standing.typical_noise,
     )
     seen = [(int(key), math.log(rate)) for each in rounds for key, rate in each.rates.items()]
     noise = _noise_sd(standing, rounds)
@@ -250,7 +254,7 @@ def _rates(rounds: Sequence[Round], index: int) -> list[float]:
 
 def _noise_sd(standing: _Standing, rounds: Sequence[Round]) -> float:
     """Noise of one burst: a typical one, and the scatter of each entrant over the rounds, by their weight."""
-    squares, freedom = NOISE_WEIGHT * TYPICAL_NOISE**2, NOISE_WEIGHT
+    squares, freedom = NOISE_WEIGHT * standing.typical_noise**2, NOISE_WEIGHT
     for index in range(len(standing.configs)):
         logs = [math.log(rate) for rate in _rates(rounds, index)]
         if len(logs) > 1:
@@ -308,9 +312,9 @@ def _below(value: float, mean: float, sd: float) -> float:
     return 0.5 * math.erfc((mean - value) / sd / math.sqrt(2))
 
 
-def _is_settled(standing: _Standing, base: int, tolerance: float) -> bool:
+def _is_settled(standing: _Standing, entrants: Sequence[int]) -> bool:
     """Whether no further round could change the choice: every candidate but the leader is answered."""
-    return len(standing.rounds) >= MIN_ROUNDS and len(_entrants(standing, base, tolerance)) <= 1
+    return len(standing.rounds) >= MIN_ROUNDS and len(entrants) <= 1
 
 
 def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:

@@ -95,7 +95,9 @@ class Found:
         if not started:
             return None
         nearest = min(started, key=lambda each: each[0])[1]
-        return max(0.0, nearest.first_batch_s - nearest.service_s)
+        # The first batch's own fetch: later ones share the cores with the step.
+        first_fetch_s = nearest.traces[0].service_s if nearest.traces else nearest.service_s
+        return max(0.0, nearest.first_batch_s - first_fetch_s)
 
     def too_many_workers(self, config: LoaderConfig) -> Failure | None:
         """A veto learnt from failures: two at or below this many workers, and more of them are not tried."""

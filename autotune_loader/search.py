@@ -20,8 +20,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import WholeEpochs, are_short, kept_for_epochs_s, round_of_epochs_s, with_fewer_rounds
-from autotune_loader.finals import LEAST_OF_WINNER, MIN_ROUNDS, run_finals
+from autotune_loader.epochs import (
+    WholeEpochs,
+    are_short,
+    kept_for_epochs_s,
+    noise_of_epochs,
+    round_of_epochs_s,
+    with_fewer_rounds,
+)
+from autotune_loader.finals import LEAST_OF_WINNER, MIN_ROUNDS, TYPICAL_NOISE, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
 from autotune_loader.pacing import deadline_s, finals_round_s, paced
 from autotune_loader.settings import Settings
@@ -433,6 +440,9 @@ class SearchRun:
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
             nominate=lambda after: policy.finalists(after, self._space, tolerance),
             ceiling=self._ceiling_rate(),
+            typical_noise=noise_of_epochs(self.found.epoch_s() or math.inf)
+            if self.found.whole_epochs
+            else TYPICAL_NOISE,
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:

@@ -11,11 +11,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Protocol, TypeVar
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.meters.epochs import are_enough_epochs, epochs_rate
 from autotune_loader.meters.trace import is_enough, summarise
 from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, Measurement, Memory
 
@@ -88,8 +89,12 @@ class SimulatedProbe:
     the twin's formulas. `truth` tells what no burst can: the rate without noise.
     """
 
-    def __init__(self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0) -> None:
+    def __init__(
+        self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0, epoch_batches: int | None = None
+    ) -> None:
+        """A probe of a dataset of `epoch_batches` batches, or, where that is None, of one that never ends."""
         self.machine = machine
+        self.epoch_batches = epoch_batches
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
         self._clock = clock
@@ -104,7 +109,9 @@ class SimulatedProbe:
         if failure:
             self._clock.advance(self.machine.start_s)
             return failure
-        run = _Events(self._disturbed(), config, plan.seed, self._clock())
+        if plan.whole_epochs:
+            return self._burst_of_epochs(config, plan)
+        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock())
         begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():
@@ -119,6 +126,45 @@ class SimulatedProbe:
                     break
         self._clock.advance(traces[-1].step_end - begun)
         return self._measurement(config, traces, begun)
+
+    def _burst_of_epochs(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        begun = self._clock()
+        ends, traces = list[float](), list[BatchTrace]()
+        for epoch in self._epochs(self._disturbed(), config, plan.seed, begun):
+            traces += epoch
+            ends.append(epoch[-1].step_end)
+            if ends[-1] - begun > plan.deadline_s:
+                self._clock.advance(plan.deadline_s)
+                return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
+            if are_enough_epochs(ends, plan, begun):
+                break
+        self._clock.advance(ends[-1] - begun)
+        samples = (len(ends) - 1) * len(epoch) * self.machine.batch_size
+        measured = self._measurement(config, traces, begun)
+        return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
+
+    def _epochs(
+        self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float
+    ) -> Iterator[list[BatchTrace]]:
+        """Epoch after epoch, each in an order of its own; workers that persist are started once."""
+        if self.epoch_batches is None:
+            raise ValueError(
+                "whole_epochs=True of an endless dataset; SimulatedProbe(..., epoch_batches=16) would work"
+            )
+        batches = self._order(seed)
+        for number in itertools.count():
+            order = itertools.islice(batches, self.epoch_batches)
+            is_running = number > 0 and (config.persistent_workers or not config.num_workers)
+            epoch = list(_Events(disturbed, config, order, begun, is_running=is_running).batches())
+            begun = epoch[-1].step_end
+            yield epoch
+
+    def _order(self, seed: int) -> Iterator[int]:
+        """Numbers of the batches that a run reads: ever new ones, or all of the dataset again and again, shuffled."""
+        if self.epoch_batches is None:
+            return itertools.count(seed * 1_000_003)
+        rng, dataset = random.Random(seed), range(self.epoch_batches)
+        return itertools.chain.from_iterable(rng.sample(dataset, len(dataset)) for _ in itertools.count())
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
@@ -144,12 +190,19 @@ class SimulatedProbe:
         if config not in self._truths:
             if warm is None:
                 warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
-            run = _Events(_Disturbed(self.machine, 1.0), config, 0, 0.0)
+            run = _Events(_Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
             ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
             wave = min(max(config.num_workers, 1), batches // 2)
             begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
             self._truths[config] = self.machine.batch_size * (batches - wave) / (ended - begun)
         return self._truths[config]
+
+    def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
+        """The same over whole epochs, so many of them after one that is not timed."""
+        undisturbed = _Disturbed(self.machine, 1.0)
+        runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
+        ends = [epoch[-1].step_end for epoch in runs]
+        return self.machine.batch_size * (self.epoch_batches or 0) * epochs / (ends[-1] - ends[0])
 
     def _disturbed(self) -> _Disturbed:
         machine = self.machine
@@ -246,9 +299,9 @@ class _Disturbed:
             seconds = self.machine.step_s_by_threads.get(consumer_threads, seconds)
         return seconds * self.slower
 
-    def variation(self, index: int, seed: int) -> float:
-        """How much longer than the mean batch `index` takes: the same in every burst with this seed."""
-        rng = random.Random(seed * 1_000_003 + index)
+    def variation(self, number: int) -> float:
+        """How much longer than the mean the batch of this number takes: the same in every burst."""
+        rng = random.Random(number)
         cv, machine = self.machine.service_cv, self.machine
         factor = rng.lognormvariate(-0.5 * math.log1p(cv * cv), math.sqrt(math.log1p(cv * cv)))
         factor *= machine.tail_factor if rng.random() < machine.tail_share else 1.0
@@ -285,12 +338,25 @@ class _Events:
     last two run at the speed that the cores allow at the moment.
     """
 
-    def __init__(self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float) -> None:
-        self.disturbed, self.machine, self.config, self.seed = disturbed, disturbed.machine, config, seed
+    def __init__(
+        self,
+        disturbed: _Disturbed,
+        config: LoaderConfig,
+        order: Iterator[int],
+        begun: float,
+        *,
+        is_running: bool = False,
+    ) -> None:
+        """A run over these batches, by workers that start when it begins or, if `is_running`, are there already."""
+        self.disturbed, self.machine, self.config = disturbed, disturbed.machine, config
+        self.order = order
+        self.numbers: list[int] = []  # of the batches handed out
         threads = math.inf if config.consumer_threads is None else config.consumer_threads
         self.step_cores = min(self.machine.step_cores, threads, self.machine.cores)
         self.step_s = disturbed.step_seconds(config.consumer_threads)
-        self.now = begun + self.machine.start_s + config.num_workers * self.machine.worker_start_s
+        self.now = begun
+        if not is_running:
+            self.now += self.machine.start_s + config.num_workers * self.machine.worker_start_s
         self.timed: list[tuple[float, int, str, int]] = []  # (when, tie-breaker, what, batch)
         self.computing: list[tuple[float, int]] = []  # (work at which it is whole, batch)
         self.worked = 0.0
@@ -298,13 +364,15 @@ class _Events:
         self.stepping: int | None = None
         self.index_queues: list[deque[int]] = [deque() for _ in range(config.num_workers)]
         self.idle = set(range(config.num_workers))
-        self.fresh = set(range(config.num_workers))
+        self.fresh = (
+            set() if is_running else set(range(max(config.num_workers, 1)))
+        )  # without workers the process itself
         self.owner: dict[int, int] = {}
         self.span: dict[int, tuple[float, float]] = {}
         self.cpu: dict[int, float] = {}
         self.ready: dict[int, None] = {}  # insertion order is the order of completion
         self.pinning_until = self.now
-        self.sent = self.next_in_order = self.received_count = self.done_count = 0
+        self.next_in_order = self.received_count = self.done_count = 0
         self.receiving = False
         self.requested_at: float | None = None
         self.requests: dict[int, tuple[float, float]] = {}
@@ -312,28 +380,28 @@ class _Events:
         self.ticks = itertools.count()
 
     def batches(self) -> Iterator[BatchTrace]:
-        """Every batch when its step is done, without end."""
+        """Every batch when its step is done."""
         if self.config.num_workers == 0:
             yield from self._serial()
             return
         for slot in range(self.config.num_workers * (self.config.prefetch_factor or 1)):
             self._hand_out(slot % self.config.num_workers)
-        while True:
+        while self.done_count < len(self.numbers):
             self._request()
             done = self._advance()
             if done is not None:
                 yield done
 
     def _serial(self) -> Iterator[BatchTrace]:
-        for index in itertools.count():
-            cpu_s, wait_s = self._work(index, first=index == 0)
+        for index, number in enumerate(self.order):
+            cpu_s, wait_s = self._work(number, first=bool(self.fresh) and index == 0)
             requested, fetched = self.now, self.now + cpu_s + wait_s
             self.now = fetched + self._step_seconds(index)
             span = (requested, fetched)
             yield _trace(MAIN_PROCESS, span, cpu_s, requested, fetched, self.now, self.machine.batch_size)
 
-    def _work(self, index: int, *, first: bool) -> tuple[float, float]:
-        factor = self.disturbed.variation(index, self.seed) * self.disturbed.slower
+    def _work(self, number: int, *, first: bool) -> tuple[float, float]:
+        factor = self.disturbed.variation(number) * self.disturbed.slower
         extra = self.machine.first_batch_extra_s if first else 0.0
         return self.machine.cpu_s * factor + extra, self.machine.wait_s * factor
 
@@ -341,7 +409,11 @@ class _Events:
         return self.step_s * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
 
     def _hand_out(self, worker: int) -> None:
-        index, self.sent = self.sent, self.sent + 1
+        number = next(self.order, None)
+        if number is None:
+            return
+        index = len(self.numbers)
+        self.numbers.append(number)
         self.owner[index] = worker
         self.index_queues[worker].append(index)
         if worker in self.idle:
@@ -353,7 +425,7 @@ class _Events:
             return
         self.idle.discard(worker)
         index = self.index_queues[worker].popleft()
-        self.cpu[index], wait_s = self._work(index, first=worker in self.fresh)
+        self.cpu[index], wait_s = self._work(self.numbers[index], first=worker in self.fresh)
         self.fresh.discard(worker)
         self.span[index] = (self.now, math.inf)
         self._at(self.now + wait_s, "compute", index)
@@ -427,7 +499,7 @@ class _Events:
         self.requested_at = None
         self.receiving = False
         self.received_count += 1
-        self._hand_out(self.sent % self.config.num_workers if self.config.in_order else self.owner[index])
+        self._hand_out(len(self.numbers) % self.config.num_workers if self.config.in_order else self.owner[index])
         self.to_step.append(index)
         self._step_next()
 

@@ -395,3 +395,24 @@ def test_each_round_is_told():
 def test_a_busy_machine_is_noted():
     outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}, foreign=0.9), [FEW])
     assert "busy" in outcome.notes[0]
+
+
+@pytest.mark.parametrize(("noise", "runs"), [(0.03, 1), (0.1, 2)])
+def test_who_looks_slower_runs_again_where_bursts_are_known_to_scatter_more(noise, runs):
+    # GIVEN an entrant that is 12 % slower in a first round
+    probe = RatedProbe({BASELINE: 50.0, FEW: 88.0, SOME: 100.0})
+    # WHEN there is time for two rounds
+    race(probe, [SOME, FEW], budget_s=6.5, typical_noise=noise)
+    # THEN it is out where that is four times the noise, and runs again where it is about as much
+    assert probe.asked.count(FEW) == runs
+
+
+def test_the_next_round_is_expected_to_take_as_long_as_its_own_entrants():
+    # GIVEN a first round of five, of which two need another one
+    crowd = [LoaderConfig(num_workers=count) for count in (3, 5, 6)]
+    probe = RatedProbe({BASELINE: 50.0, SOME: 100.0} | dict.fromkeys(crowd, 60.0))
+    # WHEN after it there is time for a round of these, and not for one of all
+    outcome = race(probe, [SOME, *crowd], budget_s=7.5)
+    # THEN they run again
+    assert len(outcome.rounds) == 2
+    assert outcome.speedup is not None

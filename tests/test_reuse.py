@@ -149,7 +149,7 @@ def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bo
     plans: list[BurstPlan] = []
     entry = earlier()
     entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
-    check(Noting(THEN, FakeClock()), entry, LoaderConfig(), Space(max_workers=4), 0.02)
+    check(Noting(THEN, FakeClock(), epoch_batches=16), entry, LoaderConfig(), Space(max_workers=4), 0.02)
     assert {plan.whole_epochs for plan in plans} == {whole}
 
 

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, policy, tune
 from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, are_short, kept_for_epochs_s, with_fewer_rounds
+from autotune_loader.epochs import SHORT_EPOCH_S, are_short, kept_for_epochs_s, noise_of_epochs, with_fewer_rounds
+from autotune_loader.finals import TYPICAL_NOISE
 from autotune_loader.findings import OUT_OF_BUDGET, Found
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.inline import InlineProbe
@@ -99,25 +100,15 @@ def test_without_workers_whole_epochs_cost_nothing(probe: Any) -> None:
 
 
 class ShortEpochs(SimulatedProbe):
-    """Epochs of so many batches, each of which begins with the start-up of the workers that do not persist."""
+    """Remembers what it was asked to do."""
 
-    def __init__(self, machine: SimulatedMachine, batches: int, clock: FakeClock) -> None:
-        super().__init__(machine, clock)
-        self.batches = batches
+    def __init__(self, machine: SimulatedMachine, batches: int | None, clock: FakeClock) -> None:
+        super().__init__(machine, clock, epoch_batches=batches)
         self.plans: list[BurstPlan] = []
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         self.plans.append(plan)
-        outcome = super().burst(config, plan)
-        if isinstance(outcome, Failure) or not plan.whole_epochs:
-            return outcome
-        steady = outcome.samples_per_s
-        samples = self.batches * self.machine.batch_size
-        starts = config.num_workers > 0 and not config.persistent_workers
-        startup_s = self.machine.start_s + config.num_workers * self.machine.worker_start_s if starts else 0.0
-        slower = 1 / (1 + startup_s / (samples / steady.value))
-        rates = [each * slower for each in (steady.value, steady.low, steady.high)]
-        return replace(outcome, samples_per_s=replace(steady, value=rates[0], low=rates[1], high=rates[2]))
+        return super().burst(config, plan)
 
 
 class Silent:
@@ -132,7 +123,7 @@ def searched(
     batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, settings: Settings | None = None
 ) -> tuple[Found, ShortEpochs]:
     clock = FakeClock()
-    probe = ShortEpochs(machine, batches or 0, clock)
+    probe = ShortEpochs(machine, batches, clock)
     run = SearchRun(
         probe,
         Space(max_workers=4, may_keep_workers=may_keep),
@@ -194,6 +185,18 @@ def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, second
 )
 def test_the_search_leaves_time_for_whole_epochs(epoch_s: float, first_batch_s: float, kept_s: float) -> None:
     assert kept_for_epochs_s(epoch_s, first_batch_s, budget_s=60.0) == pytest.approx(kept_s)
+
+
+def test_one_epoch_tells_less_than_many() -> None:
+    assert noise_of_epochs(3.0) == noise_of_epochs(0.4) > noise_of_epochs(0.1) > noise_of_epochs(0.001) == TYPICAL_NOISE
+
+
+def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
+    # GIVEN workers of which each takes 0.2 s to start, and batches that take much longer beside others than the first did
+    found, _ = searched(8, may_keep=True, machine=replace(MACHINE, alpha=2.0, beta=0.5))
+    # THEN what they wait for later is not taken from it
+    for workers in (1, 4):
+        assert found.startup_s(LoaderConfig(num_workers=workers)) == pytest.approx(0.02 + 0.2 * workers, rel=0.5)
 
 
 def test_a_search_leaves_time_for_whole_epochs() -> None:

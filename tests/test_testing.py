@@ -113,6 +113,44 @@ def test_without_workers_the_training_process_fetches():
     assert {t.worker for t in measured.traces} == {MAIN_PROCESS}
 
 
+WHOLE = BurstPlan(max_s=0.5, min_s=0.1, whole_epochs=True)
+
+
+def test_an_epoch_takes_the_rounds_of_its_workers():
+    # GIVEN epochs of 8 batches that two workers fetch in four rounds of 40 ms, the last of them followed by its step
+    probe = probe_on(steady(cpu_s=0.04, step_s=0.001, batch_size=10), epoch_batches=8)
+    # WHEN they are run whole
+    staying = probe.burst(workers(2, persistent_workers=True), WHOLE)
+    # THEN they take what these rounds take, whatever came before
+    assert staying.samples_per_s.value == pytest.approx(80 / 0.162, rel=0.01)
+    assert staying.samples % 80 == 0
+    assert probe.truth_of_epochs(workers(2, persistent_workers=True), epochs=5) == pytest.approx(80 / 0.162, rel=0.01)
+
+
+def test_workers_that_do_not_persist_start_in_every_epoch():
+    probe = probe_on(steady(cpu_s=0.04, step_s=0.001, start_s=0.1, worker_start_s=0.05, batch_size=10), epoch_batches=8)
+    assert probe.truth_of_epochs(workers(2), epochs=5) == pytest.approx(80 / (0.2 + 0.162), rel=0.01)
+
+
+def test_all_epochs_read_the_same_batches_in_orders_of_their_own():
+    # GIVEN epochs of 16 batches that differ much, and one worker, who fetches them one after the other
+    machine = steady(cpu_s=0.0, wait_s=0.01, service_cv=0.5, step_s=0.0001)
+    probe = probe_on(machine, epoch_batches=16)
+    # WHEN epochs are run whole, and without end
+    for plan in (WHOLE, PLAN):
+        traces = probe.burst(workers(1, persistent_workers=True), plan).traces
+        epochs = [[t.service_s for t in traces[i : i + 16]] for i in range(0, len(traces) - 15, 16)]
+        # THEN each holds the same, shuffled
+        assert len(epochs) > 2
+        assert all(sorted(each) == pytest.approx(sorted(epochs[0])) for each in epochs)
+        assert epochs[0] != pytest.approx(epochs[1])
+
+
+def test_a_dataset_without_end_has_no_whole_epochs():
+    with pytest.raises(ValueError, match=r"epoch_batches=16\) would work"):
+        probe_on(SimulatedMachine()).burst(workers(2), WHOLE)
+
+
 def test_the_same_seed_gives_the_same_burst():
     noisy = SimulatedMachine(noise_sd=0.05)
     first, second = (probe_on(noisy, seed=3).burst(workers(2), PLAN) for _ in range(2))

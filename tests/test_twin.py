@@ -562,3 +562,25 @@ def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():
     believed = np.exp(before.mean[before.configs.index(more)])
     assert unlucky.samples_per_s.value < 0.75 * believed
     assert np.exp(after.mean[after.configs.index(more)]) > 0.93 * believed
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "epoch"),
+    [
+        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 16, 20),
+        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 12, 32),
+        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 4, 8),
+        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 8, 16),
+        ({"cores": 4, "cpu_s": 0.0, "wait_s": 0.05, "step_s": 0.005}, 6, 15),
+    ],
+    ids=["few batches are left", "rounds that do not add up", "done early", "more workers", "waiting"],
+)
+def test_an_epoch_of_few_rounds_is_predicted_from_who_works_when(machine, workers, epoch):
+    # GIVEN epochs that workers fetch in a few rounds, in the last of which fewer of them share the cores
+    machine = SimulatedMachine(**machine, service_cv=0.05, noise_sd=0.0)
+    twin, _ = twin_of_a_machine(machine)
+    config = LoaderConfig(num_workers=workers, prefetch_factor=2, persistent_workers=True)
+    # WHEN the twin predicts their rate THEN it is as near as a steady rate would be
+    predicted = twin.predict_all([config], epoch_batches=epoch)[0].epoch_samples_per_s
+    truth = SimulatedProbe(machine, StubClock(), epoch_batches=epoch).truth_of_epochs(config, epochs=40)
+    assert predicted == pytest.approx(truth, rel=0.08)

@@ -1,29 +1,20 @@
 """A burst of whole epochs, for epochs so short that their beginnings and ends are much of them.
 
-    start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
-             not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
-
-The first epoch is not timed: what it does once (imports, caches, persistent workers) is nothing over a whole training run.
+start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
+         not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Protocol
 
+from autotune_loader.meters.epochs import are_enough_epochs, epochs_rate
 from autotune_loader.probe.run import Announce, Run
 from autotune_loader.probe.step import TrainingStep
-from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.trial import BurstPlan, Failure, Measurement
-
-# Two epochs in the window at least, and one before it.
-FEWEST_EPOCHS = 3
-# Where epochs take longer than the plan expects, so many times its length is enough for one epoch in the window.
-STRETCH = 3.0
 
 
 class Holder(Protocol):
@@ -53,7 +44,7 @@ def measure_epochs(
         ahead: copies the batches of an iterator ahead of the step.
     """
     begun, ends, batches, count = time.monotonic(), list[float](), list[int](), 0
-    while not _is_enough(begun, ends, plan):
+    while not are_enough_epochs(ends, plan, begun):
         if ends:
             holder.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
             holder.iterator = iter(loader) if ahead is None else ahead(iter(loader))
@@ -67,18 +58,4 @@ def measure_epochs(
         batches.append(count)
     measured = run.measurement()
     samples = run.samples(batches[0], batches[-1])
-    return replace(measured, samples_per_s=_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
-
-
-def _is_enough(begun: float, ends: list[float], plan: BurstPlan) -> bool:
-    if len(ends) < 2:
-        return False
-    elapsed = ends[-1] - begun
-    return elapsed >= plan.max_s * STRETCH or (elapsed >= plan.max_s and len(ends) >= FEWEST_EPOCHS)
-
-
-def _rate(ends: list[float], samples: int) -> Interval:
-    seconds = mean_interval([after - before for before, after in pairwise(ends)])
-    half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
-    value = samples / (ends[-1] - ends[0])
-    return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=seconds.count)
+    return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])

@@ -12,6 +12,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Z_95, Interval
 from autotune_loader.twin.calibration import BEST, DRAWS, Calibration
 from autotune_loader.twin.contention import BURST_SD
+from autotune_loader.twin.epoch import epoch_ends
 from autotune_loader.twin.fitting import calibrate
 from autotune_loader.twin.levelling import level, whole_cycles
 from autotune_loader.twin.observation import Observation
@@ -28,11 +29,13 @@ from autotune_loader.twin.recursion import (
     steady_batches,
     steady_rate,
 )
-from autotune_loader.twin.stages import Columns, Stages, loop_s
+from autotune_loader.twin.stages import Columns, Load, Stages, loop_s
 
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
 PER_CONFIG = BEST + DRAWS
+SHORT_EPOCH_BATCHES = 512
+"""Up to so many batches an epoch is followed batch by batch; of a longer one the ends are too little."""
 SCATTER_RUNS = 24
 """Simulated bursts whose rates tell how far those of real ones scatter: to 15 %."""
 
@@ -151,7 +154,8 @@ class Twin:
         first = self._steady_rates(columns, stages, pools, variation)
         stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
         rates = self._steady_rates(columns, stages, pools, variation)
-        begun = self._run(columns, stages, pools) if epoch_batches else None
+        ends = self._epoch_ends(configs, columns, load, epoch_batches) if epoch_batches else {}
+        begun = self._run(columns, stages, pools) if epoch_batches and len(ends) < len(configs) else None
         consumer_s, headroom = stages.consumer_s(columns), stages.headroom(columns)
         roofs = {
             (threads, ahead): self.ceiling(consumer_threads=threads, device_prefetch=ahead, cores=cores)
@@ -164,9 +168,12 @@ class Twin:
             rate, spread = _centre_and_spread(rates[at])
             rate = min(rate, roof.samples_per_s / self.batch_size)
             started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
-            epoch = rate
-            if begun is not None and epoch_batches:
-                paid_s = 0.0 if config.persistent_workers else started_s
+            epoch, paid_s = rate, 0.0 if config.persistent_workers else started_s
+            if epoch_batches and i in ends:
+                # A step on the workers' cores is faster once these are done early; whatever else seems to be, is luck.
+                most = roof.samples_per_s / self.batch_size if self.calibration.step_is_parallel else rate
+                epoch = min(epoch_batches / max(paid_s + ends[i], 1e-12), most)
+            elif epoch_batches and begun is not None:
                 epoch = _epoch_rate(begun[:, at][:, :BEST].mean(axis=1), rate, epoch_batches, paid_s)
             predictions.append(
                 Prediction(
@@ -182,6 +189,20 @@ class Twin:
                 )
             )
         return predictions
+
+    def _epoch_ends(
+        self, configs: Sequence[LoaderConfig], columns: Columns, load: Load, epoch_batches: int
+    ) -> dict[int, float]:
+        """Seconds of a short epoch that workers deliver in order, by position in `configs`; start-up comes besides."""
+        chosen = [i for i, config in enumerate(configs) if config.num_workers and config.in_order]
+        if not chosen or epoch_batches > SHORT_EPOCH_BATCHES:
+            return {}
+        at = np.array([i * PER_CONFIG + best for i in chosen for best in range(BEST)])
+        rng = np.random.default_rng(self.seed)
+        service, step = (sequences(pool, epoch_batches, rng) for pool in (self._services(), self._steps()))
+        columns, load = columns.at(at), load.at(at)
+        ends = epoch_ends(columns, load, service[:, columns.draw], step[:, columns.draw], self.calibration)
+        return dict(zip(chosen, map(float, ends.reshape(-1, BEST).mean(axis=1)), strict=True))
 
     def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
         """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.

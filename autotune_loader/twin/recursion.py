@@ -73,13 +73,40 @@ def simulate(
     serial = columns["workers"] == 0
     ordered = np.broadcast_to(np.asarray(in_order, dtype=bool), shape[1:]) & ~serial
     done = np.empty(shape)
-    for chosen, run in ((serial, _serial), (ordered, _in_order), (~ordered & ~serial, _out_of_order)):
+    for chosen, run in ((serial, _serial), (ordered, _done_in_order), (~ordered & ~serial, _out_of_order)):
         if chosen.all():
             return run(service, receive, step, **columns)
         if chosen.any():
             picked = {name: values[chosen] for name, values in columns.items()}
             done[:, chosen] = run(service[:, chosen], receive[:, chosen], step[:, chosen], **picked)
     return done
+
+
+def simulate_in_order(
+    service_s: Floats,
+    receive_s: Floats,
+    step_s: Floats,
+    *,
+    workers: Ints,
+    prefetch: Ints,
+    pin_s: Floats,
+    transit_s: Floats,
+    device_prefetch: Ints,
+) -> tuple[Floats, Floats]:
+    """When each batch was fetched and when its step was done; arguments as `simulate` has them, all with workers, in order.
+
+    Every argument has the shape that `simulate` would broadcast it to.
+    """
+    return _in_order(
+        service_s,
+        receive_s,
+        step_s,
+        workers=workers,
+        prefetch=prefetch,
+        pin=pin_s,
+        transit=transit_s,
+        ahead=device_prefetch,
+    )
 
 
 def _column_shaped(values: ArrayLike, shape: tuple[int, ...]) -> Floats:
@@ -140,6 +167,10 @@ def _serial(service: Floats, receive: Floats, step: Floats, **_: Any) -> Floats:
     return np.cumsum(service + receive + step, axis=0)
 
 
+def _done_in_order(service: Floats, receive: Floats, step: Floats, **columns: Any) -> Floats:
+    return _in_order(service, receive, step, **columns)[1]
+
+
 def _in_order(
     service: Floats,
     receive: Floats,
@@ -150,7 +181,7 @@ def _in_order(
     pin: Floats,
     transit: Floats,
     ahead: Ints,
-) -> Floats:
+) -> tuple[Floats, Floats]:
     batches, columns = service.shape
     lag = workers * prefetch
     pad = int(max(lag.max(), ahead.max() + 1))
@@ -181,7 +212,7 @@ def _in_order(
         else:
             np.add(np.maximum(ready, done[row - 1]), receive[i], out=delivered[row])
             np.add(delivered[row], step[i], out=done[row])
-    return done[pad:]
+    return fetched[pad:], done[pad:]
 
 
 def _out_of_order(

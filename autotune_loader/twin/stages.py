@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,14 @@ class Columns:
     cores: Floats
     draw: Ints
 
+    def repeated(self, times: int) -> Columns:
+        """All columns so many times, one after the other."""
+        return Columns(**_repeated(self, times))
+
+    def at(self, where: Ints) -> Columns:
+        """Some of the columns."""
+        return Columns(**{name: getattr(self, name)[where] for name in _names(self)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
@@ -41,6 +50,14 @@ class Load:
     """Those of them that want a CPU."""
     consumer: Floats
     """Share of the time in which the consumer works."""
+
+    def repeated(self, times: int) -> Load:
+        """All columns so many times, one after the other."""
+        return Load(**_repeated(self, times))
+
+    def at(self, where: Ints) -> Load:
+        """Some of the columns."""
+        return Load(**{name: getattr(self, name)[where] for name in _names(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,6 +91,14 @@ class Stages:
         serial = self.service_s + self.receive_s + self.step_s
         rate: Floats = 1.0 / np.maximum(np.where(columns.workers == 0, serial, slowest), 1e-12)
         return rate
+
+
+def _names(columns: Columns | Load) -> list[str]:
+    return [each.name for each in fields(columns)]
+
+
+def _repeated(columns: Columns | Load, times: int) -> dict[str, Any]:
+    return {name: np.tile(getattr(columns, name), times) for name in _names(columns)}
 
 
 def loop_s(receive_s: Floats | float, step_s: Floats | float, ahead: Ints | int) -> Floats:

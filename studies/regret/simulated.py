@@ -137,15 +137,21 @@ Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
 """Of a machine, its space, its kind, a seed, and the seconds that the strategy may take."""
 
 
-def by_search(search: str, budget_s: float, seen_by: Callable[[Probe], Probe] = lambda probe: probe) -> Strategy:
+def by_search(
+    search: str,
+    budget_s: float,
+    seen_by: Callable[[Probe], Probe] = lambda probe: probe,
+    epoch_batches: int | None = None,
+) -> Strategy:
     """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would.
 
-    `seen_by` may put something between the search and its probe, which sees every burst.
+    `seen_by` may put something between the search and its probe, which sees every burst. With `epoch_batches` epochs that
+    are short are run whole.
     """
 
     def run(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
         clock = FakeClock()
-        probe = SimulatedProbe(machine, clock, seed=seed)
+        probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
         watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
         found = SearchRun(
@@ -159,6 +165,7 @@ def by_search(search: str, budget_s: float, seen_by: Callable[[Probe], Probe] = 
             clock=clock,
             started=0.0,
             listener=watcher,
+            epoch_batches=epoch_batches,
         ).run()
         fastest = found.fastest()
         assert fastest is not None

@@ -1,0 +1,111 @@
+"""A whole epoch, batch by batch: how busy everything is changes from its first batch to its last.
+
+    all workers fetch, nothing lies ready │ as in the midst of training │ the last batches: fewer and fewer workers fetch,
+                                                                          and the step has the cores to itself
+
+An epoch that workers fetch in two or three rounds is hardly ever in the midst of training. So the stage times of each batch
+are those of the load beside it, found by turns: times, from these who worked beside whom, from that times again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune_loader.twin.calibration import Calibration
+from autotune_loader.twin.recursion import Floats, simulate_in_order
+from autotune_loader.twin.stages import Columns, Load, Stages
+
+TURNS = 4
+
+
+def epoch_ends(columns: Columns, settled: Load, service: Floats, step: Floats, calibration: Calibration) -> Floats:
+    """Seconds from the moment the workers begin until the epoch's last step is done, per column.
+
+    Args:
+        columns: what is asked, all of it with workers and in order.
+        settled: the load in the midst of training, which the first turn begins with.
+        service: service times of the epoch's batches relative to their mean, shape (batches, columns).
+        step: the same of the steps.
+        calibration: what the bursts taught.
+    """
+    shape = service.shape
+    batchwise = columns.repeated(shape[0])
+    fitted = calibration.contention.take(batchwise.draw)
+    fetching = stepping = settled.repeated(shape[0])
+    ends = np.zeros(shape[1])
+    for _ in range(TURNS):
+        fetches, steps = (calibration.stages(batchwise, fitted, load) for load in (fetching, stepping))
+        service_s, step_s = service * fetches.service_s.reshape(shape), step * steps.step_s.reshape(shape)
+        receive_s = steps.receive_s.reshape(shape)
+        fetched, done = simulate_in_order(
+            service_s,
+            receive_s,
+            step_s,
+            workers=columns.workers,
+            prefetch=columns.prefetch,
+            pin_s=fetches.pin_s.reshape(shape)[0],
+            transit_s=fetches.transit_s.reshape(shape)[0],
+            device_prefetch=columns.ahead,
+        )
+        ends = done[-1]
+        beside_fetch, beside_step = _beside(fetched, service_s, done, receive_s + step_s)
+        fetching = _halfway(fetching, beside_fetch.load(fetches))
+        stepping = _halfway(stepping, beside_step.load(steps))
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Beside:
+    """Means over the time that something took."""
+
+    workers: Floats
+    """Workers that fetched, each at least as long as it took itself."""
+    consumer: Floats
+    """Share in which the consumer worked."""
+
+    def load(self, stages: Stages) -> Load:
+        workers = self.workers.ravel()
+        return Load(
+            at_work=workers,
+            busy=np.maximum(workers, 1.0),
+            wanting=workers * stages.cpu_share,
+            consumer=self.consumer.ravel(),
+        )
+
+
+def _beside(fetched: Floats, service_s: Floats, done: Floats, consumer_s: Floats) -> tuple[_Beside, _Beside]:
+    """Who worked while each batch was fetched, and while the consumer had it; all of shape (batches, columns)."""
+    batches, columns = fetched.shape
+    moments = np.concatenate([fetched - service_s, fetched, done - consumer_s, done])
+    order = moments.argsort(axis=0, kind="stable")
+    passed = np.diff(np.take_along_axis(moments, order, axis=0), axis=0, append=0.0)
+    passed[-1] = 0.0
+    spent = []
+    for starts, ends in ((0, 1), (2, 3)):
+        change = np.zeros((4 * batches, 1))
+        change[starts * batches : (starts + 1) * batches], change[ends * batches : (ends + 1) * batches] = 1.0, -1.0
+        at_work = np.take_along_axis(np.broadcast_to(change, moments.shape), order, axis=0).cumsum(axis=0)
+        until = np.zeros_like(moments)
+        np.put_along_axis(until, order[1:], (at_work * passed).cumsum(axis=0)[:-1], axis=0)
+        spent.append(until.reshape(4, batches, columns))
+
+    def during(first: int, last: int) -> _Beside:
+        took_s = np.maximum(
+            moments.reshape(4, batches, columns)[last] - moments.reshape(4, batches, columns)[first], 1e-12
+        )
+        workers, consumer = ((each[last] - each[first]) / took_s for each in spent)
+        return _Beside(workers=workers, consumer=np.clip(consumer, 0.0, 1.0))
+
+    return during(0, 1), during(2, 3)
+
+
+def _halfway(before: Load, after: Load) -> Load:
+    """Half steps: full ones oscillate where the cores are just full."""
+    return Load(
+        at_work=0.5 * (before.at_work + after.at_work),
+        busy=0.5 * (before.busy + after.busy),
+        wanting=0.5 * (before.wanting + after.wanting),
+        consumer=0.5 * (before.consumer + after.consumer),
+    )
