@@ -440,9 +440,7 @@ class SearchRun:
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
             nominate=lambda after: policy.finalists(after, self._space, tolerance),
             ceiling=self._ceiling_rate(),
-            typical_noise=noise_of_epochs(self.found.epoch_s() or math.inf)
-            if self.found.whole_epochs
-            else TYPICAL_NOISE,
+            typical_noise=self._typical_noise(),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
         if self.found.finals is not None:
@@ -451,6 +449,10 @@ class SearchRun:
     def _epochs_are_short(self) -> bool:
         epoch_s = self.found.epoch_s()
         return epoch_s is not None and are_short(epoch_s, self.found.first_fetch_s(), self.seconds_left())
+
+    def _typical_noise(self) -> float:
+        """Of a burst of the finals."""
+        return noise_of_epochs(self.found.epoch_s() or math.inf) if self.found.whole_epochs else TYPICAL_NOISE
 
     def _kept_for_epochs_s(self) -> float:
         epoch_s = self.found.epoch_s()

@@ -1,7 +1,9 @@
 """A burst of whole epochs, for epochs so short that their beginnings and ends are much of them.
 
-start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
-         not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
+    start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
+             not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
+
+How many epochs are enough, and what their ends tell: `meters.epochs`.
 """
 
 from __future__ import annotations

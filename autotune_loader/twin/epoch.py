@@ -18,6 +18,8 @@ from autotune_loader.twin.recursion import Floats, simulate_in_order
 from autotune_loader.twin.stages import Columns, Load, Stages
 
 TURNS = 4
+# Begin and end among the moments of a batch.
+FETCH, CONSUMPTION = (0, 1), (2, 3)
 
 
 def epoch_ends(columns: Columns, settled: Load, service: Floats, step: Floats, calibration: Calibration) -> Floats:
@@ -66,6 +68,7 @@ class _Beside:
     """Share in which the consumer worked."""
 
     def load(self, stages: Stages) -> Load:
+        """The load that stage times follow from; `stages` as they were before."""
         workers = self.workers.ravel()
         return Load(
             at_work=workers,
@@ -77,28 +80,34 @@ class _Beside:
 
 def _beside(fetched: Floats, service_s: Floats, done: Floats, consumer_s: Floats) -> tuple[_Beside, _Beside]:
     """Who worked while each batch was fetched, and while the consumer had it; all of shape (batches, columns)."""
-    batches, columns = fetched.shape
-    moments = np.concatenate([fetched - service_s, fetched, done - consumer_s, done])
-    order = moments.argsort(axis=0, kind="stable")
-    passed = np.diff(np.take_along_axis(moments, order, axis=0), axis=0, append=0.0)
-    passed[-1] = 0.0
-    spent = []
-    for starts, ends in ((0, 1), (2, 3)):
-        change = np.zeros((4 * batches, 1))
-        change[starts * batches : (starts + 1) * batches], change[ends * batches : (ends + 1) * batches] = 1.0, -1.0
-        at_work = np.take_along_axis(np.broadcast_to(change, moments.shape), order, axis=0).cumsum(axis=0)
-        until = np.zeros_like(moments)
-        np.put_along_axis(until, order[1:], (at_work * passed).cumsum(axis=0)[:-1], axis=0)
-        spent.append(until.reshape(4, batches, columns))
+    moments = np.stack([fetched - service_s, fetched, done - consumer_s, done])
+    by_workers, by_consumer = _worked(moments, FETCH), _worked(moments, CONSUMPTION)
 
-    def during(first: int, last: int) -> _Beside:
-        took_s = np.maximum(
-            moments.reshape(4, batches, columns)[last] - moments.reshape(4, batches, columns)[first], 1e-12
-        )
-        workers, consumer = ((each[last] - each[first]) / took_s for each in spent)
+    def during(begin: int, end: int) -> _Beside:
+        took_s = np.maximum(moments[end] - moments[begin], 1e-12)
+        workers, consumer = ((worked[end] - worked[begin]) / took_s for worked in (by_workers, by_consumer))
         return _Beside(workers=workers, consumer=np.clip(consumer, 0.0, 1.0))
 
-    return during(0, 1), during(2, 3)
+    return during(*FETCH), during(*CONSUMPTION)
+
+
+def _worked(moments: Floats, span: tuple[int, int]) -> Floats:
+    """Seconds that all who did such work had spent on it up to each moment, in the shape of `moments`.
+
+    Args:
+        moments: shape (kinds, batches, columns).
+        span: the kinds with which such work begins and ends.
+    """
+    began, ended = span
+    change = np.zeros_like(moments)
+    change[began], change[ended] = 1.0, -1.0
+    flat = moments.reshape(-1, moments.shape[2])
+    order = flat.argsort(axis=0, kind="stable")
+    at_work = np.take_along_axis(change.reshape(flat.shape), order, axis=0).cumsum(axis=0)[:-1]
+    passed_s = np.diff(np.take_along_axis(flat, order, axis=0), axis=0)
+    worked: Floats = np.zeros_like(flat)
+    np.put_along_axis(worked, order[1:], (at_work * passed_s).cumsum(axis=0), axis=0)
+    return worked.reshape(moments.shape)
 
 
 def _halfway(before: Load, after: Load) -> Load:
