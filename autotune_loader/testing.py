@@ -118,14 +118,17 @@ class SimulatedProbe:
             traces.append(trace)
             now = trace.step_end
             if now - begun > plan.deadline_s:
-                self._clock.advance(plan.deadline_s)
-                return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
+                return self._past_deadline(plan)
             if now >= next_check and len(traces) > 1:
                 next_check = now + 0.05
                 if is_enough(traces, plan, workers=config.num_workers, started=begun, now=now):
                     break
         self._clock.advance(traces[-1].step_end - begun)
         return self._measurement(config, traces, begun)
+
+    def _past_deadline(self, plan: BurstPlan) -> Failure:
+        self._clock.advance(plan.deadline_s)
+        return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
 
     def _burst_of_epochs(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         begun = self._clock()
@@ -134,8 +137,7 @@ class SimulatedProbe:
             traces += epoch
             ends.append(epoch[-1].step_end)
             if ends[-1] - begun > plan.deadline_s:
-                self._clock.advance(plan.deadline_s)
-                return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
+                return self._past_deadline(plan)
             if are_enough_epochs(ends, plan, begun):
                 break
         self._clock.advance(ends[-1] - begun)
@@ -364,9 +366,8 @@ class _Events:
         self.stepping: int | None = None
         self.index_queues: list[deque[int]] = [deque() for _ in range(config.num_workers)]
         self.idle = set(range(config.num_workers))
-        self.fresh = (
-            set() if is_running else set(range(max(config.num_workers, 1)))
-        )  # without workers the process itself
+        # Who has not fetched yet; without workers that is the training process.
+        self.fresh = set() if is_running else set(range(max(config.num_workers, 1)))
         self.owner: dict[int, int] = {}
         self.span: dict[int, tuple[float, float]] = {}
         self.cpu: dict[int, float] = {}
@@ -394,7 +395,7 @@ class _Events:
 
     def _serial(self) -> Iterator[BatchTrace]:
         for index, number in enumerate(self.order):
-            cpu_s, wait_s = self._work(number, first=bool(self.fresh) and index == 0)
+            cpu_s, wait_s = self._work(number, first=index in self.fresh)
             requested, fetched = self.now, self.now + cpu_s + wait_s
             self.now = fetched + self._step_seconds(index)
             span = (requested, fetched)

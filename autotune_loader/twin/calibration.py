@@ -108,13 +108,8 @@ class Calibration:
             at_work = np.minimum(rate * stages.service_s, columns.workers)
             seen = busy_beside(at_work, columns.workers.astype(np.float64), self.contention.variability)
             consumer = np.minimum(rate * (stages.receive_s + stages.step_s), 1.0)
-            # Half steps: full ones oscillate where the cores are just full.
-            load = Load(
-                at_work=0.5 * (load.at_work + at_work),
-                busy=0.5 * (load.busy + seen),
-                wanting=0.5 * (load.wanting + seen * stages.cpu_share),
-                consumer=0.5 * (load.consumer + consumer),
-            )
+            wanting = seen * stages.cpu_share
+            load = load.halfway(to=Load(at_work=at_work, busy=seen, wanting=wanting, consumer=consumer))
         return self.stages(columns, fitted, load), load
 
     def stages(self, columns: Columns, fitted: Contention, load: Load) -> Stages:

@@ -15,7 +15,7 @@ import numpy as np
 
 from autotune_loader.twin.calibration import Calibration
 from autotune_loader.twin.recursion import Floats, simulate_in_order
-from autotune_loader.twin.stages import Columns, Load, Stages
+from autotune_loader.twin.stages import Columns, Load, Stages, at_columns
 
 TURNS = 4
 # Begin and end among the moments of a batch.
@@ -33,9 +33,10 @@ def epoch_ends(columns: Columns, settled: Load, service: Floats, step: Floats, c
         calibration: what the bursts taught.
     """
     shape = service.shape
-    batchwise = columns.repeated(shape[0])
+    every_batch = np.tile(np.arange(shape[1]), shape[0])
+    batchwise = at_columns(columns, every_batch)
     fitted = calibration.contention.take(batchwise.draw)
-    fetching = stepping = settled.repeated(shape[0])
+    fetching = stepping = at_columns(settled, every_batch)
     ends = np.zeros(shape[1])
     for _ in range(TURNS):
         fetches, steps = (calibration.stages(batchwise, fitted, load) for load in (fetching, stepping))
@@ -53,8 +54,8 @@ def epoch_ends(columns: Columns, settled: Load, service: Floats, step: Floats, c
         )
         ends = done[-1]
         beside_fetch, beside_step = _beside(fetched, service_s, done, receive_s + step_s)
-        fetching = _halfway(fetching, beside_fetch.load(fetches))
-        stepping = _halfway(stepping, beside_step.load(steps))
+        fetching = fetching.halfway(to=beside_fetch.load(fetches))
+        stepping = stepping.halfway(to=beside_step.load(steps))
     return ends
 
 
@@ -108,13 +109,3 @@ def _worked(moments: Floats, span: tuple[int, int]) -> Floats:
     worked: Floats = np.zeros_like(flat)
     np.put_along_axis(worked, order[1:], (at_work * passed_s).cumsum(axis=0), axis=0)
     return worked.reshape(moments.shape)
-
-
-def _halfway(before: Load, after: Load) -> Load:
-    """Half steps: full ones oscillate where the cores are just full."""
-    return Load(
-        at_work=0.5 * (before.at_work + after.at_work),
-        busy=0.5 * (before.busy + after.busy),
-        wanting=0.5 * (before.wanting + after.wanting),
-        consumer=0.5 * (before.consumer + after.consumer),
-    )

@@ -29,7 +29,7 @@ from autotune_loader.twin.recursion import (
     steady_batches,
     steady_rate,
 )
-from autotune_loader.twin.stages import Columns, Load, Stages, loop_s
+from autotune_loader.twin.stages import Columns, Load, Stages, at_columns, loop_s
 
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
@@ -155,7 +155,8 @@ class Twin:
         stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
         rates = self._steady_rates(columns, stages, pools, variation)
         ends = self._epoch_ends(configs, columns, load, epoch_batches) if epoch_batches else {}
-        begun = self._run(columns, stages, pools) if epoch_batches and len(ends) < len(configs) else None
+        others = [i for i in range(len(configs)) if i not in ends] if epoch_batches else []
+        begun = self._begun(others, columns, stages, pools)
         consumer_s, headroom = stages.consumer_s(columns), stages.headroom(columns)
         roofs = {
             (threads, ahead): self.ceiling(consumer_threads=threads, device_prefetch=ahead, cores=cores)
@@ -173,8 +174,8 @@ class Twin:
                 # A step on the workers' cores is faster once these are done early; whatever else seems to be, is luck.
                 most = roof.samples_per_s / self.batch_size if self.calibration.step_is_parallel else rate
                 epoch = min(epoch_batches / max(paid_s + ends[i], 1e-12), most)
-            elif epoch_batches and begun is not None:
-                epoch = _epoch_rate(begun[:, at][:, :BEST].mean(axis=1), rate, epoch_batches, paid_s)
+            elif epoch_batches:
+                epoch = _epoch_rate(begun[i], rate, epoch_batches, paid_s)
             predictions.append(
                 Prediction(
                     config=config,
@@ -197,12 +198,22 @@ class Twin:
         chosen = [i for i, config in enumerate(configs) if config.num_workers and config.in_order]
         if not chosen or epoch_batches > SHORT_EPOCH_BATCHES:
             return {}
-        at = np.array([i * PER_CONFIG + best for i in chosen for best in range(BEST)])
+        at = _best_columns(chosen)
         rng = np.random.default_rng(self.seed)
         service, step = (sequences(pool, epoch_batches, rng) for pool in (self._services(), self._steps()))
-        columns, load = columns.at(at), load.at(at)
+        columns, load = at_columns(columns, at), at_columns(load, at)
         ends = epoch_ends(columns, load, service[:, columns.draw], step[:, columns.draw], self.calibration)
         return dict(zip(chosen, map(float, ends.reshape(-1, BEST).mean(axis=1)), strict=True))
+
+    def _begun(
+        self, chosen: Sequence[int], columns: Columns, stages: Stages, pools: tuple[Floats, Floats]
+    ) -> dict[int, Floats]:
+        """Seconds until each of an epoch's first steps is done, by position in `configs`."""
+        if not chosen:
+            return {}
+        at = _best_columns(chosen)
+        done = self._run(at_columns(columns, at), at_columns(stages, at), pools)
+        return dict(zip(chosen, done.reshape(len(done), -1, BEST).mean(axis=2).T, strict=True))
 
     def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
         """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
@@ -360,6 +371,11 @@ def _centre_and_spread(rates: Floats) -> tuple[float, float]:
     log_rates = np.log(rates)
     centre = log_rates[:BEST].mean()
     return float(np.exp(centre)), float(np.sqrt(np.mean((log_rates[BEST:] - centre) ** 2)))
+
+
+def _best_columns(positions: Sequence[int]) -> Ints:
+    """Columns of the best fits of the configurations at these positions."""
+    return np.array([i * PER_CONFIG + best for i in positions for best in range(BEST)])
 
 
 def _epoch_rate(done: Floats, rate: float, epoch_batches: int, startup_s: float) -> float:

@@ -66,9 +66,9 @@ def simulate(
     columns: dict[str, Any] = {
         "workers": np.broadcast_to(np.asarray(workers, dtype=np.int64), shape[1:]),
         "prefetch": np.broadcast_to(np.asarray(prefetch, dtype=np.int64), shape[1:]),
-        "pin": np.broadcast_to(np.asarray(pin_s, dtype=np.float64), shape[1:]),
-        "transit": np.broadcast_to(np.asarray(transit_s, dtype=np.float64), shape[1:]),
-        "ahead": np.broadcast_to(np.asarray(device_prefetch, dtype=np.int64), shape[1:]),
+        "pin_s": np.broadcast_to(np.asarray(pin_s, dtype=np.float64), shape[1:]),
+        "transit_s": np.broadcast_to(np.asarray(transit_s, dtype=np.float64), shape[1:]),
+        "device_prefetch": np.broadcast_to(np.asarray(device_prefetch, dtype=np.int64), shape[1:]),
     }
     serial = columns["workers"] == 0
     ordered = np.broadcast_to(np.asarray(in_order, dtype=bool), shape[1:]) & ~serial
@@ -80,33 +80,6 @@ def simulate(
             picked = {name: values[chosen] for name, values in columns.items()}
             done[:, chosen] = run(service[:, chosen], receive[:, chosen], step[:, chosen], **picked)
     return done
-
-
-def simulate_in_order(
-    service_s: Floats,
-    receive_s: Floats,
-    step_s: Floats,
-    *,
-    workers: Ints,
-    prefetch: Ints,
-    pin_s: Floats,
-    transit_s: Floats,
-    device_prefetch: Ints,
-) -> tuple[Floats, Floats]:
-    """When each batch was fetched and when its step was done; arguments as `simulate` has them, all with workers, in order.
-
-    Every argument has the shape that `simulate` would broadcast it to.
-    """
-    return _in_order(
-        service_s,
-        receive_s,
-        step_s,
-        workers=workers,
-        prefetch=prefetch,
-        pin=pin_s,
-        transit=transit_s,
-        ahead=device_prefetch,
-    )
 
 
 def _column_shaped(values: ArrayLike, shape: tuple[int, ...]) -> Floats:
@@ -168,31 +141,35 @@ def _serial(service: Floats, receive: Floats, step: Floats, **_: Any) -> Floats:
 
 
 def _done_in_order(service: Floats, receive: Floats, step: Floats, **columns: Any) -> Floats:
-    return _in_order(service, receive, step, **columns)[1]
+    return simulate_in_order(service, receive, step, **columns)[1]
 
 
-def _in_order(
+def simulate_in_order(
     service: Floats,
     receive: Floats,
     step: Floats,
     *,
     workers: Ints,
     prefetch: Ints,
-    pin: Floats,
-    transit: Floats,
-    ahead: Ints,
+    pin_s: Floats,
+    transit_s: Floats,
+    device_prefetch: Ints,
 ) -> tuple[Floats, Floats]:
+    """When each batch was fetched and when its step was done, as `simulate` has it, of columns with workers and in order.
+
+    Every argument has the shape that `simulate` broadcasts it to.
+    """
     batches, columns = service.shape
     lag = workers * prefetch
-    pad = int(max(lag.max(), ahead.max() + 1))
+    pad = int(max(lag.max(), device_prefetch.max() + 1))
     fetched, delivered, done = (np.zeros((pad + batches, columns)) for _ in range(3))
     # Flat positions of each column's look-back in row 0; one row further is `columns` further on.
     here = np.arange(columns)
-    handed_out, own_last, step_before = ((pad - back) * columns + here for back in (lag, workers, ahead + 1))
+    handed_out, own_last, step_before = ((pad - back) * columns + here for back in (lag, workers, device_prefetch + 1))
     flat_fetched, flat_delivered, flat_done = fetched.ravel(), delivered.ravel(), done.ravel()
-    pins = bool(pin.any())
-    travels = bool(transit.any())
-    overlaps = bool(ahead.any())
+    pins = bool(pin_s.any())
+    travels = bool(transit_s.any())
+    overlaps = bool(device_prefetch.any())
     pinned = np.zeros(columns)
     for i in range(batches):
         row, offset = pad + i, i * columns
@@ -200,10 +177,10 @@ def _in_order(
         np.maximum(flat_delivered.take(handed_out + offset), flat_fetched.take(own_last + offset), out=ready)
         ready += service[i]
         if travels:
-            ready = ready + transit
+            ready = ready + transit_s
         if pins:
             np.maximum(pinned, ready, out=pinned)
-            pinned += pin
+            pinned += pin_s
             ready = pinned
         if overlaps:
             free = np.maximum(delivered[row - 1], flat_done.take(step_before + offset))
@@ -222,9 +199,9 @@ def _out_of_order(
     *,
     workers: Ints,
     prefetch: Ints,
-    pin: Floats,
-    transit: Floats,
-    ahead: Ints,
+    pin_s: Floats,
+    transit_s: Floats,
+    device_prefetch: Ints,
 ) -> Floats:
     batches, columns = service.shape
     here = np.arange(columns)
@@ -232,13 +209,13 @@ def _out_of_order(
     head = np.zeros((columns, int(workers.max())), dtype=np.int64)
     last = np.take_along_axis(ready, (prefetch - 1)[:, None, None], axis=2)[:, :, 0]
     next_ready = ready[:, :, 0].copy()
-    pad = int(ahead.max()) + 1
+    pad = int(device_prefetch.max()) + 1
     done = np.zeros((pad + batches, columns))
     delivered, pinned = np.zeros(columns), np.zeros(columns)
     for i in range(batches):
         worker = next_ready.argmin(axis=1)
-        pinned = np.maximum(pinned, next_ready[here, worker] + transit) + pin
-        free = np.maximum(delivered, done[pad + i - 1 - ahead, here])
+        pinned = np.maximum(pinned, next_ready[here, worker] + transit_s) + pin_s
+        free = np.maximum(delivered, done[pad + i - 1 - device_prefetch, here])
         delivered = np.maximum(pinned, free) + receive[i]
         done[pad + i] = np.maximum(delivered, done[pad + i - 1]) + step[i]
         # Indices past the last batch are never delivered within the run: their times do not matter.

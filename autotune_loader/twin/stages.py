@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +29,6 @@ class Columns:
     cores: Floats
     draw: Ints
 
-    def repeated(self, times: int) -> Columns:
-        """All columns so many times, one after the other."""
-        return Columns(**_repeated(self, times))
-
-    def at(self, where: Ints) -> Columns:
-        """Some of the columns."""
-        return Columns(**{name: getattr(self, name)[where] for name in _names(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
@@ -51,13 +43,14 @@ class Load:
     consumer: Floats
     """Share of the time in which the consumer works."""
 
-    def repeated(self, times: int) -> Load:
-        """All columns so many times, one after the other."""
-        return Load(**_repeated(self, times))
-
-    def at(self, where: Ints) -> Load:
-        """Some of the columns."""
-        return Load(**{name: getattr(self, name)[where] for name in _names(self)})
+    def halfway(self, to: Load) -> Load:
+        """The load between the two: full steps towards a fixed point oscillate where the cores are just full."""
+        return Load(
+            at_work=0.5 * (self.at_work + to.at_work),
+            busy=0.5 * (self.busy + to.busy),
+            wanting=0.5 * (self.wanting + to.wanting),
+            consumer=0.5 * (self.consumer + to.consumer),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,12 +86,12 @@ class Stages:
         return rate
 
 
-def _names(columns: Columns | Load) -> list[str]:
-    return [each.name for each in fields(columns)]
+PerColumn = TypeVar("PerColumn", Columns, Load, Stages)
 
 
-def _repeated(columns: Columns | Load, times: int) -> dict[str, Any]:
-    return {name: np.tile(getattr(columns, name), times) for name in _names(columns)}
+def at_columns(each: PerColumn, where: Ints) -> PerColumn:
+    """The same of the columns at these positions, of each as often as it is named."""
+    return replace(each, **{value.name: getattr(each, value.name)[where] for value in fields(each)})
 
 
 def loop_s(receive_s: Floats | float, step_s: Floats | float, ahead: Ints | int) -> Floats:
