@@ -183,6 +183,22 @@ def test_a_choice_that_looks_slower_is_judged_by_fresh_rounds(oracle: ModuleType
     assert len(confirming) == oracle.CONFIRMING_ROUNDS
 
 
+def test_a_right_sized_choice_is_weighed_long_enough_to_tell_one_percent(oracle: ModuleType) -> None:
+    # GIVEN rounds in which 8 workers were the fastest by luck, and choices of 6, of 5, and of 5 that nobody asks to be weighed
+    fast, near, few, other = (LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (8, 6, 5, 4))
+    keys = [oracle.key(config) for config in (fast, near, few, other)]
+    rounds = [Round(rates=dict(zip(keys, (102.0, 99.0 + n, 100.0 + n, 99.0 + n), strict=True))) for n in range(3)]
+    bench = FakeBench({fast: 100.0, near: 100.0, few: 100.0, other: 100.0})
+    confirming: list[Round] = []
+    # WHEN 6 and 5 are to be right-sized
+    oracle.confirm(bench, keys, rounds, confirming, lambda latest: None, right_sized=keys[1:3])
+    # THEN only those with far fewer workers are weighed, and by fresh rounds
+    assert set(bench.asked) == {fast, few}
+    assert len(confirming) == oracle.PLATEAU_ROUNDS
+    assert oracle.regret_of(keys[2], rounds, confirming).ratio.count == oracle.PLATEAU_ROUNDS
+    assert oracle.regret_of(keys[2], rounds, confirming).point < 0.01
+
+
 def test_a_configuration_survives_its_key(oracle: ModuleType) -> None:
     config = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
     assert oracle.config_of(oracle.key(config)) == config
@@ -208,6 +224,7 @@ def test_what_was_measured_is_read_back_and_reported(oracle: ModuleType, tmp_pat
     # THEN each strategy has its row, and the failure is told
     assert "| autotune_loader | 1 | 1 | 0.0% |" in text
     assert "ValueError: no" in text
+    assert "no plateau" in text
     assert (tmp_path / "real.png").stat().st_size > 0
 
 
@@ -223,12 +240,13 @@ def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: py
 
     # GIVEN machines whose fastest has 10 workers: few that are fast, few that are slower, too many, and no plateau at all
     seen = [outcome(5, 0.0), outcome(4, 0.03, fewest=6), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
-    told = simulated.plateaus(seen)
+    plateaus = importlib.import_module("studies.regret.plateaus").plateaus
+    told = plateaus(seen)
     # THEN three of them have a plateau, and on one the choice is as few and as fast as it should be
     assert told.startswith(
         "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
     )
-    assert simulated.plateaus(seen[3:]) == "no plateau"
+    assert plateaus(seen[3:]) == "no plateau"
     assert "on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)" in told
     # THEN the two on which half the workers would do are told apart
     assert told.endswith("where half the workers would do: on 1 of 2")

@@ -4,6 +4,7 @@ survey   every workers x threads at prefetch 2, then the other prefetch factors 
 rounds   the top of the survey and every choice, in turns, over the same samples; whoever is clearly out drops out
 confirm  fresh rounds between that best and every choice they show to be slower, though not hopelessly: the best of ten
          noisy configurations looks better than it is in the rounds that chose it, so for these choices fresh rounds alone count
+         and many of them for our choices with far fewer workers, whatever the rounds said of these, so that 1 % can be told
 regret   1 - the choice's rate over that of the best of the rounds, paired by round
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, fields
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Interval, Round, log_ratios, paired_ratio
 from studies.regret.bench import Bench, BenchError, Timing
+from studies.regret.plateaus import are_far_fewer
 from studies.regret.strategies import Lattice
 
 SURVEY_S = 0.5
@@ -38,6 +40,9 @@ FOREIGN_LIMIT = 0.08
 MOST_DISTURBED = 4
 # So many fresh rounds decide on a choice that looks slower than the best, unless it is hopeless.
 CONFIRMING_ROUNDS = 6
+# So many weigh a choice with far fewer workers: where bursts scatter by 3 % their mean is known to 0.7 %. The number is fixed,
+# so that none is weighed until it pleases.
+PLATEAU_ROUNDS = 36
 # Seeds of the rounds lie apart from those of everyone else.
 SURVEY_SEED, ROUND_SEED, CONFIRMING_SEED = 10_000, 20_000, 30_000
 
@@ -134,17 +139,31 @@ def confirm(
     confirming: list[Round],
     on_round: Callable[[Round], None],
     *,
+    right_sized: Sequence[str] = (),
     seconds: float = ROUND_S,
     foreign_limit: float = FOREIGN_LIMIT,
 ) -> None:
-    """Add fresh rounds between the best of the rounds and the choices that these show to be slower."""
+    """Add fresh rounds between the best of the rounds, the choices that these show to be slower, and the right-sized ones.
+
+    Args:
+        bench: the warm process.
+        choices: of all strategies.
+        rounds: that found the best.
+        confirming: the fresh rounds so far.
+        on_round: told of each new one.
+        right_sized: choices whose loss must be known to 1 % where they have far fewer workers than the best.
+        seconds: of each window.
+        foreign_limit: share of the cores that others may use in a round that counts.
+    """
     leader = leader_of(rounds)
     if leader is None:
         return
-    slower = [choice for choice in dict.fromkeys(choices) if _is_in_doubt(regret_of(choice, rounds))]
+    wanted = {choice: CONFIRMING_ROUNDS for choice in choices if _is_in_doubt(regret_of(choice, rounds))}
+    most_workers = config_of(leader).num_workers
+    wanted |= {each: PLATEAU_ROUNDS for each in right_sized if are_far_fewer(config_of(each).num_workers, most_workers)}
     first = len(confirming)
-    for number in range(first, first + CONFIRMING_ROUNDS + MOST_DISTURBED):
-        missing = [each for each in slower if len(log_ratios(confirming, each, leader)) < CONFIRMING_ROUNDS]
+    for number in range(first, first + max(wanted.values(), default=0) + MOST_DISTURBED):
+        missing = [each for each, count in wanted.items() if len(log_ratios(confirming, each, leader)) < count]
         if not missing:
             return
         latest = _race(bench, [leader, *missing], seconds, CONFIRMING_SEED, number)

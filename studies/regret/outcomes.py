@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.config import LoaderConfig
 from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve
+from studies.regret.plateaus import PLATEAU_LOSS, plateaus
 
 if TYPE_CHECKING:
     from studies.regret.real import Known
@@ -112,31 +113,51 @@ def details(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RightSized:
+    """The workers of one of our choices beside those of others (`plateaus.RightSizing`)."""
+
+    workers: int
+    fastest_workers: int
+    fewest_workers: int
+    """Of any configuration of the rounds that loses at most `PLATEAU_LOSS`, by point."""
+    regret: float
+    """By point."""
+
+
 def right_sizing(cells: Sequence[Cell], known: dict[str, Known]) -> str:
-    """Workers of our choices beside those of the fastest, and beside the fewest that the rounds cannot tell from it."""
+    """Workers of our choices beside those of the fastest, and beside the fewest that are as fast by point."""
     lines = [
-        "| workload | fastest point | its workers | chosen workers, by seed | ratio, by seed | fewest within 1 % |",
+        "| workload | fastest point | its workers | chosen workers, by seed | ratio, by seed (rounds) | fewest within 1 % |",
         "|---|---|---|---|---|---|",
     ]
+    runs = []
     for workload in dict.fromkeys(cell.workload for cell in cells):
-        mine = [
-            cell for cell in cells if cell.workload == workload and cell.strategy == "autotune_loader" and cell.regret
-        ]
-        if not mine or mine[0].fastest is None:
-            continue
-        chosen = ", ".join(str(cell.config.num_workers) for cell in mine if cell.config)
-        ratios = ", ".join(f"{cell.regret.ratio.value:.3f}" for cell in mine if cell.regret)
+        mine = [each for each in cells if each.workload == workload and each.strategy == "autotune_loader"]
         fewest = _fewest_as_fast(known[workload])
-        lines.append(
-            f"| {workload} | {mine[0].fastest} | {mine[0].fastest.num_workers} | {chosen} | {ratios} | {fewest} |"
-        )
-    return "\n".join(lines)
+        told = [(each.config, each.regret.ratio) for each in mine if each.config and each.regret]
+        if not told or fewest is None or mine[0].fastest is None:
+            continue
+        most = mine[0].fastest.num_workers
+        runs += [
+            RightSized(
+                workers=config.num_workers,
+                fastest_workers=most,
+                fewest_workers=fewest,
+                regret=max(0.0, 1 - ratio.value),
+            )
+            for config, ratio in told
+        ]
+        chosen = ", ".join(str(config.num_workers) for config, _ in told)
+        ratios = ", ".join(f"{ratio.value:.3f} ({ratio.count})" for _, ratio in told)
+        lines.append(f"| {workload} | {mine[0].fastest} | {most} | {chosen} | {ratios} | {fewest} |")
+    return "\n".join([*lines, "", f"{plateaus(runs)}."])
 
 
 def _fewest_as_fast(mine: Known) -> int | None:
     arms = {arm for each in mine.rounds for arm in each.rates}
     regrets = {arm: mine.regret_of(arm) for arm in arms}
-    near = [config_of(arm).num_workers for arm, regret in regrets.items() if regret and regret.point <= 0.01]
+    near = [config_of(arm).num_workers for arm, regret in regrets.items() if regret and regret.point <= PLATEAU_LOSS]
     return min(near, default=None)
 
 

@@ -80,9 +80,10 @@ class Known:
     rounds: list[Round] = field(default_factory=list)
     confirming: list[Round] = field(default_factory=list)
 
-    def chosen(self) -> list[str]:
-        """Every configuration that some strategy chose."""
-        return list(dict.fromkeys(record["config"] for record in self.choices.values() if record.get("config")))
+    def chosen(self, by: str | None = None) -> list[str]:
+        """Every configuration that some strategy chose, or that a certain one did."""
+        records = [record for (strategy, _), record in self.choices.items() if by in (None, strategy)]
+        return list(dict.fromkeys(record["config"] for record in records if record.get("config")))
 
     def regret_of(self, config: str) -> oracle.Regret | None:
         """By all rounds that count for it."""
@@ -197,6 +198,7 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
         known.rounds,
         known.confirming,
         lambda latest: raced(latest, "confirming"),
+        right_sized=[] if plan.coarse else known.chosen(OURS),
         seconds=plan.seconds,
         foreign_limit=plan.foreign_limit,
     )

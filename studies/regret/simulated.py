@@ -27,6 +27,7 @@ from autotune_loader.space import Space, consumer_thread_counts, max_useful_work
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import Measurement, Probe, Trial
 from studies.regret.over_time import NEAR, held_at
+from studies.regret.plateaus import PLATEAU_LOSS, plateaus
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
@@ -210,10 +211,6 @@ STRATEGIES: dict[str, Strategy] = {
 }
 # Rivals that search may take so many times our seconds; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
-# On a plateau so many times the workers of the fastest lose no more than this.
-PLATEAU_WORKERS, PLATEAU_LOSS = 0.7, 0.01
-# On a long plateau; on a shorter one it may take the fewest workers exactly: 4 where 6 are the fastest, and not 5.
-LONG_PLATEAU_WORKERS = 0.5
 SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
 
 
@@ -328,25 +325,6 @@ def multiples(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def plateaus(outcomes: Sequence[Outcome]) -> str:
-    """On how many plateaus we chose as few workers as would do, in a sentence."""
-    ours = [outcome for outcome in outcomes if outcome.strategy == OURS and outcome.fastest_workers]
-    mine = [outcome for outcome in ours if outcome.fewest_workers <= PLATEAU_WORKERS * outcome.fastest_workers]
-    if not mine:
-        return "no plateau"
-    few = [outcome for outcome in mine if outcome.workers <= PLATEAU_WORKERS * outcome.fastest_workers]
-    right = [outcome for outcome in few if outcome.regret <= PLATEAU_LOSS]
-    long = [outcome for outcome in mine if outcome.fewest_workers <= LONG_PLATEAU_WORKERS * outcome.fastest_workers]
-    fewer = statistics.median(1 - outcome.workers / outcome.fastest_workers for outcome in mine)
-    slower = sorted(outcome.regret for outcome in mine)
-    return (
-        f"{len(mine)} plateaus: on {len(right)} at least 30 % fewer workers than the fastest, at most 1 % slower; "
-        f"on {len(mine) - len(few)} more workers, on {len(few) - len(right)} slower; in the median {fewer:.0%} fewer "
-        f"workers and {_at(slower, 0.5):.1%} slower (p90 {_at(slower, 0.9):.1%}); where half the workers would do: on "
-        f"{sum(outcome in right for outcome in long)} of {len(long)}"
-    )
-
-
 def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
 
@@ -371,7 +349,8 @@ def main() -> None:
     arguments.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     print(table(outcomes))
     if OURS in names:
-        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes) + "\n\n" + plateaus(outcomes))
+        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes))
+        print("\n" + plateaus([outcome for outcome in outcomes if outcome.strategy == OURS]))
     for kind in sorted({outcome.kind for outcome in outcomes}):
         print(f"\n{kind}\n" + table([outcome for outcome in outcomes if outcome.kind == kind]))
     print(f"\n{arguments.machines} machines in {time.monotonic() - begun:.0f} s")
