@@ -48,6 +48,9 @@ class Run:
         self._started = started
         self._history = History()
         self._shape: BatchShape | None = None
+        self._batch: Any = None
+        """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
+        memory back, and the next fetch in this process has to write to fresh pages."""
         self._next_check = 0.0
         self._enter = enter
         self._clock = clock
@@ -56,14 +59,14 @@ class Run:
         """Take one batch and train on it; False when the loader has ended."""
         requested = time.monotonic()
         try:
-            batch, fetch = next(iterator)
+            self._batch, fetch = next(iterator)
         except StopIteration:
             return False
         received = time.monotonic()
         if self._shape is None:
-            self._shape = BatchShape.of(batch)
+            self._shape = BatchShape.of(self._batch)
         try:
-            step.run(batch)
+            step.run(self._batch)
         except Exception:
             self._enter("step")
             raise
@@ -133,14 +136,14 @@ class DeviceRun(Run):
         timeline = self._timeline
         requested = timeline.now()
         try:
-            batch, fetch = next(iterator)
+            self._batch, fetch = next(iterator)
         except StopIteration:
             return False
         received, before = timeline.now(), timeline.mark()
         if self._shape is None:
-            self._shape = BatchShape.of(batch)
+            self._shape = BatchShape.of(self._batch)
         try:
-            on_device = step.move(batch)
+            on_device = step.move(self._batch)
             copied = timeline.mark()
             step.train(on_device)
         except Exception:

@@ -1,0 +1,85 @@
+"""What a fetch costs while the batch before is alive, and after it is gone: `python -m studies.fidelity.held lesson`.
+
+`for batch in loader` lets go of a batch once the next has arrived. Who lets go of it before, as a function does that takes one batch
+and returns, leaves malloc with enough free memory at the top of the heap to give it back, and then every batch is
+written to fresh pages. Whether that happens depends on what lies there, so that each process may differ: without workers, the rate and
+the page faults of a batch in some processes, by the median of a few turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from studies.regret.bench import ROOT, regret_workload
+from studies.workloads import DOCUMENTS, WORKLOADS
+
+WINDOW_S = 0.7
+TURNS = 4
+
+
+def batches(workload: str) -> Iterator[Any]:
+    """Without workers, epoch after epoch."""
+    from torch.utils.data import DataLoader
+
+    study = regret_workload(workload)
+    while True:
+        yield from DataLoader(study.dataset, batch_size=study.batch_size, shuffle=True, drop_last=True)
+
+
+def one_turn(arriving: Iterator[Any], *, held: bool) -> tuple[float, float]:
+    """Milliseconds and page faults for each batch."""
+    begun, before, count = time.perf_counter(), _faults(), 0
+    batch = None
+    while time.perf_counter() - begun < WINDOW_S:
+        if not held:
+            batch = None
+        batch = next(arriving)
+        count += 1
+    del batch
+    return 1000 * (time.perf_counter() - begun) / count, (_faults() - before) / count
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def in_this_process(workload: str) -> dict[str, tuple[float, float]]:
+    """The medians of some turns, with and without the batch before, one after the other."""
+    arriving = batches(workload)
+    turns = {name: [] for name in ("held", "gone")}  # type: dict[str, list[tuple[float, float]]]
+    for _ in range(TURNS):
+        for name, mine in turns.items():
+            mine.append(one_turn(arriving, held=name == "held"))
+    return {
+        name: (statistics.median(ms for ms, _ in mine), statistics.median(faults for _, faults in mine))
+        for name, mine in turns.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.fidelity.held", description=__doc__)
+    parser.add_argument("workload", choices=sorted(WORKLOADS | DOCUMENTS))
+    parser.add_argument("--processes", type=int, default=8, help="one after the other")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        print(json.dumps(in_this_process(chosen.workload)))
+        return
+    print("| process | held: ms a batch | page faults | gone: ms a batch | page faults |\n|---|---|---|---|---|")
+    for number in range(chosen.processes):
+        command = [sys.executable, "-W", "ignore", "-m", "studies.fidelity.held", chosen.workload, "--child"]
+        told = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+        cells = " | ".join(f"{ms:.1f} | {faults:.0f}" for ms, faults in told.values())
+        print(f"| {number} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
