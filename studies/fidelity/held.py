@@ -1,9 +1,9 @@
 """What a fetch costs while the batch before is alive, and after it is gone: `python -m studies.fidelity.held lesson`.
 
-`for batch in loader` lets go of a batch once the next has arrived. Who lets go of it before, as a function does that takes one batch
-and returns, leaves malloc with enough free memory at the top of the heap to give it back, and then every batch is
-written to fresh pages. Whether that happens depends on what lies there, so that each process may differ: without workers, the rate and
-the page faults of a batch in some processes, by the median of a few turns.
+`for batch in loader` lets go of a batch once the next has arrived. Who lets go of it before, as a function does that takes
+one batch and returns, leaves malloc with so much free memory at the top of the heap that it gives it back, and each batch is
+written to fresh pages. That depends on what else lies there, so that processes differ: this tells the time and the page faults
+of a batch without workers in some of them, by the median of a few turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _faults() -> int:
 def in_this_process(workload: str) -> dict[str, tuple[float, float]]:
     """The medians of some turns, with and without the batch before, one after the other."""
     arriving = batches(workload)
-    turns = {name: [] for name in ("held", "gone")}  # type: dict[str, list[tuple[float, float]]]
+    turns: dict[str, list[tuple[float, float]]] = {"held": [], "gone": []}
     for _ in range(TURNS):
         for name, mine in turns.items():
             mine.append(one_turn(arriving, held=name == "held"))
