@@ -9,16 +9,13 @@ of a batch without workers in some of them, by the median of a few turns.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from studies.regret.bench import ROOT, regret_workload
 from studies.workloads import DOCUMENTS, WORKLOADS
 
 WINDOW_S = 0.7
@@ -29,7 +26,7 @@ def batches(workload: str) -> Iterator[Any]:
     """Without workers, epoch after epoch."""
     from torch.utils.data import DataLoader
 
-    study = regret_workload(workload)
+    study = (WORKLOADS | DOCUMENTS)[workload]()
     while True:
         yield from DataLoader(study.dataset, batch_size=study.batch_size, shuffle=True, drop_last=True)
 
@@ -68,17 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity.held", description=__doc__)
     parser.add_argument("workload", choices=sorted(WORKLOADS | DOCUMENTS))
     parser.add_argument("--processes", type=int, default=8, help="one after the other")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.child:
-        print(json.dumps(in_this_process(chosen.workload)))
-        return
     print("| process | held: ms a batch | page faults | gone: ms a batch | page faults |\n|---|---|---|---|---|")
-    for number in range(chosen.processes):
-        command = [sys.executable, "-W", "ignore", "-m", "studies.fidelity.held", chosen.workload, "--child"]
-        told = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-        cells = " | ".join(f"{ms:.1f} | {faults:.0f}" for ms, faults in told.values())
-        print(f"| {number} | {cells} |", flush=True)
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for number, told in enumerate(pool.imap(in_this_process, [chosen.workload] * chosen.processes)):
+            cells = " | ".join(f"{ms:.1f} | {faults:.0f}" for ms, faults in told.values())
+            print(f"| {number} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

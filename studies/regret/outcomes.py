@@ -16,6 +16,7 @@ from autotune_loader.config import LoaderConfig
 from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve
 from studies.regret.plateaus import PLATEAU_LOSS, plateaus
+from studies.regret.quantiles import at
 
 if TYPE_CHECKING:
     from studies.regret.real import Known
@@ -135,21 +136,16 @@ def right_sizing(cells: Sequence[Cell], known: dict[str, Known]) -> str:
     for workload in dict.fromkeys(cell.workload for cell in cells):
         mine = [each for each in cells if each.workload == workload and each.strategy == "autotune_loader"]
         fewest = _fewest_as_fast(known[workload])
-        told = [(each.config, each.regret.ratio) for each in mine if each.config and each.regret]
+        told = [(each.config, each.regret) for each in mine if each.config and each.regret]
         if not told or fewest is None or mine[0].fastest is None:
             continue
         most = mine[0].fastest.num_workers
         runs += [
-            RightSized(
-                workers=config.num_workers,
-                fastest_workers=most,
-                fewest_workers=fewest,
-                regret=max(0.0, 1 - ratio.value),
-            )
-            for config, ratio in told
+            RightSized(workers=config.num_workers, fastest_workers=most, fewest_workers=fewest, regret=regret.point)
+            for config, regret in told
         ]
         chosen = ", ".join(str(config.num_workers) for config, _ in told)
-        ratios = ", ".join(f"{ratio.value:.3f} ({ratio.count})" for _, ratio in told)
+        ratios = ", ".join(f"{regret.ratio.value:.3f} ({regret.ratio.count})" for _, regret in told)
         lines.append(f"| {workload} | {mine[0].fastest} | {most} | {chosen} | {ratios} | {fewest} |")
     return "\n".join([*lines, "", f"{plateaus(runs)}."])
 
@@ -274,12 +270,6 @@ def report(known: dict[str, Known], path: Path) -> None:
 
 def share_within(cells: Sequence[Cell]) -> float:
     return sum(cell.counted <= NEAR for cell in cells) / len(cells)
-
-
-def at(values: Sequence[float], share: float) -> float:
-    """The quantile that is itself one of the values, the larger of two."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
 
 
 def _seconds(value: float | None) -> str:

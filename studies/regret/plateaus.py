@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Protocol
+
+from studies.regret.quantiles import at
 
 # On a plateau so many times the workers of the fastest lose no more than this.
 PLATEAU_WORKERS, PLATEAU_LOSS = 0.7, 0.01
@@ -41,11 +42,10 @@ def plateaus(ours: Sequence[RightSizing]) -> str:
     right = [each for each in few if each.regret <= PLATEAU_LOSS]
     long = [each for each in mine if are_far_fewer(each.fewest_workers, each.fastest_workers, LONG_PLATEAU_WORKERS)]
     fewer = statistics.median(1 - each.workers / each.fastest_workers for each in mine)
-    slower = sorted(each.regret for each in mine)
-    tail = slower[min(len(slower) - 1, math.floor(0.9 * len(slower)))]
+    slower = [each.regret for each in mine]
     return (
         f"{len(mine)} plateaus: on {len(right)} at least 30 % fewer workers than the fastest, at most 1 % slower; "
         f"on {len(mine) - len(few)} more workers, on {len(few) - len(right)} slower; in the median {fewer:.0%} fewer "
-        f"workers and {statistics.median(slower):.1%} slower (p90 {tail:.1%}); where half the workers would do: on "
+        f"workers and {at(slower, 0.5):.1%} slower (p90 {at(slower, 0.9):.1%}); where half the workers would do: on "
         f"{sum(each in right for each in long)} of {len(long)}"
     )

@@ -28,6 +28,7 @@ from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import Measurement, Probe, Trial
 from studies.regret.over_time import NEAR, held_at
 from studies.regret.plateaus import PLATEAU_LOSS, plateaus
+from studies.regret.quantiles import at
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
@@ -298,10 +299,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ]
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
-        regrets, seconds = sorted(o.regret for o in mine), sorted(o.seconds for o in mine)
+        regrets, seconds = [o.regret for o in mine], [o.seconds for o in mine]
         lines.append(
-            f"| {name} | {len(mine)} | {_at(regrets, 0.5):.1%} | {_at(regrets, 0.9):.1%} | {_at(regrets, 0.95):.1%} "
-            f"| {sum(r <= NEAR for r in regrets) / len(mine):.0%} | {_at(seconds, 0.5):.0f} | {_at(seconds, 0.9):.0f} "
+            f"| {name} | {len(mine)} | {at(regrets, 0.5):.1%} | {at(regrets, 0.9):.1%} | {at(regrets, 0.95):.1%} "
+            f"| {sum(r <= NEAR for r in regrets) / len(mine):.0%} | {at(seconds, 0.5):.0f} | {at(seconds, 0.9):.0f} "
             f"| {statistics.fmean(o.workers for o in mine):.1f} |"
         )
     return "\n".join(lines)
@@ -323,10 +324,6 @@ def multiples(outcomes: Sequence[Outcome]) -> str:
             cells.append(f"{sum(regret <= NEAR for regret in held) / len(held):.0%}" if patient else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
 
 
 def main() -> None:
