@@ -34,6 +34,10 @@ SUSPICIOUS_SLOWDOWN = 0.15
 STEP_RESOLUTION_S = 0.0005
 # Search ends when a burst of no configuration is expected to gain more than this share of the tolerance.
 WORTHWHILE_SHARE = 0.4
+# Relative standard deviation of a burst whose few batches give no better interval, or none: so far do bursts of real workloads
+# scatter on a busy machine (finals in studies/regret/results: 7 % to 12 % as a rule, 20 % beside neighbours). With more, what
+# only ever had slow bursts was taken for what the twin made of it.
+POOREST_BURST_SD = 0.2
 # Share of the memory limit that makes one configuration dearer than another.
 MEMORY_STEP = 0.05
 # A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers.
@@ -245,6 +249,6 @@ def modelled(config: LoaderConfig) -> LoaderConfig:
 def _burst_variance(measurement: Measurement, twin: Twin, scatter: float) -> float:
     """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, and unseen slow batches."""
     rate = measurement.samples_per_s
-    half = (rate.high - rate.low) / 2 / rate.value if rate.value > 0 and math.isfinite(rate.high) else 0.2
+    own_sd = min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD)
     tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
-    return float(max((half / Z_95) ** 2, tails) + scatter**2 + twin.calibration.noise_sd**2)
+    return float(max(own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2)

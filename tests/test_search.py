@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from dataclasses import dataclass, field, replace
 
 import pytest
 
+from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
 from autotune_loader.findings import FAILURES_TO_STOP_GROWING
 from autotune_loader.pacing import deadline_s
 from autotune_loader.search import SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space, max_useful_workers
+from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import Failure
+from autotune_loader.trial import BurstPlan, Failure, Trial
 
 OWN = LoaderConfig(num_workers=2)
 
@@ -353,6 +356,26 @@ def test_a_suspiciously_slow_burst_is_repeated_and_the_faster_believed(factor, b
     assert scout.config.num_workers == FAST_STEP.cores
     assert len(probe.bursts) - raced == len(found.trials) - 1 + bursts
     assert scout.samples_per_s > 0.8 * probe.truth(scout.config)
+
+
+def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
+    # GIVEN scouts, and bursts of 4 workers at half the rate that the scouts expect, each of too few batches to know its error
+    probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
+    space, few = space_of(probe.machine), LoaderConfig(num_workers=4, prefetch_factor=2)
+    scouts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
+    usual = probe.burst(few, BurstPlan())
+    rate = usual.samples_per_s.value / 2
+    slow = replace(usual, samples_per_s=Interval(value=rate, low=rate / 1e5, high=rate * 1e5, count=5))
+    trials = [
+        Trial(number=number, config=config, role="search", measurement=burst)
+        for number, (config, burst) in enumerate([*scouts, *[(few, slow)] * 4])
+    ]
+    # WHEN it is learnt from them
+    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    known = policy.learn(space, trials, inputs)
+    # THEN they pull the belief most of the way to what they say
+    believed = math.exp(known.mean[known.configs.index(few)])
+    assert believed < 1.4 * rate
 
 
 # Interruptions
