@@ -12,6 +12,8 @@ import argparse
 import contextlib
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -274,6 +276,8 @@ def main() -> None:
     name = "loaded" if chosen.load else "quick" if chosen.quick else "real"
     log = Log(chosen.results / f"{name}.jsonl", plan.foreign_limit)
     if not chosen.report:
+        # Like Ctrl-C: the processes of the bench and of whoever chooses, which have sessions of their own, are ended.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         quiet = QuietTurns(chosen.lock)
         run(plan, log, quiet, minutes=chosen.minutes, loaded=chosen.load)
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
