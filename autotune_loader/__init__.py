@@ -19,8 +19,9 @@ from autotune_loader.version import __version__
 if TYPE_CHECKING:
     from autotune_loader.config import LoaderConfig
     from autotune_loader.errors import TunerError
+    from autotune_loader.loading import load_config
     from autotune_loader.prefetch import DevicePrefetcher
-    from autotune_loader.result import TuningResult, load_config
+    from autotune_loader.result import TuningResult
     from autotune_loader.tuner import tune
 
 __all__ = ["DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__", "load_config", "tune"]
@@ -30,7 +31,7 @@ _HOMES = {
     "LoaderConfig": "config",
     "TunerError": "errors",
     "TuningResult": "result",
-    "load_config": "result",
+    "load_config": "loading",
     "tune": "tuner",
 }
 

@@ -14,11 +14,7 @@ from autotune_loader.allowed import consequences
 from autotune_loader.cache import Entry
 from autotune_loader.config import LoaderConfig
 from autotune_loader.findings import Found
-from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.probe.bench import Readiness
-from autotune_loader.probe.workload import Workload
-from autotune_loader.report.units import is_telling
-from autotune_loader.result import (
+from autotune_loader.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
@@ -26,10 +22,14 @@ from autotune_loader.result import (
     Reused,
     Spent,
     Status,
-    TuningResult,
     TwinBasis,
     Verdict,
 )
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.probe.bench import Readiness
+from autotune_loader.probe.workload import Workload
+from autotune_loader.report.units import is_telling
+from autotune_loader.result import TuningResult
 from autotune_loader.reuse import Check
 from autotune_loader.space import Space
 from autotune_loader.stats import Interval

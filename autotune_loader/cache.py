@@ -21,17 +21,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from autotune_loader.loader_file import LoaderFile, config_in, read_loader_json
 from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.plain import from_plain, to_plain, write_json
 from autotune_loader.probe.workload import Workload
-from autotune_loader.result import (
-    LoaderFile,
-    TuningResult,
-    config_in,
-    from_plain,
-    read_loader_json,
-    to_plain,
-    write_json,
-)
+from autotune_loader.result import TuningResult
 from autotune_loader.settings import Settings
 
 log = logging.getLogger(__name__)

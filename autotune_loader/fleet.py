@@ -16,16 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.errors import ConfigFileError
+from autotune_loader.loader_file import SCHEMA_VERSION, LoaderFile, config_in, read_loader_json
 from autotune_loader.machine.facts import Fingerprint, Machine, differences
-from autotune_loader.result import (
-    SCHEMA_VERSION,
-    LoaderFile,
-    TuningResult,
-    config_in,
-    from_plain,
-    read_loader_json,
-    write_json,
-)
+from autotune_loader.plain import from_plain, write_json
+from autotune_loader.result import TuningResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ from autotune_loader.distributed import (
     serve,
     unwrapped,
 )
+from autotune_loader.loader_file import LoaderFile
 from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.probe.workload import Workload
-from autotune_loader.result import LoaderFile, TuningResult
+from autotune_loader.result import TuningResult
 from autotune_loader.space import Limits, Space, max_useful_workers
 from autotune_loader.trial import Probe
 

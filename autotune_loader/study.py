@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.persistence import OWNER, is_abandoned, open_database, owner, patiently
-from autotune_loader.result import from_plain, to_plain
+from autotune_loader.plain import from_plain, to_plain
 from autotune_loader.settings import Search
 from autotune_loader.space import MAX_WORKERS, Space
 from autotune_loader.trial import Failure, Measurement, Trial, TrialRole

@@ -29,11 +29,12 @@ from autotune_loader.lockstep import (
     workload_of_rank,
 )
 from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine, start_method
+from autotune_loader.plain import require_writable
 from autotune_loader.probe.bench import Readiness
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.probe.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress, make_progress
-from autotune_loader.result import NOT_WRITTEN, TuningResult, require_writable
+from autotune_loader.result import TuningResult
 from autotune_loader.reuse import check, study_of
 from autotune_loader.search import STARTUP_WORTH_AVOIDING, SearchRun
 from autotune_loader.settings import Isolation, Search, Settings, parse_settings
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 SHORTEST_START_DEADLINE_S = 30.0
 # About what starting one worker takes; what the trials are tried with, until the search has measured it.
 WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
+# What a warning says of a file that was asked for.
+NOT_WRITTEN = "could not be written"
 
 
 def tune(

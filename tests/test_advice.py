@@ -10,8 +10,8 @@ import pytest
 from autotune_loader.advice import Evidence, advise, judge
 from autotune_loader.advice.acceleration import acceleration_sentence, budget_of_search, measure_allowed
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Verdict
 from autotune_loader.policy import TwinInputs, fit_twin
-from autotune_loader.result import Verdict
 from autotune_loader.space import Limits, Space
 from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe

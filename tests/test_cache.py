@@ -19,9 +19,10 @@ from torch.utils.data import TensorDataset
 from autotune_loader import cache, load_config
 from autotune_loader.cache import CACHE_VARIABLE, MOST_ENTRIES, Identity, cache_folder, find, keep
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Measured
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.result import Measured, TuningResult
+from autotune_loader.result import TuningResult
 from autotune_loader.settings import Settings
 from autotune_loader.stats import Interval
 

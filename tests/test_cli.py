@@ -19,8 +19,9 @@ from autotune_loader import cli
 from autotune_loader.cli.recipes import RECIPES
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import WorkloadError
+from autotune_loader.loader_file import loader_schema
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.result import TuningResult, loader_schema
+from autotune_loader.result import TuningResult
 from autotune_loader.version import __version__
 
 COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")

@@ -10,8 +10,9 @@ import pytest
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError
 from autotune_loader.fleet import add_to_fleet, entry_for, read_entries
+from autotune_loader.loading import load_config
 from autotune_loader.machine.facts import Machine, inspect_machine
-from autotune_loader.result import TuningResult, load_config
+from autotune_loader.result import TuningResult
 
 
 def a_machine(cores: int) -> Machine:

@@ -6,8 +6,9 @@ import pytest
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError
+from autotune_loader.loading import load_config
 from autotune_loader.lookup import find_loader_file, user_file
-from autotune_loader.result import TuningResult, load_config
+from autotune_loader.result import TuningResult
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader import result as result_module
+from autotune_loader import loading
 from autotune_loader.config import LoaderConfig
 from autotune_loader.errors import ConfigFileError, MachineMismatchError
-from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.result import (
+from autotune_loader.loader_file import (
     MAX_FILE_BYTES,
     Advice,
     BatchSizeChoice,
@@ -31,12 +30,13 @@ from autotune_loader.result import (
     Predicted,
     Reused,
     Spent,
-    TuningResult,
     Verdict,
-    clamp,
-    load_config,
     loader_schema,
 )
+from autotune_loader.loading import clamp, load_config
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.plain import to_plain
+from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, Trial
@@ -318,7 +318,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
 def base_values():
     """The values of a full file, as JSON has them."""
     result = finished_run()
-    return result_module.to_plain(result.to_file())
+    return to_plain(result.to_file())
 
 
 json_values = st.recursive(
@@ -378,7 +378,7 @@ def mutate(values, path, replacement):
 
 
 def outcome_of_loading(file):
-    with mock.patch.object(result_module, "inspect_machine", return_value=FakeMachine(HERE)), warnings.catch_warnings():
+    with mock.patch.object(loading, "inspect_machine", return_value=FakeMachine(HERE)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             TuningResult.load(file)
@@ -402,7 +402,7 @@ class FakeMachine:
 @pytest.fixture
 def on_machine(monkeypatch):
     def set_machine(fingerprint):
-        monkeypatch.setattr(result_module, "inspect_machine", lambda: FakeMachine(fingerprint))
+        monkeypatch.setattr(loading, "inspect_machine", lambda: FakeMachine(fingerprint))
 
     return set_machine
 
@@ -487,14 +487,9 @@ def test_clamping_never_scales_up_and_always_stays_legal(workers, cores_then, co
 # The schema
 
 
-def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():
-    result = TuningResult(best=LoaderConfig(), status="complete", baseline=LoaderConfig())
-    assert type(result.make_loader([1, 2], batch_size=1, device="cuda")) is DataLoader
-
-
 def test_the_schema_in_docs_is_the_one_of_the_code():
     assert json.loads(SCHEMA_FILE.read_text()) == json.loads(json.dumps(loader_schema())), (
-        "write it again with: python -c 'import json; from autotune_loader.result import loader_schema; "
+        "write it again with: python -c 'import json; from autotune_loader.loader_file import loader_schema; "
         "print(json.dumps(loader_schema(), indent=2))' > docs/loader.schema.json"
     )
 
@@ -563,6 +558,11 @@ def test_a_loader_takes_over_the_parts_of_the_tuned_one():
 
     result = replace(finished_run(), best=LoaderConfig(), parts={"collate_fn": collate})
     assert list(result.make_loader(dataset(), batch_size=4)) == [4, 4, 2]
+
+
+def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():
+    result = TuningResult(best=LoaderConfig(), status="complete", baseline=LoaderConfig())
+    assert type(result.make_loader([1, 2], batch_size=1, device="cuda")) is DataLoader
 
 
 def test_a_result_prints_its_summary():

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from autotune_loader import TuningResult, tune
 from autotune_loader.cache import Entry, Identity, Note
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Finals, Measured
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.result import Finals, Measured
 from autotune_loader.reuse import MOST_ROUNDS, ROUNDS, check
 from autotune_loader.space import Limits, Space
 from autotune_loader.stats import Interval

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.result import TuningResult, TwinBasis
+from autotune_loader.loader_file import TwinBasis
+from autotune_loader.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Measurement, Trial
 

@@ -11,7 +11,8 @@ import torch
 from autotune_loader import cli, tune
 from autotune_loader.errors import MissingExtraError
 from autotune_loader.persistence import open_database
-from autotune_loader.result import NOT_WRITTEN, TuningResult
+from autotune_loader.result import TuningResult
+from autotune_loader.tuner import NOT_WRITTEN
 
 DATASET = [(torch.rand(4), 0)] * 64
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from autotune_loader.result import Advice, Verdict
+from autotune_loader.loader_file import Advice, Verdict
 from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure
 
 # The cheap one first: a compilation that does not end costs the probe process.

@@ -29,7 +29,7 @@ from autotune_loader.advice.evidence import (
 )
 from autotune_loader.advice.room import shortage
 from autotune_loader.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
-from autotune_loader.result import Advice, Verdict
+from autotune_loader.loader_file import Advice, Verdict
 from autotune_loader.trial import Acceleration
 
 # A gain below this is not worth anybody's time.

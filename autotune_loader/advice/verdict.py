@@ -27,7 +27,7 @@ from autotune_loader.advice.evidence import (
     stopped_by_memory,
 )
 from autotune_loader.advice.room import shortage
-from autotune_loader.result import Binding, Verdict
+from autotune_loader.loader_file import Binding, Verdict
 
 # The step binds when the loop waits for data less than this share of its time, or the rate comes this near the ceiling.
 STEP_BINDS_WAIT_SHARE = 0.05

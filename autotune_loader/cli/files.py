@@ -95,6 +95,6 @@ def schema_command() -> None:
     Example:
       autotune-loader schema > loader.schema.json
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.result import loader_schema
+    from autotune_loader.loader_file import loader_schema
 
     click.echo(json.dumps(loader_schema(), indent=2))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autotune_loader.loader_file import LoaderFile, config_in
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.report.tables import BEST, render_table
 from autotune_loader.report.units import UNKNOWN, bytes_text, rate_text
-from autotune_loader.result import LoaderFile, config_in
 
 _HEADERS = ("", "dataset", "cores", "memory", "GPUs", "torch", "configuration", "samples/s")
 _NUMERIC = (2, 3, 7)

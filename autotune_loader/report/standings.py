@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Finals
 from autotune_loader.report.units import is_telling
-from autotune_loader.result import Finals, TuningResult
+from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.trial import Failure, Measurement
 

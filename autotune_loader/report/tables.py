@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from autotune_loader.advice.acceleration import acceleration_sentence
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Advice
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
     UNKNOWN,
@@ -24,7 +25,7 @@ from autotune_loader.report.units import (
     seconds_text,
     share_text,
 )
-from autotune_loader.result import Advice, TuningResult
+from autotune_loader.result import TuningResult
 from autotune_loader.trial import Failure, Measurement
 
 if TYPE_CHECKING:

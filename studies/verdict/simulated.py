@@ -10,7 +10,7 @@ from autotune_loader import policy
 from autotune_loader.advice import Evidence, advise, judge
 from autotune_loader.config import LoaderConfig
 from autotune_loader.findings import Found
-from autotune_loader.result import Advice, Verdict
+from autotune_loader.loader_file import Advice, Verdict
 from autotune_loader.search import SearchRun
 from autotune_loader.settings import Settings
 from autotune_loader.space import Space, max_useful_workers

@@ -7,17 +7,8 @@ import random
 from dataclasses import replace
 
 from autotune_loader.config import LoaderConfig
-from autotune_loader.result import (
-    Advice,
-    BatchSizeChoice,
-    Finals,
-    Measured,
-    Predicted,
-    Spent,
-    TuningResult,
-    TwinBasis,
-    Verdict,
-)
+from autotune_loader.loader_file import Advice, BatchSizeChoice, Finals, Measured, Predicted, Spent, TwinBasis, Verdict
+from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval, mean_interval
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement, Memory, Trial

@@ -6,9 +6,10 @@ import pytest
 from report.example import BASELINE, BEST, synthetic_result
 
 from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Finals
 from autotune_loader.report.standings import standings
 from autotune_loader.report.tables import render_report, render_trials
-from autotune_loader.result import Finals, TuningResult
+from autotune_loader.result import TuningResult
 from autotune_loader.stats import Interval
 from autotune_loader.trial import Failure, Measurement, Memory, Trial
 
