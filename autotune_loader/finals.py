@@ -120,6 +120,7 @@ def run_finals(
     time_left: Callable[[], float],
     patience_s: float,
     seed: int,
+    unspent_s: float = 0.0,
     plan_of: Callable[[LoaderConfig, BurstPlan], BurstPlan] = lambda config, plan: plan,
     believe: Callable[[Sequence[Burst]], Knowledge | None] = lambda bursts: None,
     nominate: Callable[[Knowledge], Sequence[LoaderConfig]] = lambda known: (),
@@ -140,6 +141,7 @@ def run_finals(
             times that where the rounds contradict the choice or do not show it to be faster than the baseline, and
             `DOUBTFUL_PATIENCE` times while the choice is expected to lose more than `DOUBTFUL_SHARE` of the tolerance.
         seed: of the order within the rounds.
+        unspent_s: seconds of `time_left` that patience leaves; only the first `PATIENT_ROUNDS` may use them.
         plan_of: adapts the plan of a burst to a configuration.
         believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
             a rate. Without it the rounds alone decide.
@@ -160,7 +162,8 @@ def run_finals(
         round_s = len(entrants) * spent_s / max(len(standing.bursts), 1)
         if before_s < round_s or _is_settled(standing, entrants):
             break
-        is_patient = spent_s + round_s <= _patience(standing, base, tolerance, in_doubt) * patience_s
+        patience_left_s = _patience(standing, base, tolerance, in_doubt) * patience_s - spent_s
+        is_patient = round_s <= min(patience_left_s, before_s - unspent_s)
         if not is_patient and len(standing.rounds) >= PATIENT_ROUNDS:
             break
         _run_round(standing, probe, entrants, order, plan_of)

@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 # Share of the budget that the search leaves for the finals.
-FINALS_SHARE = 0.4
+FINALS_SHARE = 0.5
+# Share of the budget that patience with open questions of steady rates leaves unspent.
+UNSPENT_SHARE = 0.25
 # Open questions are worth this many seconds of finals, and some more where these do not bear out the choice.
 FINALS_PATIENCE_S = 7.0
 # The ceiling is reached when the rates of so many trials come this close to it.
@@ -433,6 +435,7 @@ class SearchRun:
             tolerance=tolerance,
             time_left=self.seconds_left,
             patience_s=FINALS_PATIENCE_S,
+            unspent_s=0.0 if self.found.whole_epochs else UNSPENT_SHARE * self._settings.budget_s,
             seed=self._settings.seed,
             # An epoch takes what it takes.
             plan_of=self._with_deadline if self.found.whole_epochs else self._paced,

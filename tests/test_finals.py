@@ -131,6 +131,19 @@ def test_patience_ends_open_questions_but_not_before_the_first_rounds():
     assert len(outcome.rounds) == PATIENT_ROUNDS
 
 
+def test_patience_leaves_some_of_the_budget_unspent_but_for_the_first_rounds():
+    def spent_s(unspent_s):
+        # GIVEN bursts of a second that leave the question open, and time for sixty
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+        outcome = race(probe, [FEW, SOME], budget_s=60.0, unspent_s=unspent_s)
+        return probe.clock(), len(outcome.rounds)
+
+    # WHEN some of it is to be left THEN no round goes on into it, once there were enough
+    assert 40.0 < spent_s(0.0)[0] <= 60.0
+    assert 30.0 < spent_s(20.0)[0] <= 40.0
+    assert spent_s(60.0)[1] == PATIENT_ROUNDS
+
+
 def believing(bursts):
     """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
     return Knowledge(
