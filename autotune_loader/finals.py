@@ -7,6 +7,7 @@
 The bursts of the search chose the candidates, so no rate that is reported comes from them: the best of many noisy bursts
 looks better than it is, and only rounds run after the choice tell how good it really is. For the choice itself what the
 search believed counts as one more witness, weighted by how sure it was: few rounds cannot tell 3 % apart, the twin often can.
+Where rounds prove that somebody is faster, no belief stands against them.
 """
 
 from __future__ import annotations
@@ -285,7 +286,9 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
     known = _believed(standing, usable)
     new = [index for index in active if not _rates(usable, index)]
     open_ = [
-        index for index in active if index not in (leader, base) and not _is_answered(known, index, leader, tolerance)
+        index
+        for index in active
+        if index not in (leader, base) and not _is_answered(known, usable, index, leader, tolerance)
     ]
     rivals = sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
     wanted = {leader, *new, *rivals}
@@ -294,13 +297,21 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
     return sorted(wanted)
 
 
-def _is_answered(known: Knowledge, index: int, leader: int, tolerance: float) -> bool:
-    if known.is_as_fast(leader, index, tolerance):
+def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
+    # Workers that were seen to be enough settle the question, unless the rounds say otherwise.
+    looks_faster = _mean_log_ratio(rounds, index, leader) > tolerance
+    if not looks_faster and known.is_as_fast(leader, index, tolerance):
         return True
     mean, sd = known.ratio(index, leader)
     slower = _below(math.log(1 - tolerance), mean, sd)
     faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
     return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+
+def _mean_log_ratio(rounds: Sequence[Round], index: int, other: int) -> float:
+    """Of the rates of one entrant to those of another in the rounds that they share; 0 without any."""
+    logs = log_ratios(rounds, str(index), str(other))
+    return fmean(logs) if logs else 0.0
 
 
 def _is_compared(rounds: Sequence[Round], base: int, leader: int, tolerance: float) -> bool:
@@ -364,7 +375,15 @@ def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float, leas
     ran = [index for index, count in counts.items() if count >= min(least_rounds, most)]
     known = _believed(standing, rounds).at([standing.configs[index] for index in ran])
     chosen, _ = known.choice([standing.cost(config) for config in known.configs], tolerance)
-    return ran[chosen]
+    leader = ran[chosen]
+    proved = [index for index in ran if _is_proved_faster(rounds, index, leader, tolerance)]
+    return max(proved, key=lambda index: _mean_log_ratio(rounds, index, leader), default=leader)
+
+
+def _is_proved_faster(rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
+    """Whether the rounds alone show it, whatever is believed."""
+    logs = log_ratios(rounds, str(index), str(leader))
+    return len(logs) >= MIN_ROUNDS and fmean(logs) > tolerance and mean_interval(logs).low > 0
 
 
 def _cheapest_unbeaten(

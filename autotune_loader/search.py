@@ -47,6 +47,9 @@ SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 # Share of the budget that the search leaves for the finals.
 FINALS_SHARE = 0.5
+# Where finals of whole epochs want more than this, the search ends with its scouts: a few more rounds of such slow epochs tell
+# more than bursts of steady rates.
+MUCH_FOR_EPOCHS = 0.4
 # Share of the budget that patience with open questions of steady rates leaves unspent.
 UNSPENT_SHARE = 0.25
 # Open questions are worth this many seconds of finals, and some more where these do not bear out the choice.
@@ -302,8 +305,7 @@ class SearchRun:
 
     def _by_information(self) -> Iterator[LoaderConfig | None]:
         for count in itertools.count(1):
-            if self._kept_for_epochs_s() > self._settings.budget_s * FINALS_SHARE:
-                # Of whole epochs that are so slow a few more rounds tell more than bursts of steady rates.
+            if self._kept_for_epochs_s() > self._settings.budget_s * MUCH_FOR_EPOCHS:
                 self.found.stopped_because = OUT_OF_BUDGET
                 return
             known = self._knowledge()

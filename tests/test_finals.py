@@ -152,8 +152,8 @@ def believing(bursts):
 
 
 def test_patience_lasts_longer_where_the_rounds_contradict_the_choice():
-    # GIVEN a belief in SOME, rounds in which FEW is 10 % faster, and patience for the least rounds
-    contradicting = RatedProbe({BASELINE: 50.0, FEW: 110.0, SOME: 100.0}, noise=0.01)
+    # GIVEN a belief in SOME, rounds in which FEW is faster on average and by no means always, and patience for the least rounds
+    contradicting = RatedProbe({BASELINE: 50.0, FEW: in_turns(150.0, 90.0), SOME: 100.0}, noise=0.01)
     agreeing = RatedProbe({BASELINE: 50.0, FEW: 108.5, SOME: 110.0}, noise=0.01)
     # WHEN they race THEN more rounds are run than where the rounds agree, but not without end
     longer = race(contradicting, [SOME, FEW], patience_s=9.0, believe=believing)
@@ -314,21 +314,35 @@ def feeding_known(rates, sd):
     return Knowledge(configs=configs, mean=np.log(rates), covariance=covariance, noise_sd=0.05, feeding=feeding)
 
 
-def test_finals_do_not_ask_again_whether_more_workers_help_a_loop_that_is_fed():
-    # GIVEN rounds in which MANY look 5 % faster than SOME, which are enough
+def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_say_so():
+    # GIVEN SOME that are enough, and a belief in MANY
     belief = feeding_known([50.0, 100.0, 110.0, 20.0], sd=0.05)
 
-    def run(belief):
-        rates = {SOME: in_turns(101.0, 100.0), MANY: in_turns(106.0, 105.0), BASELINE: in_turns(20.1, 20.0)}
+    def run(belief, many):
+        rates = {SOME: in_turns(101.0, 100.0), MANY: in_turns(*many), BASELINE: in_turns(20.1, 20.0)}
         probe = RatedProbe(rates)
-        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda bursts: belief), probe.asked
+        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda bursts: belief).winner, probe.asked.count(MANY)
 
-    # THEN they run once, where without what was seen of the feeding they run to the end
-    outcome, asked = run(belief)
-    assert outcome.winner == SOME
-    assert asked.count(MANY) == 1
-    outcome, asked = run(replace(belief, feeding=None))
-    assert outcome.winner == MANY
+    # WHEN they are 1 % faster THEN they run once, where without what was seen of the feeding they run to the end
+    assert run(belief, many=(102.0, 101.0)) == (SOME, 1)
+    assert run(replace(belief, feeding=None), many=(102.0, 101.0))[1] > 1
+    # WHEN they are 5 % faster in every round THEN they win, whatever was seen
+    assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
+
+
+def test_no_belief_stands_against_rounds_that_prove_somebody_faster():
+    # GIVEN a belief that hardly any burst can change, in SOME
+    def believe(bursts):
+        return Knowledge(
+            configs=(MANY, SOME, BASELINE), mean=np.log([99.0, 103.0, 50.0]), covariance=4e-4 * np.eye(3), noise_sd=0.02
+        )
+
+    # WHEN MANY are faster in every round THEN they win
+    probe = RatedProbe({BASELINE: 50.0, MANY: 120.0, SOME: 100.0}, noise=0.01)
+    assert race(probe, [SOME, MANY], believe=believe).winner == MANY
+    # WHEN they are faster in some rounds only THEN the belief decides
+    probe = RatedProbe({BASELINE: 50.0, MANY: in_turns(120.0, 90.0, 90.0), SOME: 100.0}, noise=0.01)
+    assert race(probe, [SOME, MANY], believe=believe).winner == SOME
 
 
 def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
