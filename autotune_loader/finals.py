@@ -95,9 +95,12 @@ class _Standing:
     configs: list[LoaderConfig]
     believe: Callable[[Sequence[Burst]], Knowledge | None]
     cost: Callable[[LoaderConfig], tuple[float, ...]]
+    pause_of: Callable[[LoaderConfig, Measurement], float]
     typical_noise: float
     rounds: list[Round]
     failures: list[int]
+    pauses: dict[int, float] = field(default_factory=dict)
+    """Seconds before the first batch, of those that need it."""
     latest: dict[int, Measurement] = field(default_factory=dict)
     bursts: list[tuple[Round, int, Measurement]] = field(default_factory=list)
     learnt: tuple[int, Knowledge | None] | None = None
@@ -123,6 +126,7 @@ def run_finals(
     seed: int,
     unspent_s: float = 0.0,
     plan_of: Callable[[LoaderConfig, BurstPlan], BurstPlan] = lambda config, plan: plan,
+    pause_of: Callable[[LoaderConfig, Measurement], float] = lambda config, measured: 0.0,
     believe: Callable[[Sequence[Burst]], Knowledge | None] = lambda bursts: None,
     nominate: Callable[[Knowledge], Sequence[LoaderConfig]] = lambda known: (),
     ceiling: float | None = None,
@@ -144,6 +148,8 @@ def run_finals(
         seed: of the order within the rounds.
         unspent_s: seconds of `time_left` that patience leaves; only the first `PATIENT_ROUNDS` may use them.
         plan_of: adapts the plan of a burst to a configuration.
+        pause_of: seconds that a burst like this one should have begun with, so that queues are as in the midst of training;
+            then it is run again, and all later ones begin so.
         believe: what is known after these bursts of the finals, of all entrants at least; used for the choice, never for
             a rate. Without it the rounds alone decide.
         nominate: who else should run, given what is known; asked after the first rounds, and while the choice is in doubt.
@@ -155,7 +161,7 @@ def run_finals(
         The outcome; None when no round could be completed.
     """
     configs = list(dict.fromkeys([*candidates, baseline]))
-    standing = _Standing(configs, believe, cost, typical_noise, [], [0] * len(configs))
+    standing = _Standing(configs, believe, cost, pause_of, typical_noise, [], [0] * len(configs))
     base = configs.index(baseline)
     order, spent_s, in_doubt = random.Random(seed), 0.0, False
     while len(standing.rounds) < MAX_ROUNDS and standing.active():
@@ -190,7 +196,7 @@ def _run_round(
     rates: dict[str, float] = {}
     foreign: list[float] = []
     for index in order.sample(entrants, len(entrants)):
-        outcome = probe.burst(standing.configs[index], plan_of(standing.configs[index], plan))
+        outcome = _burst(standing, probe, index, plan_of(standing.configs[index], plan))
         if isinstance(outcome, Failure):
             standing.failures[index] += 1
             standing.messages[index] = outcome.message
@@ -202,6 +208,18 @@ def _run_round(
     done = Round(rates=rates, foreign_cpu_share=max(foreign, default=None))
     standing.rounds.append(done)
     standing.bursts += [(done, int(key), standing.latest[int(key)]) for key in rates]
+
+
+def _burst(standing: _Standing, probe: Probe, index: int, plan: BurstPlan) -> Measurement | Failure:
+    config = standing.configs[index]
+    if index in standing.pauses:
+        return probe.burst(config, replace(plan, pause_s=standing.pauses[index]))
+    outcome = probe.burst(config, plan)
+    pause_s = standing.pause_of(config, outcome) if isinstance(outcome, Measurement) else 0.0
+    if not pause_s:
+        return outcome
+    standing.pauses[index] = pause_s
+    return _burst(standing, probe, index, plan)
 
 
 def _learnt(standing: _Standing, rounds: Sequence[Round]) -> Knowledge | None:
@@ -290,7 +308,11 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
         for index in active
         if index not in (leader, base) and not _is_answered(known, usable, index, leader, tolerance)
     ]
-    rivals = sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
+    # First whom the rounds say to be faster: where belief has settled on somebody else, few of them must not be the last.
+    rivals = sorted(
+        open_,
+        key=lambda index: (not _looks_faster(usable, index, leader, tolerance), -sum(known.ratio(index, leader))),
+    )[:RIVALS]
     wanted = {leader, *new, *rivals}
     if base in active and not _is_compared(usable, base, leader, tolerance):
         wanted.add(base)
@@ -298,14 +320,20 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
 
 
 def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
-    # Workers that were seen to be enough settle the question, unless the rounds say otherwise.
-    looks_faster = _mean_log_ratio(rounds, index, leader) > tolerance
-    if not looks_faster and known.is_as_fast(leader, index, tolerance):
+    # Whatever is believed, rounds that say otherwise are heard out.
+    if _looks_faster(rounds, index, leader, tolerance):
+        if len(log_ratios(rounds, str(index), str(leader))) < MIN_ROUNDS:
+            return False
+    elif known.is_as_fast(leader, index, tolerance):
         return True
     mean, sd = known.ratio(index, leader)
     slower = _below(math.log(1 - tolerance), mean, sd)
     faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
     return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+
+def _looks_faster(rounds: Sequence[Round], index: int, other: int, tolerance: float) -> bool:
+    return _mean_log_ratio(rounds, index, other) > tolerance
 
 
 def _mean_log_ratio(rounds: Sequence[Round], index: int, other: int) -> float:

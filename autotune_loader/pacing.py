@@ -1,17 +1,27 @@
-"""How long a burst may take, and how long a round of finals will: from what the trials so far took."""
+"""How long a burst may take, what goes before it, and how long a round of finals will: from what bursts so far took."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import BurstPlan, Trial
+from autotune_loader.meters.trace import queued_share
+from autotune_loader.trial import BurstPlan, Measurement, Trial
 
 # A window of fewer rounds of the workers is mostly edges (`studies.fidelity.few_rounds`).
 ROUNDS_PER_BURST = 4.5
 LONGEST_BURST_S = 3.0
+# While workers put more than this share of what they make into their queues, they compute more than in the midst of training.
+FILLING_SHARE = 0.1
+# With more than this share of the logical cores at work some share a physical one, and slow each other down.
+CROWDED_SHARE = 0.5
+# The loop is disturbed when it takes so many times as long for a batch, waiting aside, as in the quickest burst.
+SLOWED = 1.05
+LONGEST_FILLING_S = 1.5
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.
 DEADLINE_FACTOR = 10.0
 SHORTEST_DEADLINE_S = 30.0
@@ -31,6 +41,32 @@ def paced(
         max_s=max(plan.max_s, least_s),
         deadline_s=deadline_s(trials, seconds_left),
     )
+
+
+def filling_s(config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], *, usable_cores: int) -> float:
+    """Seconds that the workers need to fill their queues while the loop pauses; 0 where the burst was as training is.
+
+    Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
+    gets its batches later and steps more slowly: bursts of half a second read 4 to 8 workers with a prefetch of 8 low by 11 to
+    24 % (`studies.fidelity.filling`).
+    """
+    computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
+    if computing <= CROWDED_SHARE * usable_cores:
+        return 0.0
+    if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
+        return 0.0
+    alike = [
+        trial.measurement
+        for trial in trials
+        if trial.measurement is not None
+        and trial.config.num_workers
+        and (trial.config.consumer_threads, trial.config.batch_size) == (config.consumer_threads, config.batch_size)
+    ]
+    undisturbed_s = median([each.receive_s + each.step_s for each in alike] or [math.inf])
+    if measured.receive_s + measured.step_s <= SLOWED * undisturbed_s:
+        return 0.0
+    others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
+    return min(measured.first_batch_s + others_s, LONGEST_FILLING_S)
 
 
 def worker_round_s(config: LoaderConfig, trials: Sequence[Trial], usable_cores: int) -> float:

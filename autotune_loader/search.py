@@ -30,7 +30,7 @@ from autotune_loader.epochs import (
 )
 from autotune_loader.finals import LEAST_OF_WINNER, MIN_ROUNDS, TYPICAL_NOISE, run_finals
 from autotune_loader.findings import OUT_OF_BUDGET, OUT_OF_TRIALS, Found
-from autotune_loader.pacing import deadline_s, finals_round_s, paced
+from autotune_loader.pacing import deadline_s, filling_s, finals_round_s, paced
 from autotune_loader.settings import Settings
 from autotune_loader.space import UNMODELLED, Space
 from autotune_loader.study import Ledger, journal_beside, role_of
@@ -441,6 +441,7 @@ class SearchRun:
             seed=self._settings.seed,
             # An epoch takes what it takes.
             plan_of=self._with_deadline if self.found.whole_epochs else self._paced,
+            pause_of=self._pause_s if not self.found.whole_epochs else lambda config, measured: 0.0,
             # What is believed is believed of steady rates.
             believe=self._believed_after if not self.found.whole_epochs else lambda bursts: None,
             nominate=lambda after: policy.finalists(after, self._space, tolerance),
@@ -537,6 +538,9 @@ class SearchRun:
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         left = self.seconds_left()
         return paced(plan, config, self.found.trials, usable_cores=self._usable_cores, seconds_left=left)
+
+    def _pause_s(self, config: LoaderConfig, measured: Measurement) -> float:
+        return filling_s(config, measured, self.found.trials, usable_cores=self._usable_cores)
 
     def _with_deadline(self, _: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         return replace(plan, deadline_s=deadline_s(self.found.trials, self.seconds_left()))

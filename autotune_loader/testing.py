@@ -111,7 +111,7 @@ class SimulatedProbe:
             return failure
         if plan.whole_epochs:
             return self._burst_of_epochs(config, plan)
-        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock())
+        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.pause_s)
         begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():
@@ -348,8 +348,12 @@ class _Events:
         begun: float,
         *,
         is_running: bool = False,
+        pause_s: float = 0.0,
     ) -> None:
-        """A run over these batches, by workers that start when it begins or, if `is_running`, are there already."""
+        """A run over these batches, by workers that start when it begins or, if `is_running`, are there already.
+
+        The loop asks for its first batch so many seconds after they have started.
+        """
         self.disturbed, self.machine, self.config = disturbed, disturbed.machine, config
         self.order = order
         self.numbers: list[int] = []  # of the batches handed out
@@ -359,6 +363,7 @@ class _Events:
         self.now = begun
         if not is_running:
             self.now += self.machine.start_s + config.num_workers * self.machine.worker_start_s
+        self.asked_from = self.now + pause_s
         self.timed: list[tuple[float, int, str, int]] = []  # (when, tie-breaker, what, batch)
         self.computing: list[tuple[float, int]] = []  # (work at which it is whole, batch)
         self.worked = 0.0
@@ -387,6 +392,7 @@ class _Events:
             return
         for slot in range(self.config.num_workers * (self.config.prefetch_factor or 1)):
             self._hand_out(slot % self.config.num_workers)
+        self._at(self.asked_from, "pause_over", -1)
         while self.done_count < len(self.numbers):
             self._request()
             done = self._advance()
@@ -394,6 +400,7 @@ class _Events:
                 yield done
 
     def _serial(self) -> Iterator[BatchTrace]:
+        self.now = self.asked_from
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self._work(number, first=index in self.fresh)
             requested, fetched = self.now, self.now + cpu_s + wait_s
@@ -446,6 +453,8 @@ class _Events:
         """The training loop takes the batch it wants next, where that is ready and the step lets it."""
         if self.receiving or self.received_count > self.done_count + self.config.device_prefetch:
             return
+        if self.now < self.asked_from:
+            return
         if self.requested_at is None:
             self.requested_at = self.now
         wanted = self.next_in_order if self.config.in_order else next(iter(self.ready), None)
@@ -475,6 +484,9 @@ class _Events:
         _, _, what, index = heapq.heappop(self.timed)
         getattr(self, f"_on_{what}")(index)
         return None
+
+    def _on_pause_over(self, _: int) -> None:
+        """Nothing else changes: the next event asks."""
 
     def _on_compute(self, index: int) -> None:
         heapq.heappush(self.computing, (self.worked + self.cpu[index], index))

@@ -116,7 +116,7 @@ class BurstPlan:
     null_dataset: bool = False
     """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
     pause_s: float = 0.0
-    """Sleep between the loader's start and the first batch: an experiment's way to hand over full queues."""
+    """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

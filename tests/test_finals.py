@@ -330,6 +330,40 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
     assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
 
 
+def test_rounds_that_contradict_a_belief_are_heard_out():
+    # GIVEN a belief that is sure of SOME, and of FEW that they are much slower
+    def believe(bursts):
+        return Knowledge(
+            configs=(FEW, SOME, MANY, BASELINE),
+            mean=np.log([60.0, 100.0, 100.5, 50.0]),
+            covariance=np.diag([1e-4, 1e-3, 1e-3, 1e-4]),
+            noise_sd=0.02,
+        )
+
+    # WHEN they are faster in the rounds THEN they run in enough of these to prove it, before anybody else does
+    probe = RatedProbe({BASELINE: 50.0, FEW: 130.0, SOME: 100.0, MANY: 100.0}, noise=0.01)
+    outcome = race(probe, [SOME, MANY, FEW], believe=believe, patience_s=9.0)
+    assert outcome.winner == FEW
+    assert all(str(outcome.configs.index(FEW)) in each.rates for each in outcome.rounds[:MIN_ROUNDS])
+
+
+def test_a_burst_that_should_have_begun_with_full_queues_is_run_again():
+    # GIVEN SOME that read low until their queues are full, as their first burst shows
+    def rate(asked):
+        return 100.0 if probe.plans[-1].pause_s else 80.0
+
+    probe = RatedProbe({BASELINE: 50.0, SOME: rate, FEW: 90.0})
+    # WHEN they race
+    outcome = race(probe, [SOME, FEW], pause_of=lambda config, measured: 0.4 if config == SOME else 0.0)
+    # THEN all but that burst begin so, and it does not count
+    plans = [plan.pause_s for config, plan in zip(probe.asked, probe.plans, strict=True) if config == SOME]
+    assert plans[0] == 0.0
+    assert plans[1:] == [0.4] * (len(plans) - 1)
+    assert outcome.winner == SOME
+    assert outcome.rate.value == pytest.approx(100.0)
+    assert all(plan.pause_s == 0.0 for config, plan in zip(probe.asked, probe.plans, strict=True) if config != SOME)
+
+
 def test_no_belief_stands_against_rounds_that_prove_somebody_faster():
     # GIVEN a belief that hardly any burst can change, in SOME
     def believe(bursts):

@@ -116,13 +116,21 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
         samples=sum(trace.samples for trace in inside),
         window_s=window_s,
         batch_size=batch_size,
-        first_batch_s=traces[0].received - started,
+        # A batch that lay ready when it was first asked for was there before.
+        first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
         wait_share=min(wait_share, 1.0),
         service_s=_mean([trace.service_s for trace in inside]),
         service_cpu_s=_mean([trace.cpu_s for trace in inside]),
         receive_s=_mean([trace.receive_s for trace in inside]),
         step_s=step_s,
     )
+
+
+def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
+    """Share of what the workers made in the window that went into their queues; negative where more came out of them."""
+    if len(traces) < 2 or not workers:
+        return 0.0
+    return _stocked(traces[_open(traces, workers).first :], workers)
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float) -> float | None:

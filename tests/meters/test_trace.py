@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.meters.trace import relative_error, summarise
+from autotune_loader.meters.trace import queued_share, relative_error, summarise
 from autotune_loader.trial import MAIN_PROCESS, BatchTrace
 
 SAMPLES = 8
@@ -293,3 +293,22 @@ def test_asking_for_the_error_is_cheap() -> None:
     # THEN it is there in far less than the 50 ms between two questions
     assert error is not None
     assert took_s < 0.05
+
+
+def test_what_goes_into_queues_is_told_while_they_fill():
+    # GIVEN workers that make twice what the loop takes
+    filling = simulate(40, workers=4, prefetch=32, service_s=0.02, step_s=0.0095, variation=0.0)
+    # THEN half of what they make goes into their queues, none once these are full, and none where the loop waits for them
+    assert queued_share(filling, workers=4) == pytest.approx(0.5, abs=0.05)
+    assert queued_share(simulate(200, workers=4, service_s=0.02, step_s=0.0095)[100:], workers=4) == pytest.approx(
+        0, abs=0.03
+    )
+    assert queued_share(simulate(40, workers=2, service_s=0.04), workers=2) == pytest.approx(0, abs=0.05)
+    assert queued_share(simulate(40, workers=0), workers=0) == 0.0
+
+
+def test_a_pause_before_the_first_batch_is_not_taken_for_start_up():
+    at_once, paused = (
+        summarise(simulate(40, workers=2, pause_s=pause_s), workers=2, started=0.0) for pause_s in (0.0, 1.0)
+    )
+    assert paused.first_batch_s == pytest.approx(at_once.first_batch_s, abs=0.001)
