@@ -43,7 +43,9 @@ def paced(
     )
 
 
-def filling_s(config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], *, usable_cores: int) -> float:
+def filling_s(
+    config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], *, usable_cores: int, step_cores: float
+) -> float:
     """Seconds that the workers need to fill their queues while the loop pauses; 0 where the burst was as training is.
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
@@ -51,7 +53,8 @@ def filling_s(config: LoaderConfig, measured: Measurement, trials: Sequence[Tria
     24 % (`studies.fidelity.filling`).
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
-    if computing <= CROWDED_SHARE * usable_cores:
+    stepping = min(step_cores, config.consumer_threads or math.inf)
+    if computing + stepping <= CROWDED_SHARE * usable_cores:
         return 0.0
     if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
         return 0.0

@@ -23,7 +23,7 @@ def filling_after(machine: SimulatedMachine, config: LoaderConfig) -> float:
     """Seconds to fill the queues first, as a burst of this configuration and one with a single worker tell."""
     probe = SimulatedProbe(machine, FakeClock())
     alone = Trial(number=0, config=ONE, role="search", measurement=probe.burst(ONE, BURST))
-    return filling_s(config, probe.burst(config, BURST), [alone], usable_cores=machine.cores)
+    return filling_s(config, probe.burst(config, BURST), [alone], usable_cores=machine.cores, step_cores=1.0)
 
 
 def test_a_burst_with_queues_filled_first_reads_what_training_reads():
