@@ -181,7 +181,6 @@ class TimedJob:
         begun, foreign = time.perf_counter(), ForeignCpu()
         torch.manual_seed(timing.seed)
         random.seed(timing.seed)
-        torch.set_num_threads(config.consumer_threads or self._threads)
         batches, window_s = self._timed(config, timing)
         torch.set_num_threads(self._threads)
         return Timed(
@@ -205,6 +204,7 @@ class TimedJob:
 
     def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
         """Whole epochs after the first, for at least so many seconds."""
+        self._set_step_threads(config)
         loader = self._loader(config)
         for batch in loader:
             self._step.run(batch)
@@ -217,6 +217,7 @@ class TimedJob:
 
     def run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         """When the run began, and when each batch of the window was trained on."""
+        self._set_step_threads(config)
         loader = self._loader(config)
         started = opened = time.perf_counter()
         skip = batches_until_settled(config) if timing.clock == "steady" else 0
@@ -236,6 +237,11 @@ class TimedJob:
             if now - opened > timing.seconds and enough:
                 break
         return started, ends
+
+    def _set_step_threads(self, config: LoaderConfig) -> None:
+        import torch
+
+        torch.set_num_threads(config.consumer_threads or self._threads)
 
     def _batches(self, loader: Any, epochs: bool) -> Iterator[Any]:
         yield from loader
