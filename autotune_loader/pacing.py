@@ -19,7 +19,7 @@ LONGEST_BURST_S = 3.0
 FILLING_SHARE = 0.1
 # With more than this share of the logical cores at work some share a physical one, and slow each other down.
 CROWDED_SHARE = 0.5
-# The loop is disturbed when it takes so many times as long for a batch, waiting aside, as in the quickest burst.
+# The loop is disturbed when it takes so many times as long for a batch, waiting aside, as in the median burst of the search.
 SLOWED = 1.05
 LONGEST_FILLING_S = 1.5
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.
