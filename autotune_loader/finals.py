@@ -211,15 +211,16 @@ def _run_round(
 
 
 def _burst(standing: _Standing, probe: Probe, index: int, plan: BurstPlan) -> Measurement | Failure:
-    config = standing.configs[index]
-    if index in standing.pauses:
-        return probe.burst(config, replace(plan, pause_s=standing.pauses[index]))
-    outcome = probe.burst(config, plan)
-    pause_s = standing.pause_of(config, outcome) if isinstance(outcome, Measurement) else 0.0
+    """One burst; a second where the first shows that it, and all later ones, must begin with a pause."""
+    config, paused_s = standing.configs[index], standing.pauses.get(index, 0.0)
+    outcome = probe.burst(config, replace(plan, pause_s=paused_s))
+    if paused_s or isinstance(outcome, Failure):
+        return outcome
+    pause_s = standing.pause_of(config, outcome)
     if not pause_s:
         return outcome
     standing.pauses[index] = pause_s
-    return _burst(standing, probe, index, plan)
+    return probe.burst(config, replace(plan, pause_s=pause_s))
 
 
 def _learnt(standing: _Standing, rounds: Sequence[Round]) -> Knowledge | None:
@@ -311,7 +312,10 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
     # First whom the rounds say to be faster: where belief has settled on somebody else, few of them must not be the last.
     rivals = sorted(
         open_,
-        key=lambda index: (not _looks_faster(usable, index, leader, tolerance), -sum(known.ratio(index, leader))),
+        key=lambda index: (
+            not _look_faster(log_ratios(usable, str(index), str(leader)), tolerance),
+            -sum(known.ratio(index, leader)),
+        ),
     )[:RIVALS]
     wanted = {leader, *new, *rivals}
     if base in active and not _is_compared(usable, base, leader, tolerance):
@@ -321,8 +325,9 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
 
 def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
     # Whatever is believed, rounds that say otherwise are heard out.
-    if _looks_faster(rounds, index, leader, tolerance):
-        if len(log_ratios(rounds, str(index), str(leader))) < MIN_ROUNDS:
+    logs = log_ratios(rounds, str(index), str(leader))
+    if _look_faster(logs, tolerance):
+        if len(logs) < MIN_ROUNDS:
             return False
     elif known.is_as_fast(leader, index, tolerance):
         return True
@@ -332,14 +337,9 @@ def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: 
     return slower > CERTAIN or slower + faster < 1 - CERTAIN
 
 
-def _looks_faster(rounds: Sequence[Round], index: int, other: int, tolerance: float) -> bool:
-    return _mean_log_ratio(rounds, index, other) > tolerance
-
-
-def _mean_log_ratio(rounds: Sequence[Round], index: int, other: int) -> float:
-    """Of the rates of one entrant to those of another in the rounds that they share; 0 without any."""
-    logs = log_ratios(rounds, str(index), str(other))
-    return fmean(logs) if logs else 0.0
+def _look_faster(logs: Sequence[float], tolerance: float) -> bool:
+    """Whether rounds with these logarithms of ratios speak for the one above, by their mean."""
+    return bool(logs) and fmean(logs) > tolerance
 
 
 def _is_compared(rounds: Sequence[Round], base: int, leader: int, tolerance: float) -> bool:
@@ -367,7 +367,7 @@ def _is_borne_out(standing: _Standing, base: int, tolerance: float) -> bool:
         return False
     for index in standing.active():
         logs = log_ratios(rounds, str(index), str(leader))
-        looks_faster = index != leader and len(logs) > 1 and fmean(logs) > tolerance
+        looks_faster = index != leader and len(logs) > 1 and _look_faster(logs, tolerance)
         if looks_faster and not _believed(standing, rounds).is_as_fast(leader, index, tolerance):
             return False
     over_base = log_ratios(rounds, str(leader), str(base))
@@ -404,14 +404,14 @@ def _leader(standing: _Standing, rounds: Sequence[Round], tolerance: float, leas
     known = _believed(standing, rounds).at([standing.configs[index] for index in ran])
     chosen, _ = known.choice([standing.cost(config) for config in known.configs], tolerance)
     leader = ran[chosen]
-    proved = [index for index in ran if _is_proved_faster(rounds, index, leader, tolerance)]
-    return max(proved, key=lambda index: _mean_log_ratio(rounds, index, leader), default=leader)
+    over_leader = {index: log_ratios(rounds, str(index), str(leader)) for index in ran}
+    proved = [index for index, logs in over_leader.items() if _prove_faster(logs, tolerance)]
+    return max(proved, key=lambda index: fmean(over_leader[index]), default=leader)
 
 
-def _is_proved_faster(rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
-    """Whether the rounds alone show it, whatever is believed."""
-    logs = log_ratios(rounds, str(index), str(leader))
-    return len(logs) >= MIN_ROUNDS and fmean(logs) > tolerance and mean_interval(logs).low > 0
+def _prove_faster(logs: Sequence[float], tolerance: float) -> bool:
+    """Whether such rounds alone show it, whatever is believed."""
+    return len(logs) >= MIN_ROUNDS and _look_faster(logs, tolerance) and mean_interval(logs).low > 0
 
 
 def _cheapest_unbeaten(

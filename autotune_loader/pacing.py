@@ -11,6 +11,7 @@ from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
 from autotune_loader.meters.trace import queued_share
 from autotune_loader.trial import BurstPlan, Measurement, Trial
+from autotune_loader.twin.model import threads_at_work
 
 # A window of fewer rounds of the workers is mostly edges (`studies.fidelity.few_rounds`).
 ROUNDS_PER_BURST = 4.5
@@ -43,9 +44,7 @@ def paced(
     )
 
 
-def filling_s(
-    config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], *, usable_cores: int, step_cores: float
-) -> float:
+def filling_s(config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], inputs: policy.TwinInputs) -> float:
     """Seconds that the workers need to fill their queues while the loop pauses; 0 where the burst was as training is.
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
@@ -53,8 +52,8 @@ def filling_s(
     24 % (`studies.fidelity.filling`).
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
-    stepping = min(step_cores, config.consumer_threads or math.inf)
-    if computing + stepping <= CROWDED_SHARE * usable_cores:
+    stepping = threads_at_work(config.consumer_threads, inputs.consumer_cores)
+    if computing + stepping <= CROWDED_SHARE * inputs.usable_cores:
         return 0.0
     if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
         return 0.0

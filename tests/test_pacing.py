@@ -8,6 +8,7 @@ import pytest
 
 from autotune_loader.config import LoaderConfig
 from autotune_loader.pacing import LONGEST_FILLING_S, filling_s
+from autotune_loader.policy import TwinInputs
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Trial
 
@@ -23,7 +24,8 @@ def filling_after(machine: SimulatedMachine, config: LoaderConfig) -> float:
     """Seconds to fill the queues first, as a burst of this configuration and one with a single worker tell."""
     probe = SimulatedProbe(machine, FakeClock())
     alone = Trial(number=0, config=ONE, role="search", measurement=probe.burst(ONE, BURST))
-    return filling_s(config, probe.burst(config, BURST), [alone], usable_cores=machine.cores, step_cores=1.0)
+    inputs = TwinInputs(usable_cores=machine.cores, consumer_cores=1.0, step_s_by_threads={})
+    return filling_s(config, probe.burst(config, BURST), [alone], inputs)
 
 
 def test_a_burst_with_queues_filled_first_reads_what_training_reads():

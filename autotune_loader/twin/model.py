@@ -89,7 +89,7 @@ class Twin:
         calibration = calibrate(
             observations,
             cores=float(cores),
-            threads_of=lambda threads: _threads(threads, consumer_cores),
+            threads_of=lambda threads: threads_at_work(threads, consumer_cores),
             step_base_s=bases,
             seed=seed,
         )
@@ -310,7 +310,9 @@ class Twin:
             ahead=spread([c.device_prefetch for c in configs], np.int64),
             in_order=spread([c.in_order for c in configs], np.bool_),
             pinned=spread([c.pin_memory for c in configs], np.bool_),
-            step_threads=spread([_threads(c.consumer_threads, self.consumer_cores) for c in configs], np.float64),
+            step_threads=spread(
+                [threads_at_work(c.consumer_threads, self.consumer_cores) for c in configs], np.float64
+            ),
             step_s=spread([known.get(c.consumer_threads, known[None]) for c in configs], np.float64),
             step_sd=spread([UNSEEN_THREADS_SD * (c.consumer_threads not in known) for c in configs], np.float64),
             cores=np.full(len(configs) * len(draws), float(cores)),
@@ -363,7 +365,8 @@ class Twin:
         return steady_rate(done, columns.workers, steady_batches(variation))
 
 
-def _threads(consumer_threads: int | None, consumer_cores: float) -> float:
+def threads_at_work(consumer_threads: int | None, consumer_cores: float) -> float:
+    """Cores that the step keeps busy while it runs: `consumer_cores`, or as many as its threads where these are fewer."""
     return consumer_cores if consumer_threads is None else min(float(consumer_threads), consumer_cores)
 
 

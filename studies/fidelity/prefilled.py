@@ -68,9 +68,9 @@ def _measure(name: str, probe: object, quiet: QuietTurns) -> None:
         measured = probe.burst(config, plan)  # type: ignore[attr-defined]
         assert not isinstance(measured, Failure), measured
         if is_truth:
-            truths[prefetch] = _after(measured, WORKERS * (prefetch + 1))
+            truths[prefetch] = rate_after(measured, WORKERS * (prefetch + 1))
         else:
-            read[prefetch].append((measured.samples_per_s.value, _after(measured, 1)))
+            read[prefetch].append((measured.samples_per_s.value, rate_after(measured, 1)))
         quiet.next()
     for prefetch in PREFETCH:
         errors = [rate / truths[prefetch] - 1 for rate, _ in read[prefetch]]
@@ -82,7 +82,7 @@ def _measure(name: str, probe: object, quiet: QuietTurns) -> None:
         )
 
 
-def _after(measured: Measurement, skip: int) -> float:
+def rate_after(measured: Measurement, skip: int) -> float:
     """Samples/s counted from batch `skip` to the end."""
     with contextlib.suppress(IndexError):
         inside = measured.traces[skip - 1 :]

@@ -161,14 +161,12 @@ class TimedJob:
     """The child's side: one workload, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
-        import torch
 
         from autotune_loader.probe.step import build_step
         from autotune_loader.probe.workload import TrainingSide
 
         self._study = regret_workload(name)
         self._has_short_epochs = name in SHORT_EPOCHS
-        self._threads = torch.get_num_threads()
         side = TrainingSide(model=self._study.model, train_step=self._study.train_step)
         first = next(iter(self._loader(LoaderConfig())))
         self._step = build_step(side, first)
@@ -182,7 +180,6 @@ class TimedJob:
         torch.manual_seed(timing.seed)
         random.seed(timing.seed)
         batches, window_s = self._timed(config, timing)
-        torch.set_num_threads(self._threads)
         return Timed(
             samples_per_s=batches * self._study.batch_size / window_s,
             batches=batches,
@@ -193,8 +190,11 @@ class TimedJob:
 
     def _timed(self, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
         """Batches of the window, and its seconds."""
+        from autotune_loader.probe.burst import step_threads
+
         if timing.clock == "steady" and self._has_short_epochs:
-            return self._run_epochs(config, timing.seconds)
+            with step_threads(config.consumer_threads):
+                return self._run_epochs(config, timing.seconds)
         started, ends = self.run(config, timing)
         if timing.clock == "start":
             return len(ends), ends[-1] - started
@@ -204,7 +204,6 @@ class TimedJob:
 
     def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
         """Whole epochs after the first, for at least so many seconds."""
-        self._set_step_threads(config)
         loader = self._loader(config)
         for batch in loader:
             self._step.run(batch)
@@ -217,7 +216,12 @@ class TimedJob:
 
     def run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         """When the run began, and when each batch of the window was trained on."""
-        self._set_step_threads(config)
+        from autotune_loader.probe.burst import step_threads
+
+        with step_threads(config.consumer_threads):
+            return self._run(config, timing)
+
+    def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         loader = self._loader(config)
         started = opened = time.perf_counter()
         skip = batches_until_settled(config) if timing.clock == "steady" else 0
@@ -237,11 +241,6 @@ class TimedJob:
             if now - opened > timing.seconds and enough:
                 break
         return started, ends
-
-    def _set_step_threads(self, config: LoaderConfig) -> None:
-        import torch
-
-        torch.set_num_threads(config.consumer_threads or self._threads)
 
     def _batches(self, loader: Any, epochs: bool) -> Iterator[Any]:
         yield from loader

@@ -6,7 +6,6 @@ The machine must do nothing else. Takes about two minutes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Interval, Round, paired_ratio
 from studies.regret.bench import Bench, Timing
+from studies.regret.configurations import asked_for
 from studies.regret.load import neighbours
 from studies.regret.oracle import ROUND_S, config_of, key
-from studies.workloads import DOCUMENTS, WORKLOADS
 
 ROUNDS = 6
 NEIGHBOURS_SEED = 2000
@@ -35,12 +34,9 @@ def ratio_in_turns(workload: str, configs: Sequence[LoaderConfig], *, loaded: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.regret.beside", description=__doc__)
-    parser.add_argument("workload", choices=sorted(WORKLOADS | DOCUMENTS))
-    parser.add_argument("configs", nargs=2, type=config_of, help='such as \'{"num_workers": 4, "prefetch_factor": 8}\'')
-    chosen = parser.parse_args()
+    workload, configs = asked_for("studies.regret.beside", __doc__, 2)
     for loaded in (True, False):
-        ratio = ratio_in_turns(chosen.workload, chosen.configs, loaded=loaded)
+        ratio = ratio_in_turns(workload, configs, loaded=loaded)
         where = "beside neighbours" if loaded else "alone"
         print(f"{where:18} {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {ratio.count} rounds)")
 

@@ -7,17 +7,14 @@ and its standard error. The machine must do nothing else.
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 from autotune_loader.config import LoaderConfig
 from studies.regret.bench import TimedJob, Timing, batches_until_settled, between_smooth_ends
-from studies.regret.oracle import ROUND_S, config_of
-from studies.workloads import DOCUMENTS, WORKLOADS
+from studies.regret.configurations import asked_for, print_means
+from studies.regret.oracle import ROUND_S
 
 RUN_S = 8.0
 RUNS = 6
@@ -43,24 +40,15 @@ def _rate(ends: Sequence[float], config: LoaderConfig) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.regret.settling", description=__doc__)
-    parser.add_argument("workload", choices=sorted(WORKLOADS | DOCUMENTS))
-    parser.add_argument(
-        "configs", nargs="+", type=config_of, help='such as \'{"num_workers": 4, "prefetch_factor": 8}\''
-    )
-    chosen = parser.parse_args()
-    job = TimedJob(chosen.workload)
-    shares: dict[LoaderConfig, list[list[float]]] = {config: [] for config in chosen.configs}
+    workload, configs = asked_for("studies.regret.settling", __doc__)
+    job = TimedJob(workload)
+    shares: dict[LoaderConfig, list[list[float]]] = {config: [] for config in configs}
     for number in range(RUNS):
         for config in random.Random(number).sample(list(shares), len(shares)):
             _, ends = job.run(config, Timing(clock="start", seconds=RUN_S, seed=number))
             shares[config].append(window_shares(ends, config))
-    print("| configuration | " + " | ".join(f"after {fills} fills" for fills in TRIED_FILLS) + " |")
-    print("|---" * (len(TRIED_FILLS) + 1) + "|")
-    for config, runs in shares.items():
-        columns = list(zip(*runs, strict=True))
-        cells = [f"{fmean(each):.3f} ± {stdev(each) / math.sqrt(len(each)):.3f}" for each in columns]
-        print(f"| {config} | {' | '.join(cells)} |")
+    by_fills = {config: list(zip(*runs, strict=True)) for config, runs in shares.items()}
+    print_means([f"after {fills} fills" for fills in TRIED_FILLS], by_fills, ".3f")
 
 
 if __name__ == "__main__":
