@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 from autotune_loader import policy
 from autotune_loader.config import LoaderConfig
@@ -20,9 +18,8 @@ LONGEST_BURST_S = 3.0
 FILLING_SHARE = 0.1
 # With more than this share of the logical cores at work some share a physical one, and slow each other down.
 CROWDED_SHARE = 0.5
-# The loop is disturbed when it takes so many times as long for a batch, waiting aside, as in the median burst of the search.
-SLOWED = 1.05
-LONGEST_FILLING_S = 1.5
+# Enough for queues of eight batches a worker (`studies.fidelity.filling`); slower workers fill a part of theirs.
+LONGEST_FILLING_S = 0.75
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.
 DEADLINE_FACTOR = 10.0
 SHORTEST_DEADLINE_S = 30.0
@@ -44,28 +41,19 @@ def paced(
     )
 
 
-def filling_s(config: LoaderConfig, measured: Measurement, trials: Sequence[Trial], inputs: policy.TwinInputs) -> float:
+def filling_s(config: LoaderConfig, measured: Measurement, inputs: policy.TwinInputs) -> float:
     """Seconds that the workers need to fill their queues while the loop pauses; 0 where the burst was as training is.
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
-    gets its batches later and steps more slowly: bursts of half a second read 4 to 8 workers with a prefetch of 8 low by 11 to
-    24 % (`studies.fidelity.filling`).
+    gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
+    25 % (`studies.fidelity.filling`). Whether the loop was slowed cannot be told by comparing it with that of too few workers:
+    receiving takes as long after a wait.
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
     stepping = threads_at_work(config.consumer_threads, inputs.consumer_cores)
     if computing + stepping <= CROWDED_SHARE * inputs.usable_cores:
         return 0.0
     if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
-        return 0.0
-    alike = [
-        trial.measurement
-        for trial in trials
-        if trial.measurement is not None
-        and trial.config.num_workers
-        and (trial.config.consumer_threads, trial.config.batch_size) == (config.consumer_threads, config.batch_size)
-    ]
-    undisturbed_s = median([each.receive_s + each.step_s for each in alike] or [math.inf])
-    if measured.receive_s + measured.step_s <= SLOWED * undisturbed_s:
         return 0.0
     others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
     return min(measured.first_batch_s + others_s, LONGEST_FILLING_S)

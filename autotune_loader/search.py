@@ -540,7 +540,7 @@ class SearchRun:
         return paced(plan, config, self.found.trials, usable_cores=self._usable_cores, seconds_left=left)
 
     def _pause_s(self, config: LoaderConfig, measured: Measurement) -> float:
-        return filling_s(config, measured, self.found.trials, self.found.inputs)
+        return filling_s(config, measured, self.found.inputs)
 
     def _with_deadline(self, _: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         return replace(plan, deadline_s=deadline_s(self.found.trials, self.seconds_left()))

@@ -10,7 +10,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.pacing import LONGEST_FILLING_S, filling_s
 from autotune_loader.policy import TwinInputs
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Trial
+from autotune_loader.trial import BurstPlan
 
 BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
 ONE = LoaderConfig(num_workers=1, prefetch_factor=2)
@@ -21,11 +21,10 @@ CROWDED = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.012, step_cores=1.0, se
 
 
 def filling_after(machine: SimulatedMachine, config: LoaderConfig) -> float:
-    """Seconds to fill the queues first, as a burst of this configuration and one with a single worker tell."""
+    """Seconds to fill the queues first, as a burst of this configuration tells."""
     probe = SimulatedProbe(machine, FakeClock())
-    alone = Trial(number=0, config=ONE, role="search", measurement=probe.burst(ONE, BURST))
     inputs = TwinInputs(usable_cores=machine.cores, consumer_cores=1.0, step_s_by_threads={})
-    return filling_s(config, probe.burst(config, BURST), [alone], inputs)
+    return filling_s(config, probe.burst(config, BURST), inputs)
 
 
 def test_a_burst_with_queues_filled_first_reads_what_training_reads():
@@ -51,7 +50,6 @@ def test_queues_take_as_long_to_fill_as_each_worker_takes_for_its_own():
     [
         pytest.param(CROWDED, LoaderConfig(), id="no workers, no queues"),
         pytest.param(CROWDED, ONE, id="a worker that the loop waits for"),
-        pytest.param(replace(CROWDED, step_cores=0.0), MANY, id="a step that nobody disturbs"),
         pytest.param(replace(CROWDED, cores=16), MANY, id="cores for everybody"),
         pytest.param(replace(CROWDED, cpu_s=0.0, wait_s=0.03), MANY, id="workers that wait"),
     ],
