@@ -34,7 +34,7 @@ from autotune_loader.pacing import deadline_s, filling_s, finals_round_s, paced
 from autotune_loader.settings import Settings
 from autotune_loader.space import UNMODELLED, Space
 from autotune_loader.study import Ledger, journal_beside, role_of
-from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial, TrialRole
+from autotune_loader.trial import BurstPlan, CountedProbe, Failure, Measurement, Probe, Trial, TrialRole
 from autotune_loader.twin.residual import Knowledge
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class SearchRun:
         suggestions: Sequence[LoaderConfig] = (),
         epoch_batches: int | None = None,
     ) -> None:
-        self._probe = probe
+        self._probe = CountedProbe(probe)
         self._space = space
         self._settings = settings
         self._own_config = own_config
@@ -163,6 +163,7 @@ class SearchRun:
             self.found.interrupted = True
             self.found.stopped_because = "interrupted"
         finally:
+            self.found.bursts = self._probe.count
             self.found.study = self._ledger.study
             self._ledger.close()
         return self.found
@@ -202,7 +203,6 @@ class SearchRun:
     def _measure_ceilings(self) -> None:
         for threads in self._space.consumer_threads:
             measured = self._probe.step_ceiling(threads, CEILING_BURST)
-            self.found.bursts += 1
             if isinstance(measured, Failure):
                 log.warning("the step on a cached batch failed: %s", measured.message)
                 continue
@@ -271,7 +271,6 @@ class SearchRun:
             return
         plan = replace(CEILING_BURST, batch_size=size)
         measured = self._probe.step_ceiling(config.consumer_threads, plan)
-        self.found.bursts += 1
         if not isinstance(measured, Failure):
             self.found.ceilings_by_batch[size] = measured
 
@@ -370,10 +369,8 @@ class SearchRun:
 
     def _burst(self, config: LoaderConfig) -> Measurement | Failure:
         plan = self._paced(config, replace(SEARCH_BURST, seed=len(self.found.trials)))
-        self.found.bursts += 1
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
-            self.found.bursts += 1
             outcome = self._probe.burst(config, plan)
         return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
 
@@ -449,8 +446,6 @@ class SearchRun:
             typical_noise=self._typical_noise(),
             on_round=lambda number, rates: self._listener.finals_round(number, rates, self.seconds_left()),
         )
-        if self.found.finals is not None:
-            self.found.bursts += sum(len(each.rates) for each in self.found.finals.rounds)
 
     def _epochs_are_short(self) -> bool:
         epoch_s = self.found.epoch_s()

@@ -304,8 +304,7 @@ def feeding_known(rates, sd):
     feeding = Feeding(
         log_headroom=np.array([*np.log([0.525, 1.3125, 4.2]), -np.inf]),
         headroom_sd=np.array([0.02, 0.02, 0.02, 0.0]),
-        slow_receipt=np.zeros(4),
-        irregular=np.array([0.5, 0.0, 0.0, 0.8]),
+        least_loss=np.array([0.5, 0.0, 0.0, 0.8]),
         free=np.ones(4),
         free_sd=np.zeros(4),
         larger=((1, 2), (2,), (), ()),

@@ -303,8 +303,10 @@ def test_a_failure_that_may_pass_is_tried_once_more():
     machine = SimulatedMachine(
         step_s=0.001, fails=lambda config: answers.pop() if config.num_workers == 4 and answers else None
     )
-    found, _, _ = run_on(machine)
+    found, probe, _ = run_on(machine)
     assert all(trial.measurement for trial in found.trials)
+    # THEN all of its bursts are counted, and that of the step on a cached batch
+    assert found.bursts == len(probe.bursts) + len(found.ceilings)
 
 
 @pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
@@ -394,6 +396,7 @@ def test_an_interruption_at_any_moment_keeps_the_trials():
         assert found.interrupted
         assert found.stopped_because == "interrupted"
         assert found.finals is None
+        assert found.bursts == at + 1
         assert [trial.config for trial in found.trials] == [
             trial.config for trial in complete.trials[: len(found.trials)]
         ]

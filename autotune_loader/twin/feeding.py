@@ -52,11 +52,10 @@ class Feeding:
     """Logarithm of the headroom; -inf where no burst had these workers."""
     headroom_sd: Floats
     """Standard deviation of that logarithm."""
-    slow_receipt: Floats
-    """Share of the loop's time by which these workers hand batches over more slowly than any others did, luck apart."""
-    irregular: Floats
-    """Share of the time in which the loop waits even if the mean says that it need not: service times vary. What the twin says,
-    or less where bursts showed less."""
+    least_loss: Floats
+    """Share of the loop's time that is lost even where the headroom says that none is, for the larger of two reasons. Service
+    times vary, so that the loop waits now and then: as the twin says, or less where bursts showed less. Or these workers hand
+    batches over more slowly than any others did, luck apart."""
     free: Floats
     """Share of the cores' time that the workers leave free, so that more of them may take it; 1 where that is unknown."""
     free_sd: Floats
@@ -94,8 +93,7 @@ class Feeding:
         return cls(
             log_headroom=np.array([mean for mean, _ in headrooms]),
             headroom_sd=np.array([sd for _, sd in headrooms]),
-            slow_receipt=np.array([slow.get(crew, 0.0) for crew in crews]),
-            irregular=np.minimum(1.0 - np.array(use), waiting),
+            least_loss=np.maximum(np.minimum(1.0 - np.array(use), waiting), [slow.get(crew, 0.0) for crew in crews]),
             free=free,
             free_sd=free_sd,
             larger=tuple(
@@ -115,8 +113,7 @@ class Feeding:
         return Feeding(
             log_headroom=self.log_headroom[where],
             headroom_sd=self.headroom_sd[where],
-            slow_receipt=self.slow_receipt[where],
-            irregular=self.irregular[where],
+            least_loss=self.least_loss[where],
             free=self.free[where],
             free_sd=self.free_sd[where],
             larger=tuple(tuple(new[other] for other in self.larger[old] if other in new) for old in where),
@@ -127,8 +124,7 @@ class Feeding:
         return Feeding(
             log_headroom=np.concatenate([self.log_headroom, np.full(count, -np.inf)]),
             headroom_sd=np.concatenate([self.headroom_sd, np.zeros(count)]),
-            slow_receipt=np.concatenate([self.slow_receipt, np.zeros(count)]),
-            irregular=np.concatenate([self.irregular, np.ones(count)]),
+            least_loss=np.concatenate([self.least_loss, np.ones(count)]),
             free=np.concatenate([self.free, np.ones(count)]),
             free_sd=np.concatenate([self.free_sd, np.zeros(count)]),
             larger=self.larger + ((),) * count,
@@ -165,7 +161,7 @@ class Feeding:
     def _shortfall(self, position: int, luck: Floats | float) -> Floats:
         """What a configuration loses at most against those with more workers, by so much luck (standard normal)."""
         headroom = np.exp(self.log_headroom[position] + self.headroom_sd[position] * np.asarray(luck))
-        of_loop = np.maximum(1.0 - headroom, max(self.irregular[position], self.slow_receipt[position]))
+        of_loop = np.maximum(1.0 - headroom, self.least_loss[position])
         of_cores = self.free[position] - self.free_sd[position] * np.asarray(luck)
         short: Floats = np.clip(np.minimum(of_loop, of_cores), 0.0, MOST_LOST)
         return short

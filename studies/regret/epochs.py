@@ -16,7 +16,8 @@ from itertools import pairwise
 from autotune_loader.config import LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from studies.regret.simulated import OURS, TRUTH_BATCHES, Oracle, Outcome, by_search, random_machine, space_of, table
+from studies.regret import OURS
+from studies.regret.simulated import TRUTH_BATCHES, Oracle, Outcome, by_search, random_machine, space_of, table
 
 LEAST_BATCHES, MOST_BATCHES = 4, 256
 BUDGET_S = 60.0

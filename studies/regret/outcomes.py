@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.config import LoaderConfig
+from studies.regret import OURS
 from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve
 from studies.regret.plateaus import PLATEAU_LOSS, plateaus
@@ -134,7 +135,7 @@ def right_sizing(cells: Sequence[Cell], known: dict[str, Known]) -> str:
     ]
     runs = []
     for workload in dict.fromkeys(cell.workload for cell in cells):
-        mine = [each for each in cells if each.workload == workload and each.strategy == "autotune_loader"]
+        mine = [each for each in cells if each.workload == workload and each.strategy == OURS]
         fewest = _fewest_as_fast(known[workload])
         told = [(each.config, each.regret) for each in mine if each.config and each.regret]
         if not told or fewest is None or mine[0].fastest is None:
@@ -181,7 +182,7 @@ def over_time(known: dict[str, Known], strategy: str) -> list[list[tuple[float, 
 
 def equal_share(known: dict[str, Known], cells: Sequence[Cell]) -> str:
     """Seconds that others need for the share of runs within 2 % that they reach, beside ours for the same share."""
-    ours = over_time(known, "autotune_loader")
+    ours = over_time(known, OURS)
     lines = [
         "| strategy | share within 2 % at its end | its seconds to that share | ours to that share |",
         "|---|---|---|---|",

@@ -22,7 +22,7 @@ from typing import Any
 
 from autotune_loader.stats import Round
 from studies.fidelity.quiet import QuietTurns
-from studies.regret import oracle
+from studies.regret import OURS, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
 from studies.regret.load import neighbours
 from studies.regret.oracle import key
@@ -48,10 +48,9 @@ ORDER = (
     "step_bound",
 )
 QUICK_WORKLOADS = ("jpeg", "wait_light_tail", "in_memory")
-QUICK_STRATEGIES = ("autotune_loader", "torch default", "workers = cores", "climb 3 %")
+QUICK_STRATEGIES = (OURS, "torch default", "workers = cores", "climb 3 %")
 LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
-LOADED = "autotune_loader, loaded"
-OURS = "autotune_loader"
+LOADED = f"{OURS}, loaded"
 # Neighbours that no choice was made beside; they make rounds scatter more, so that there are more of them.
 ORACLES_NEIGHBOURS = 1000
 LOADED_ROUNDS = 10

@@ -26,6 +26,7 @@ from autotune_loader.settings import Settings
 from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import Measurement, Probe, Trial
+from studies.regret import OURS
 from studies.regret.over_time import NEAR, held_at
 from studies.regret.plateaus import PLATEAU_LOSS, plateaus
 from studies.regret.quantiles import at
@@ -200,7 +201,6 @@ def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s
     return Chosen(best, clock(), held)
 
 
-OURS = "autotune_loader"
 STRATEGIES: dict[str, Strategy] = {
     OURS: by_search("auto", 60.0),
     "torch default": by_rule(lambda machine: LoaderConfig()),

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.config import LoaderConfig
+from studies.regret import OURS
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
 from studies.workloads import study_cache
 
@@ -253,7 +254,7 @@ def _has_loadtune(python: Path) -> bool:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "autotune_loader": autotune_loader,
+    OURS: autotune_loader,
     "torch default": by_rule(lambda cores: LoaderConfig()),
     "workers = cores": by_rule(lambda cores: LoaderConfig(num_workers=cores)),
     "climb 3 %": climb,
@@ -271,4 +272,4 @@ def applies(strategy: str, workload: str) -> bool:
 
 def seeds_of(strategy: str, seeds: int) -> Iterator[int]:
     """Only ours is run with every seed: the others cost more, and rules have none."""
-    yield from range(seeds if strategy == "autotune_loader" else 1)
+    yield from range(seeds if strategy == OURS else 1)
