@@ -47,7 +47,7 @@ NOISE_WEIGHT = 4.0
 LEAST_NOISE = 0.003
 # A candidate that is slower, or as fast, with this probability needs no further rounds.
 CERTAIN = 0.95
-# Besides whoever would be chosen now, so many run in a round.
+# Besides whoever would be chosen now, so many run in a round; more only where several were faster in their few rounds.
 RIVALS = 1
 # Patience lasts so many times longer while the rounds do not bear out what would be chosen.
 LONGER_PATIENCE = 2.0
@@ -309,14 +309,9 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
         for index in active
         if index not in (leader, base) and not _is_answered(known, usable, index, leader, tolerance)
     ]
-    # First whom the rounds say to be faster: where belief has settled on somebody else, few of them must not be the last.
-    rivals = sorted(
-        open_,
-        key=lambda index: (
-            not _look_faster(log_ratios(usable, str(index), str(leader)), tolerance),
-            -sum(known.ratio(index, leader)),
-        ),
-    )[:RIVALS]
+    # Whom the rounds say to be faster is heard out: where belief has settled on somebody else, few of them must not be the last.
+    unheard = [index for index in open_ if _is_unheard(usable, index, leader, tolerance)]
+    rivals = unheard or sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
     wanted = {leader, *new, *rivals}
     if base in active and not _is_compared(usable, base, leader, tolerance):
         wanted.add(base)
@@ -324,17 +319,21 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
 
 
 def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
-    # Whatever is believed, rounds that say otherwise are heard out.
-    logs = log_ratios(rounds, str(index), str(leader))
-    if _look_faster(logs, tolerance):
-        if len(logs) < MIN_ROUNDS:
-            return False
-    elif known.is_as_fast(leader, index, tolerance):
+    if _is_unheard(rounds, index, leader, tolerance):
+        return False
+    looks_faster = _look_faster(log_ratios(rounds, str(index), str(leader)), tolerance)
+    if not looks_faster and known.is_as_fast(leader, index, tolerance):
         return True
     mean, sd = known.ratio(index, leader)
     slower = _below(math.log(1 - tolerance), mean, sd)
     faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
     return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+
+def _is_unheard(rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
+    """Whether an entrant was faster in its rounds, and these are too few to prove it."""
+    logs = log_ratios(rounds, str(index), str(leader))
+    return len(logs) < MIN_ROUNDS and _look_faster(logs, tolerance)
 
 
 def _look_faster(logs: Sequence[float], tolerance: float) -> bool:

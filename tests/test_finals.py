@@ -329,7 +329,8 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
     assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
 
 
-def test_rounds_that_contradict_a_belief_are_heard_out():
+@pytest.mark.parametrize("others", [100.0, 110.0], ids=["one", "two"])
+def test_rounds_that_contradict_a_belief_are_heard_out(others):
     # GIVEN a belief that is sure of SOME, and of FEW that they are much slower
     def believe(bursts):
         return Knowledge(
@@ -339,9 +340,10 @@ def test_rounds_that_contradict_a_belief_are_heard_out():
             noise_sd=0.02,
         )
 
-    # WHEN they are faster in the rounds THEN they run in enough of these to prove it, before anybody else does
-    probe = RatedProbe({BASELINE: 50.0, FEW: 130.0, SOME: 100.0, MANY: 100.0}, noise=0.01)
+    # WHEN they are faster in the rounds, alone or with MANY
+    probe = RatedProbe({BASELINE: 50.0, FEW: 130.0, SOME: 100.0, MANY: others}, noise=0.01)
     outcome = race(probe, [SOME, MANY, FEW], believe=believe, patience_s=9.0)
+    # THEN they run in enough of these to prove it
     assert outcome.winner == FEW
     assert all(str(outcome.configs.index(FEW)) in each.rates for each in outcome.rounds[:MIN_ROUNDS])
 
