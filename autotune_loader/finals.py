@@ -309,7 +309,7 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
         for index in active
         if index not in (leader, base) and not _is_answered(known, usable, index, leader, tolerance)
     ]
-    # Whom the rounds say to be faster is heard out: where belief has settled on somebody else, few of them must not be the last.
+    # Whom the rounds say to be faster is heard out: where belief favours somebody else, few rounds must not be the last.
     unheard = [index for index in open_ if _is_unheard(usable, index, leader, tolerance)]
     rivals = unheard or sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
     wanted = {leader, *new, *rivals}
