@@ -38,6 +38,9 @@ WORTHWHILE_SHARE = 0.4
 # scatter on a busy machine (finals in studies/regret/results: 7 % to 12 % as a rule, 20 % beside neighbours). With more, what
 # only ever had slow bursts was taken for what the twin made of it.
 POOREST_BURST_SD = 0.2
+# Processes of others that take a share of the cores in one burst take anything from none to twice as much in the next, so that
+# rates differ by so much of that share (relative standard deviation). On a quiet machine others take 0.1 % to 0.4 %.
+NEIGHBOURS_SD = 0.5
 # Share of the memory limit that makes one configuration dearer than another.
 MEMORY_STEP = 0.05
 # A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers.
@@ -247,8 +250,9 @@ def modelled(config: LoaderConfig) -> LoaderConfig:
 
 
 def _burst_variance(measurement: Measurement, twin: Twin, scatter: float) -> float:
-    """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, and unseen slow batches."""
+    """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, neighbours, unseen slow batches."""
     rate = measurement.samples_per_s
     own_sd = min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD)
     tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
-    return float(max(own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2)
+    neighbours_sd = NEIGHBOURS_SD * (measurement.foreign_cpu_share or 0.0)
+    return float(max(own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2 + neighbours_sd**2)

@@ -380,6 +380,27 @@ def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
     assert believed < 1.4 * rate
 
 
+def test_bursts_beside_neighbours_say_less():
+    # GIVEN scouts during which processes of others took a quarter of the cores, or none
+    probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
+    space = space_of(probe.machine)
+    bursts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
+    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    most = bursts[-1][0]
+
+    def sd_beside(foreign):
+        seen = [(config, replace(burst, foreign_cpu_share=foreign)) for config, burst in bursts]
+        trials = [
+            Trial(number=i, config=each, role="search", measurement=burst) for i, (each, burst) in enumerate(seen)
+        ]
+        known = policy.learn(space, trials, inputs)
+        return known.sd()[known.configs.index(most)]
+
+    # THEN with neighbours less is known of what was measured; where nobody counted them as much as if there were none
+    assert sd_beside(0.25) > 1.5 * sd_beside(0.0)
+    assert sd_beside(None) == sd_beside(0.0)
+
+
 # Interruptions
 
 

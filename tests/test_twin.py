@@ -21,6 +21,7 @@ from autotune_loader.twin import Observation, Twin, simulate, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.levelling import level
 from autotune_loader.twin.residual import consumer_bound, prior_covariance
+from autotune_loader.twin.smoothing import smooth, smooth_by_kind
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)
@@ -461,6 +462,45 @@ def test_slight_contention_shows_on_many_cores():
     unseen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (8, 32, 48)]
     rates = [prediction.samples_per_s.value for prediction in twin.predict_all(unseen)]
     assert rates == pytest.approx([probe.truth(config) for config in unseen], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "expected"),
+    [
+        # threads of the step, of 4: all, 2 and 1
+        ({None: 2.5, 2: 1.6, 1: 1.0}, 1.0),
+        ({None: 2.5, 2: 1.0, 1: 1.6}, 1.6),
+    ],
+    ids=["one thread is hardly slowed", "one thread is slowed most"],
+)
+def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number_of_threads(slowdowns, expected):
+    # GIVEN bursts in which workers slow the step by what no law of free cores says: with two threads or one, cores are free
+    alone = {None: 0.012, 2: 0.016, 1: 0.02}
+    seen = [
+        replace(
+            observation(workers, service=0.01, cpu=0.01, step=alone[threads] * slowdowns[threads], busy=1.0),
+            consumer_threads=threads,
+            at_work=0.7,
+        )
+        for workers, threads in ((1, None), (4, None), (2, 2), (3, 1))
+    ]
+    twin = Twin.fit(
+        [observation(0, service=0.01, cpu=0.01, step=alone[None]), *seen],
+        cores=4,
+        consumer_cores=4.0,
+        step_s_by_threads=alone,
+    )
+    # THEN with other workers beside it a step of one thread is expected to take about as long as it did
+    rate = twin.predict(2, 2, consumer_threads=1).samples_per_s.value
+    assert rate == pytest.approx(8 / (alone[1] * expected + 0.001), rel=0.08)
+
+
+def test_kinds_that_do_not_differ_have_no_offset():
+    load, noise = np.array([0.0, 0.5, 0.5, 1.0]), np.full(4, 0.03**2)
+    values = np.array([[0.1, 0.11, 0.1, 0.12]]).T
+    curve, offsets = smooth_by_kind(load, [1.0, 1.0, 2.0, np.nan], values, noise, 0.3)
+    assert not offsets.any()
+    assert curve == pytest.approx(smooth(load, values, noise, 0.3))
 
 
 def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():

@@ -82,6 +82,8 @@ class Calibration:
     step: Nodes
     """Logarithm of the seen step time over the undisturbed one on shared cores, over busy workers or, where the step
     computes on several cores, over `starved_threads`."""
+    step_by_threads: Nodes
+    """How far that logarithm lies off the curve beside workers, over the threads of the step."""
     step_is_parallel: bool
     receive: Nodes
     """Seconds to take a ready batch over."""
@@ -128,7 +130,8 @@ class Calibration:
         if self.step_is_parallel:
             disturbance = starved_threads(crowd, columns.step_threads, columns.cores)
         disturbance = np.where(serial, ALONE, disturbance)
-        step = np.exp(self.step.at(disturbance, columns.draw) + columns.step_sd * luck)
+        off = np.where(serial, 0.0, self.step_by_threads.at(columns.step_threads, columns.draw))
+        step = np.exp(self.step.at(disturbance, columns.draw) + off + columns.step_sd * luck)
         receive = self.receive.at(load.at_work, columns.draw) * speed
         cpu_share = cpu_wall / np.maximum(cpu_wall + waiting, 1e-12)
         receive = np.where(columns.pinned, np.minimum(receive, self.hand_over_s), receive)
