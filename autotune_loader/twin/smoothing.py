@@ -24,8 +24,8 @@ LEVEL_SD = 0.3
 OFFSET_SD = 0.12
 """So far may all bursts of one kind lie above or below the curve through all, as the standard deviation of a logarithm."""
 OFFSET_EVIDENCE = 8.0
-"""Only where that makes the bursts likelier by more than this, in natural logarithms: steps of real models on the CPU do it by
-8 to 300 (studies/fidelity)."""
+"""Only where that makes the bursts likelier by more than this, in natural logarithms: steps of real models on the CPU (`text`,
+`tutorial` and `jpeg` of the studies) did it by 8 to 300."""
 NOISE_SDS = np.array([0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08])
 """Noise of a burst that may come out. Quiet machines show 2 %, busy ones 8 %."""
 TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
