@@ -304,14 +304,12 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
         return active
     known = _believed(standing, usable)
     new = [index for index in active if not _rates(usable, index)]
-    open_ = [
-        index
-        for index in active
-        if index not in (leader, base) and not _is_answered(known, usable, index, leader, tolerance)
-    ]
+    others = [index for index in active if index not in (leader, base)]
     # Whom the rounds say to be faster is heard out: where belief favours somebody else, few rounds must not be the last.
-    unheard = [index for index in open_ if _is_unheard(usable, index, leader, tolerance)]
-    rivals = unheard or sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
+    rivals = [index for index in others if _is_unheard(usable, index, leader, tolerance)]
+    if not rivals:
+        open_ = [index for index in others if not _is_answered(known, usable, index, leader, tolerance)]
+        rivals = sorted(open_, key=lambda index: -sum(known.ratio(index, leader)))[:RIVALS]
     wanted = {leader, *new, *rivals}
     if base in active and not _is_compared(usable, base, leader, tolerance):
         wanted.add(base)
@@ -319,8 +317,6 @@ def _entrants(standing: _Standing, base: int, tolerance: float) -> list[int]:
 
 
 def _is_answered(known: Knowledge, rounds: Sequence[Round], index: int, leader: int, tolerance: float) -> bool:
-    if _is_unheard(rounds, index, leader, tolerance):
-        return False
     looks_faster = _look_faster(log_ratios(rounds, str(index), str(leader)), tolerance)
     if not looks_faster and known.is_as_fast(leader, index, tolerance):
         return True

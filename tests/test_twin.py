@@ -498,9 +498,9 @@ def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number
 def test_kinds_that_do_not_differ_have_no_offset():
     load, noise = np.array([0.0, 0.5, 0.5, 1.0]), np.full(4, 0.03**2)
     values = np.array([[0.1, 0.11, 0.1, 0.12]]).T
-    curve, offsets = smooth_by_kind(load, [1.0, 1.0, 2.0, np.nan], values, noise, 0.3)
+    curve, offsets = smooth_by_kind(load, np.array([1.0, 1.0, 2.0, np.nan]), values, noise)
     assert not offsets.any()
-    assert curve == pytest.approx(smooth(load, values, noise, 0.3))
+    assert curve == pytest.approx(smooth(load, values, noise))
 
 
 def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():

@@ -11,7 +11,7 @@ from autotune_loader.twin.calibration import ALONE, BEST, DRAWS, MACHINE_SPEED_S
 from autotune_loader.twin.contention import BURST_SD, Contention, busy_beside, fit_contention
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.recursion import Floats
-from autotune_loader.twin.smoothing import LEVEL_SD, noise_sd, sampling_variance, smooth, smooth_by_kind
+from autotune_loader.twin.smoothing import noise_sd, sampling_variance, smooth, smooth_by_kind
 from autotune_loader.twin.stages import starved_threads, step_share
 
 PIN_BYTES_PER_S = 4e9
@@ -56,19 +56,17 @@ def calibrate(
     noise = noise_sd(np.log(np.maximum(at_work, 1.0)), bends[:, 0], sampling)
     disturbances = [_disturbance(o, threads_of, contention, cores, step_is_parallel) for o in observations]
     step_bends = np.array([_step_bend(o, threads_of, step_base_s, contention, cores, rng) for o in observations])
-    step, off = smooth_by_kind(
-        _step_axis(disturbances),
-        [threads_of(o.consumer_threads) if step_is_parallel and o in fitted else math.nan for o in observations],
-        step_bends,
-        np.full(len(observations), noise**2),
-        LEVEL_SD,
-    )
+    is_fitted = [o in fitted for o in observations]
+    kinds = np.full(len(observations), math.nan)
+    if step_is_parallel:
+        kinds[is_fitted] = threads
+    step, off = smooth_by_kind(_step_axis(disturbances), kinds, step_bends, np.full(len(observations), noise**2))
     return Calibration(
         contention=contention,
         noise_sd=noise,
-        service=Nodes.of(list(at_work), smooth(np.log(np.maximum(at_work, 1.0)), bends, noise**2 + sampling, LEVEL_SD)),
+        service=Nodes.of(list(at_work), smooth(np.log(np.maximum(at_work, 1.0)), bends, noise**2 + sampling)),
         step=Nodes.of(disturbances, step),
-        step_by_threads=Nodes.of(threads, off[[o in fitted for o in observations]]),
+        step_by_threads=Nodes.of(threads, off[is_fitted]),
         step_is_parallel=step_is_parallel,
         receive=Nodes.of([o.workers_at_work for o in ready], receive),
         transit_s=_transit(unpinned, receive),

@@ -51,20 +51,18 @@ def sampling_variance(observations: Sequence[Observation]) -> Floats:
 def noise_sd(load: Floats, deviations: Floats, sampling: Floats) -> float:
     """Noise between bursts, the most probable one of `NOISE_SDS`, given deviations from the model at these loads."""
     prior = -0.5 * ((np.log(NOISE_SDS) - np.log(TYPICAL_NOISE)) / NOISE_SPREAD) ** 2
-    scores = [_evidence(_prior(load, LEVEL_SD) + np.diag(sampling + sd**2), deviations) for sd in NOISE_SDS]
+    scores = [_evidence(_prior(load) + np.diag(sampling + sd**2), deviations) for sd in NOISE_SDS]
     return float(NOISE_SDS[int(np.argmax(prior + scores))])
 
 
-def smooth(load: Floats, values: Floats, noise: Floats, level_sd: float = 0.0) -> Floats:
+def smooth(load: Floats, values: Floats, noise: Floats) -> Floats:
     """The values without what is noise: at these loads, with these variances; shape (loads, draws) in and out."""
-    prior = _prior(load, level_sd)
+    prior = _prior(load)
     smoothed: Floats = prior @ np.linalg.solve(prior + np.diag(noise), values)
     return smoothed
 
 
-def smooth_by_kind(
-    load: Floats, kinds: Sequence[float], values: Floats, noise: Floats, level_sd: float = 0.0
-) -> tuple[Floats, Floats]:
+def smooth_by_kind(load: Floats, kinds: Floats, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
     """The curve through bursts of several kinds, and how far those of each kind lie off it, if they show that they do.
 
     Args:
@@ -72,23 +70,23 @@ def smooth_by_kind(
         kinds: of each burst; nan is of no kind.
         values: shape (loads, draws).
         noise: variance of each burst.
-        level_sd: of all bursts together.
 
     Returns:
         The curve and the offsets at each burst, both of shape (loads, draws).
     """
-    plain = _prior(load, level_sd) + np.diag(noise)
+    prior = _prior(load)
+    plain = prior + np.diag(noise)
     # Nothing equals nan, itself included.
-    alike = OFFSET_SD**2 * np.equal.outer(np.array(kinds), np.array(kinds))
+    alike = OFFSET_SD**2 * np.equal.outer(kinds, kinds)
     if _evidence(plain + alike, values[:, 0]) < _evidence(plain, values[:, 0]) + OFFSET_EVIDENCE:
         alike = np.zeros_like(alike)
     weights = np.linalg.solve(plain + alike, values)
-    return _prior(load, level_sd) @ weights, alike @ weights
+    return prior @ weights, alike @ weights
 
 
-def _prior(load: Floats, level_sd: float) -> Floats:
+def _prior(load: Floats) -> Floats:
     distance = (load[:, None] - load[None, :]) / MODEL_LENGTH
-    prior: Floats = MODEL_SD**2 * np.exp(-0.5 * distance**2) + level_sd**2
+    prior: Floats = MODEL_SD**2 * np.exp(-0.5 * distance**2) + LEVEL_SD**2
     return prior
 
 

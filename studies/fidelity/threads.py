@@ -3,8 +3,8 @@
     python -m studies.fidelity.threads text
 
 The bursts that a search begins with, and some with other workers and the same threads, in rounds. For each round the twin is
-fitted to the former, once with its offset for each number of threads and once without, and predicts all; an error is the
-logarithm of prediction over measured rate, the median of the rounds. The machine must do nothing else.
+fitted to the former, once with its offset for each number of threads and once without, and predicts all. An error is the
+logarithm of the prediction over the measured rate, and that rate the median of the rounds. The machine must do nothing else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from autotune_loader.config import LoaderConfig
 from autotune_loader.finals import FINAL_BURST
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.policy import TwinInputs, scouts
+from autotune_loader.policy import TwinInputs, fit_twin, scouts
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.search import CEILING_BURST
 from autotune_loader.space import Space
-from autotune_loader.trial import Failure, Measurement
-from autotune_loader.twin import Observation, Twin, smoothing
+from autotune_loader.trial import Failure, Measurement, Trial
+from autotune_loader.twin import smoothing
 from studies.fidelity.measure import workload_of
 from studies.regret.bench import regret_workload
 from studies.workloads import DOCUMENTS, WORKLOADS
@@ -72,34 +72,31 @@ def tell(
     rounds: Sequence[Mapping[LoaderConfig, Measurement]], first: Sequence[LoaderConfig], inputs: TwinInputs
 ) -> None:
     """Print each configuration's errors, and those of all together."""
+    rates = {config: median(each[config].samples_per_s.value for each in rounds) for config in rounds[0]}
+    scouted = [
+        [Trial(number=0, config=config, role="search", measurement=each[config]) for config in first] for each in rounds
+    ]
     with patch.object(smoothing, "OFFSET_EVIDENCE", math.inf):
-        without = errors(rounds, first, inputs)
-    within = errors(rounds, first, inputs)
+        without = errors(rates, scouted, inputs)
+    within = errors(rates, scouted, inputs)
     print("| configuration | samples/s | error without offsets | error |")
     print("|---|---|---|---|")
-    for config in within:
-        rate = median(each[config].samples_per_s.value for each in rounds)
+    for config, rate in rates.items():
         print(f"| {config} | {rate:,.0f} | {fmean(without[config]):+.2f} | {fmean(within[config]):+.2f} |")
     typical = [float(np.sqrt(np.square(list(each.values())).mean())) for each in (without, within)]
     print("\nroot mean square {:.3f} without offsets, {:.3f} with them".format(*typical))
 
 
 def errors(
-    rounds: Sequence[Mapping[LoaderConfig, Measurement]], first: Sequence[LoaderConfig], inputs: TwinInputs
+    rates: Mapping[LoaderConfig, float], scouted: Sequence[Sequence[Trial]], inputs: TwinInputs
 ) -> dict[LoaderConfig, list[float]]:
-    """Of each configuration, by the twin of each round."""
-    rates = {config: median(each[config].samples_per_s.value for each in rounds) for config in rounds[0]}
+    """Of each configuration, by the twin of each round's first bursts."""
     found: dict[LoaderConfig, list[float]] = {config: [] for config in rates}
-    for each in rounds:
-        twin = Twin.fit(
-            [replace(Observation.from_measurement(config, each[config]), positions=()) for config in first],
-            cores=inputs.usable_cores,
-            consumer_cores=inputs.consumer_cores,
-            step_s_by_threads=inputs.step_s_by_threads,
-        )
+    for trials in scouted:
+        twin = fit_twin(trials, inputs)
+        assert twin is not None, "there are no bursts"
         for prediction in twin.predict_all(list(rates)):
-            error = math.log(prediction.samples_per_s.value / rates[prediction.config])
-            found[prediction.config].append(error)
+            found[prediction.config].append(math.log(prediction.samples_per_s.value / rates[prediction.config]))
     return found
 
 
