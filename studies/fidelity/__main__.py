@@ -8,7 +8,7 @@ from pathlib import Path
 from studies.fidelity.grid import tasks
 from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
-from studies.fidelity.quiet import QuietTurns
+from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
 
 FILES = {

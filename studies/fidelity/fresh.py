@@ -21,7 +21,7 @@ from studies.fidelity.analysis import Cell, by_workload, cells, load, rows, wors
 from studies.fidelity.grid import WORKLOAD_NAMES, Task
 from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
-from studies.fidelity.quiet import QuietTurns
+from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
 
 FILES = {

@@ -25,7 +25,7 @@ from autotune_loader.search import CEILING_BURST, SEARCH_BURST
 from autotune_loader.trial import Failure, Measurement
 from studies.fidelity.grid import WORKLOAD_NAMES
 from studies.fidelity.measure import workload_of
-from studies.fidelity.quiet import QuietTurns
+from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
 from studies.workloads import WORKLOADS
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.stats import Round
-from studies.fidelity.quiet import QuietTurns
+from studies.quiet import QuietTurns
 from studies.regret import OURS, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
 from studies.regret.load import neighbours
