@@ -206,7 +206,7 @@ def test_a_configuration_survives_its_key(oracle: ModuleType) -> None:
 
 def test_what_was_measured_is_read_back_and_reported(oracle: ModuleType, tmp_path: Path) -> None:
     from studies.regret.outcomes import report
-    from studies.regret.real import Log
+    from studies.regret.records import Log
 
     # GIVEN the records of one workload with two strategies, one of which failed
     log, key = Log(tmp_path / "real.jsonl"), oracle.key
@@ -250,3 +250,36 @@ def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: py
     assert "on 1 slower; in the median 50% fewer workers and 0.0% slower (p90 3.0%)" in told
     # THEN the two on which half the workers would do are told apart
     assert told.endswith("where half the workers would do: on 1 of 2")
+
+
+@pytest.fixture
+def plain_rule(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("studies.regret.plain_rule").plain_rule
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        # 1.15 x 4 + 1 = 5.6 workers keep up with a step of 10 ms
+        ({"fetch_s": 0.04, "fetch_cpu_s": 0.01, "step_s": 0.01, "loop_s": 0.02}, (6, 2)),
+        # few workers get a deeper queue
+        ({"fetch_s": 0.02, "fetch_cpu_s": 0.01, "step_s": 0.01, "loop_s": 0.01}, (3, 4)),
+        # more than the cores can feed are of no use: 8 x 1 + 1
+        ({"fetch_s": 0.04, "fetch_cpu_s": 0.04, "step_s": 0.001, "loop_s": 0.02}, (9, 2)),
+        # a loop without a step is limited by the cores alone
+        ({"fetch_s": 0.04, "fetch_cpu_s": 0.04, "step_s": 0.0, "loop_s": 0.02}, (9, 2)),
+        # fetching in the loop takes 3 ms, workers 4 ms
+        ({"fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.002, "loop_s": 0.004}, (0, None)),
+    ],
+)
+def test_the_plain_rule_reckons_workers_from_one_look(
+    plain_rule: Any, seen: dict[str, float], expected: tuple[int, int | None]
+) -> None:
+    chosen = plain_rule(**seen, cores=8)
+    assert (chosen.num_workers, chosen.prefetch_factor) == expected
+
+
+def test_the_plain_rule_keeps_to_the_workers_that_are_allowed(plain_rule: Any) -> None:
+    chosen = plain_rule(fetch_s=1.0, fetch_cpu_s=0.0, step_s=0.001, loop_s=0.5, cores=8, most_workers=32)
+    assert chosen == LoaderConfig(num_workers=32, prefetch_factor=2)

@@ -8,8 +8,8 @@ from pathlib import Path
 from studies.fidelity.grid import tasks
 from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
+from studies.quiet import QuietTurns
 
 FILES = {
     "scout": RESULTS / "scouts.jsonl.gz",

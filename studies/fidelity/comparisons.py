@@ -28,8 +28,8 @@ from autotune_loader.stats import MAX_ROUNDS, Interval, mean_interval, sequentia
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, Probe
 from studies.fidelity.measure import workload_of
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append, read
+from studies.quiet import QuietTurns
 from studies.workloads import AccelStep, SleepDataset, StudyWorkload
 
 NOISE_SD = 0.03

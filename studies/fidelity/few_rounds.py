@@ -19,7 +19,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import correlated_mean_interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Measurement
-from studies.regret.simulated import random_machine
+from studies.regret.machines import random_machine
 
 MACHINES = range(2000, 2120)
 KINDS = ("cpu", "mixed")

@@ -21,8 +21,8 @@ from studies.fidelity.analysis import Cell, by_workload, cells, load, rows, wors
 from studies.fidelity.grid import WORKLOAD_NAMES, Task
 from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS
+from studies.quiet import QuietTurns
 
 FILES = {
     "scout": RESULTS / "fresh_scouts.jsonl.gz",

@@ -25,8 +25,8 @@ from autotune_loader.search import CEILING_BURST, SEARCH_BURST
 from autotune_loader.trial import Failure, Measurement
 from studies.fidelity.grid import WORKLOAD_NAMES
 from studies.fidelity.measure import workload_of
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
+from studies.quiet import QuietTurns
 from studies.workloads import WORKLOADS
 
 RAW = RESULTS / "limits.jsonl"

@@ -16,8 +16,8 @@ from autotune_loader.probe.workload import Workload
 from autotune_loader.trial import Failure, Measurement
 from autotune_loader.twin import Observation
 from studies.fidelity.grid import Task
-from studies.quiet import QuietTurns
 from studies.fidelity.records import append, pack, read
+from studies.quiet import QuietTurns
 from studies.workloads import WORKLOADS, StudyWorkload
 
 

@@ -22,8 +22,8 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.trial import BurstPlan, Failure, Measurement
 from studies.fidelity.measure import workload_of
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
+from studies.quiet import QuietTurns
 from studies.workloads import AccelStep, SleepDataset, StudyWorkload
 
 WORKERS = 2

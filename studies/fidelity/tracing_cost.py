@@ -30,8 +30,8 @@ from autotune_loader.probe.workload import DataSide
 from autotune_loader.stats import mean_interval
 from autotune_loader.trial import BurstPlan
 from studies.fidelity.measure import workload_of
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
+from studies.quiet import QuietTurns
 from studies.workloads import WORKLOADS, SpinDataset
 
 RAW = RESULTS / "tracing_cost.jsonl"

@@ -24,9 +24,9 @@ from autotune_loader.probe.run import Run
 from autotune_loader.probe.traced import EndlessBatches, TracedCollate, TracedDataset, TracedWorkerInit
 from autotune_loader.stats import correlated_mean_interval
 from autotune_loader.trial import BurstPlan
-from studies.quiet import QuietTurns
 from studies.fidelity.records import RESULTS, append
 from studies.fidelity.tracing_cost import _parts
+from studies.quiet import QuietTurns
 
 RAW = RESULTS / "tracing_switched.jsonl"
 CASES = (

@@ -18,8 +18,9 @@ from autotune_loader.space import Space
 from autotune_loader.testing import SimulatedMachine
 from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial
 from autotune_loader.twin.residual import Knowledge
+from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR
-from studies.regret.simulated import by_search, oracle_of, random_machine, space_of
+from studies.regret.simulated import by_search
 
 # Of all machines, the share whose choice is the most doubtful.
 DOUBTFUL = 0.2

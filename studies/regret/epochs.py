@@ -17,7 +17,8 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from studies.regret import OURS
-from studies.regret.simulated import TRUTH_BATCHES, Oracle, Outcome, by_search, random_machine, space_of, table
+from studies.regret.machines import TRUTH_BATCHES, Oracle, random_machine, space_of
+from studies.regret.simulated import Outcome, by_search, table
 
 LEAST_BATCHES, MOST_BATCHES = 4, 256
 BUDGET_S = 60.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune_loader.config import LoaderConfig
 from studies.regret import OURS
@@ -18,9 +18,7 @@ from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve
 from studies.regret.plateaus import PLATEAU_LOSS, plateaus
 from studies.regret.quantiles import at
-
-if TYPE_CHECKING:
-    from studies.regret.real import Known
+from studies.regret.records import Known
 
 # Strategies that search, of whom it makes sense to ask how regret falls with time.
 SHOWN_FLOOR = 0.001

@@ -9,14 +9,12 @@ missing there is measured: stop and go on at will. Use a machine that does nothi
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,9 @@ from studies.regret import OURS, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
 from studies.regret.load import neighbours
 from studies.regret.oracle import key
+from studies.regret.outcomes import report
+from studies.regret.plain_rule import PLAIN_RULE
+from studies.regret.records import Known, Log
 from studies.regret.strategies import STRATEGIES, Lattice, applies, lattice_of, seeds_of
 from studies.workloads import DOCUMENTS, WORKLOADS
 
@@ -48,7 +49,7 @@ ORDER = (
     "step_bound",
 )
 QUICK_WORKLOADS = ("jpeg", "wait_light_tail", "in_memory")
-QUICK_STRATEGIES = (OURS, "torch default", "workers = cores", "climb 3 %")
+QUICK_STRATEGIES = (OURS, "torch default", "workers = cores", PLAIN_RULE, "climb 3 %")
 LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
 LOADED = f"{OURS}, loaded"
 # Neighbours that no choice was made beside; they make rounds scatter more, so that there are more of them.
@@ -69,62 +70,6 @@ class Plan:
     """Whether the survey leaves the prefetch factors out."""
     foreign_limit: float = oracle.FOREIGN_LIMIT
     """Share of the cores that others may use in a round that counts."""
-
-
-@dataclass(slots=True)
-class Known:
-    """What has been measured of one workload."""
-
-    choices: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    """By strategy and seed: the record, with `config` as a key or `failure`."""
-    surveyed: dict[str, float] = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
-    confirming: list[Round] = field(default_factory=list)
-
-    def chosen(self, by: str | None = None) -> list[str]:
-        """Every configuration that some strategy chose, or that a certain one did."""
-        records = [record for (strategy, _), record in self.choices.items() if by in (None, strategy)]
-        return list(dict.fromkeys(record["config"] for record in records if record.get("config")))
-
-    def regret_of(self, config: str) -> oracle.Regret | None:
-        """By all rounds that count for it."""
-        return oracle.regret_of(config, self.rounds, self.confirming)
-
-
-class Log:
-    """The records on disk, and what they amount to; rounds in which others used more than `foreign_limit` do not count."""
-
-    def __init__(self, path: Path, foreign_limit: float = oracle.FOREIGN_LIMIT) -> None:
-        self._path = path
-        self._foreign_limit = foreign_limit
-
-    def append(self, record: dict[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
-        with self._path.open("a") as file:
-            file.write("\n" * torn + json.dumps({**record, "at": round(time.time(), 1)}, separators=(",", ":")) + "\n")
-
-    def read(self) -> dict[str, Known]:
-        known: dict[str, Known] = {}
-        for record in self._records():
-            mine = known.setdefault(record["workload"], Known())
-            if record["kind"] == "choice":
-                mine.choices[(record["strategy"], record["seed"])] = record
-            elif record["kind"] == "survey":
-                mine.surveyed[record["config"]] = record["samples_per_s"]
-            else:
-                into = mine.confirming if record["kind"] == "confirming" else mine.rounds
-                into.append(Round(rates=record["rates"], foreign_cpu_share=record.get("foreign_share")))
-        for mine in known.values():
-            mine.rounds = oracle.counted_rounds(mine.rounds, self._foreign_limit)
-            mine.confirming = [each for each in mine.confirming if not oracle.is_disturbed(each, self._foreign_limit)]
-        return known
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        if self._path.exists():
-            for line in self._path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # a kill in the midst of a line loses that one
-                    yield json.loads(line)
 
 
 def lattice_for(workload: str) -> Lattice:
@@ -280,8 +225,6 @@ def main() -> None:
         quiet = QuietTurns(chosen.lock)
         run(plan, log, quiet, minutes=chosen.minutes, loaded=chosen.load)
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
-    from studies.regret.outcomes import report
-
     report(log.read(), chosen.results / f"{name}.md")
 
 

@@ -12,8 +12,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import pickle
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,19 +21,19 @@ from pathlib import Path
 from autotune_loader.config import LoaderConfig
 from autotune_loader.search import SEARCH_BURST, SearchRun
 from autotune_loader.settings import Settings
-from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import Measurement, Probe, Trial
+from autotune_loader.trial import BurstPlan, Measurement, Probe, Trial
 from studies.regret import OURS
+from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR, held_at
-from studies.regret.plateaus import PLATEAU_LOSS, plateaus
+from studies.regret.plain_rule import LOOK_S, LOOK_WORKERS, PLAIN_RULE, plain_rule
+from studies.regret.plateaus import plateaus
 from studies.regret.quantiles import at
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
 START_S = 3.5
-# A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
-GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,55 +54,6 @@ class Outcome:
     """Fewest workers that are at most 1 % slower, by the oracle's first look."""
     history: tuple[tuple[float, float], ...] = ()
     """Seconds, and the regret of what was held from then on; empty for rules."""
-
-
-def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
-    """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
-    rng = random.Random(seed)
-    cores = rng.choice((4, 4, 8, 8, 16, 32, 64, 128))
-    kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
-    cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
-    step_s, step_cores, threads = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0, {}
-    tail_share, cv = 0.0, rng.uniform(0.03, 0.3)
-    if kind.startswith("wait"):
-        cpu_s, wait_s = cpu_s * 0.05, cpu_s
-        tail_share = 0.03 if kind == "wait tail" else 0.0
-    elif kind == "mixed":
-        wait_s = cpu_s * rng.uniform(0.3, 2.0)
-    elif kind == "step":
-        step_s = cpu_s * rng.uniform(0.8, 4.0)
-    elif kind == "in memory":
-        cpu_s, step_s = 10 ** rng.uniform(-3.7, -3.0), 10 ** rng.uniform(-3.5, -2.3)
-    elif kind == "cpu step":
-        cores = min(cores, 16)
-        one = cpu_s * rng.uniform(0.5, 2.0)
-        threads = {t: one * (0.15 + 0.85 / t) for t in (1, 2, 4, 8, 16) if t <= cores}
-        step_s, step_cores = threads[max(threads)], float(cores)
-    return kind, SimulatedMachine(
-        cores=cores,
-        cpu_s=cpu_s,
-        wait_s=wait_s,
-        service_cv=cv,
-        tail_share=tail_share,
-        step_s=step_s,
-        step_cores=step_cores,
-        step_s_by_threads=threads,
-        receive_s=10 ** rng.uniform(-3.7, -2.7),
-        alpha=rng.uniform(0.0, 0.1),
-        beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))),
-        start_s=0.1,
-        worker_start_s=rng.uniform(0.01, 0.05),
-        noise_sd=rng.uniform(0.03, 0.08),
-        drift_per_hour=rng.uniform(-0.5, 0.5),
-        spike_share=0.05,
-    )
-
-
-def space_of(kind: str, machine: SimulatedMachine) -> Space:
-    """The space that `tune()` would search on such a machine."""
-    wall = machine.cpu_s + machine.wait_s
-    threads = consumer_thread_counts(machine.cores, machine.cores) if kind == "cpu step" else (None,)
-    return Space(max_workers=max_useful_workers(machine.cores, wall, machine.cpu_s), consumer_threads=threads)
 
 
 class _Watcher:
@@ -201,10 +150,32 @@ def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s
     return Chosen(best, clock(), held)
 
 
+def plain(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
+    """The plain rule, from the stage times of a single burst."""
+    clock = FakeClock()
+    probe = SimulatedProbe(machine, clock, seed=seed)
+    clock.advance(START_S)
+    seen = probe.burst(
+        LoaderConfig(num_workers=LOOK_WORKERS), BurstPlan(max_s=LOOK_S, min_s=LOOK_S, relative_error=0.0, seed=seed)
+    )
+    if not isinstance(seen, Measurement):
+        return Chosen(LoaderConfig(), clock())
+    chosen = plain_rule(
+        fetch_s=seen.service_s,
+        fetch_cpu_s=seen.service_cpu_s,
+        step_s=seen.step_s,
+        loop_s=seen.batch_size / seen.samples_per_s.value,
+        cores=machine.cores,
+        most_workers=space.max_workers,
+    )
+    return Chosen(chosen, clock())
+
+
 STRATEGIES: dict[str, Strategy] = {
     OURS: by_search("auto", 60.0),
     "torch default": by_rule(lambda machine: LoaderConfig()),
     "workers = cores": by_rule(lambda machine: LoaderConfig(num_workers=machine.cores)),
+    PLAIN_RULE: plain,
     "climb 3 %": climb,
     "random": by_search("random", math.inf),
     "tpe": by_search("tpe", math.inf),
@@ -213,52 +184,6 @@ STRATEGIES: dict[str, Strategy] = {
 # Rivals that search may take so many times our seconds; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
 SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
-
-
-class Oracle:
-    """The rate that each configuration sustains in the long run, from one long undisturbed run of each.
-
-    All runs are timed over the same batches, so that the luck of the draw is common to them, and both ends are averaged
-    over a round of the workers. (600 batches after a start of each configuration's own were off by up to 10 % with heavy
-    tails and by up to 7 % with 64 workers, and the maximum over a hundred such figures was off in one direction.)
-    """
-
-    def __init__(self, machine: SimulatedMachine, space: Space) -> None:
-        self._machine = machine
-        self._warm = 2 * space.max_workers * (max(space.prefetch_factors) + 1) + 1
-        self._glances = {config: self._run(config, GLANCE_BATCHES) for config in space.configs()}
-        first = sorted(self._glances, key=lambda config: -self._glances[config])[:LONG_LOOKS]
-        self._truths = {config: self._run(config, TRUTH_BATCHES) for config in first}
-        self.fastest = max(self._truths, key=lambda config: self._truths[config])
-
-    def regret(self, config: LoaderConfig) -> float:
-        """1 - rate / the best rate there is."""
-        plain = replace(config, persistent_workers=False)
-        if plain not in self._truths:
-            self._truths[plain] = self._run(plain, TRUTH_BATCHES)
-        return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
-
-    def fewest_workers(self) -> int:
-        """Fewest workers of a configuration at most `PLATEAU_LOSS` slower than the fastest, by the first looks."""
-        enough = (1 - PLATEAU_LOSS) * self._glances[self.fastest]
-        return min(config.num_workers for config, rate in self._glances.items() if rate >= enough)
-
-    def _run(self, config: LoaderConfig, batches: int) -> float:
-        # A fresh probe: the event simulation itself, without noise, drift and spikes.
-        return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=self._warm)
-
-
-def oracle_of(seed: int, machine: SimulatedMachine, space: Space, kept: Path | None) -> Oracle:
-    """The oracle of a machine; taken from, or put into, a folder of those that were computed before."""
-    path = None if kept is None else kept / f"oracle_{seed}.pkl"
-    if path is not None and path.exists():
-        oracle: Oracle = pickle.loads(path.read_bytes())
-        return oracle
-    oracle = Oracle(machine, space)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(oracle))
-    return oracle
 
 
 def study_machine(seed: int, strategies: Sequence[str], kept: Path | None = None) -> list[Outcome]:
@@ -354,7 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its own name, which oracles that are kept must bear: other studies read them.
-    from studies.regret import simulated
-
-    simulated.main()
+    main()

@@ -6,6 +6,7 @@
 | torch default, workers = cores | nothing is measured, 0 seconds |
 | grid | every num_workers x prefetch_factor, an epoch of each but at most 1 s, worker start-up included (as DPT does) |
 | random 16, tpe 16 | Optuna, 16 trials over workers, prefetch and step threads, 1 s each, worker start-up included |
+| plain rule | one look of 1.5 s at 2 workers, then arithmetic (`plain_rule`) |
 | climb 3 % | one worker more while 1 s (from the first batch on) is 3 % faster: Cachew's rule |
 | loadtune | `loadtune.tune(workload)` with its defaults, in its own environment |
 | by hand | the list that the document tries, an epoch of each but at most 2 s |
@@ -21,13 +22,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune_loader.config import LoaderConfig
 from studies.regret import OURS
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
+from studies.regret.plain_rule import LOOK_S, LOOK_WORKERS, PLAIN_RULE, plain_rule
 from studies.workloads import study_cache
 
 BUDGET = "60s"
@@ -144,6 +146,14 @@ def by_optuna(make_sampler: Callable[[Any, int], Any]) -> Strategy:
     return strategy
 
 
+def plain(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
+    begun = time.perf_counter()
+    seen = bench.look(LoaderConfig(num_workers=LOOK_WORKERS), LOOK_S)
+    rule = plain_rule(**asdict(seen), cores=os.cpu_count() or 1)
+    config = lattice.config(rule.num_workers, rule.prefetch_factor or 2)
+    return Choice(config=config, seconds=time.perf_counter() - begun, detail=asdict(seen))
+
+
 def climb(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
     run = Run(bench, "first_batch", NAIVE_S, epochs=True)
     best, best_rate = LoaderConfig(), run.rate(LoaderConfig())
@@ -257,6 +267,7 @@ STRATEGIES: dict[str, Strategy] = {
     OURS: autotune_loader,
     "torch default": by_rule(lambda cores: LoaderConfig()),
     "workers = cores": by_rule(lambda cores: LoaderConfig(num_workers=cores)),
+    PLAIN_RULE: plain,
     "climb 3 %": climb,
     "tpe 16": by_optuna(lambda optuna, seed: optuna.samplers.TPESampler(seed=seed)),
     "random 16": by_optuna(lambda optuna, seed: optuna.samplers.RandomSampler(seed=seed)),

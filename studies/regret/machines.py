@@ -1,0 +1,114 @@
+"""The simulated machines of the studies, and the truth about each of them.
+
+Oracles are pickled under the name of this module: it must be imported by name, never run.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from studies.regret.plateaus import PLATEAU_LOSS
+
+# A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
+GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
+
+
+def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
+    """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
+    rng = random.Random(seed)
+    cores = rng.choice((4, 4, 8, 8, 16, 32, 64, 128))
+    kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
+    cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
+    step_s, step_cores, threads = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0, {}
+    tail_share, cv = 0.0, rng.uniform(0.03, 0.3)
+    if kind.startswith("wait"):
+        cpu_s, wait_s = cpu_s * 0.05, cpu_s
+        tail_share = 0.03 if kind == "wait tail" else 0.0
+    elif kind == "mixed":
+        wait_s = cpu_s * rng.uniform(0.3, 2.0)
+    elif kind == "step":
+        step_s = cpu_s * rng.uniform(0.8, 4.0)
+    elif kind == "in memory":
+        cpu_s, step_s = 10 ** rng.uniform(-3.7, -3.0), 10 ** rng.uniform(-3.5, -2.3)
+    elif kind == "cpu step":
+        cores = min(cores, 16)
+        one = cpu_s * rng.uniform(0.5, 2.0)
+        threads = {t: one * (0.15 + 0.85 / t) for t in (1, 2, 4, 8, 16) if t <= cores}
+        step_s, step_cores = threads[max(threads)], float(cores)
+    return kind, SimulatedMachine(
+        cores=cores,
+        cpu_s=cpu_s,
+        wait_s=wait_s,
+        service_cv=cv,
+        tail_share=tail_share,
+        step_s=step_s,
+        step_cores=step_cores,
+        step_s_by_threads=threads,
+        receive_s=10 ** rng.uniform(-3.7, -2.7),
+        alpha=rng.uniform(0.0, 0.1),
+        beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))),
+        start_s=0.1,
+        worker_start_s=rng.uniform(0.01, 0.05),
+        noise_sd=rng.uniform(0.03, 0.08),
+        drift_per_hour=rng.uniform(-0.5, 0.5),
+        spike_share=0.05,
+    )
+
+
+def space_of(kind: str, machine: SimulatedMachine) -> Space:
+    """The space that `tune()` would search on such a machine."""
+    wall = machine.cpu_s + machine.wait_s
+    threads = consumer_thread_counts(machine.cores, machine.cores) if kind == "cpu step" else (None,)
+    return Space(max_workers=max_useful_workers(machine.cores, wall, machine.cpu_s), consumer_threads=threads)
+
+
+class Oracle:
+    """The rate that each configuration sustains in the long run, from one long undisturbed run of each.
+
+    All runs are timed over the same batches, so that the luck of the draw is common to them, and both ends are averaged
+    over a round of the workers. (600 batches after a start of each configuration's own were off by up to 10 % with heavy
+    tails and by up to 7 % with 64 workers, and the maximum over a hundred such figures was off in one direction.)
+    """
+
+    def __init__(self, machine: SimulatedMachine, space: Space) -> None:
+        self._machine = machine
+        self._warm = 2 * space.max_workers * (max(space.prefetch_factors) + 1) + 1
+        self._glances = {config: self._run(config, GLANCE_BATCHES) for config in space.configs()}
+        first = sorted(self._glances, key=lambda config: -self._glances[config])[:LONG_LOOKS]
+        self._truths = {config: self._run(config, TRUTH_BATCHES) for config in first}
+        self.fastest = max(self._truths, key=lambda config: self._truths[config])
+
+    def regret(self, config: LoaderConfig) -> float:
+        """1 - rate / the best rate there is."""
+        plain = replace(config, persistent_workers=False)
+        if plain not in self._truths:
+            self._truths[plain] = self._run(plain, TRUTH_BATCHES)
+        return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
+
+    def fewest_workers(self) -> int:
+        """Fewest workers of a configuration at most `PLATEAU_LOSS` slower than the fastest, by the first looks."""
+        enough = (1 - PLATEAU_LOSS) * self._glances[self.fastest]
+        return min(config.num_workers for config, rate in self._glances.items() if rate >= enough)
+
+    def _run(self, config: LoaderConfig, batches: int) -> float:
+        # A fresh probe: the event simulation itself, without noise, drift and spikes.
+        return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=self._warm)
+
+
+def oracle_of(seed: int, machine: SimulatedMachine, space: Space, kept: Path | None) -> Oracle:
+    """The oracle of a machine; taken from, or put into, a folder of those that were computed before."""
+    path = None if kept is None else kept / f"oracle_{seed}.pkl"
+    if path is not None and path.exists():
+        oracle: Oracle = pickle.loads(path.read_bytes())
+        return oracle
+    oracle = Oracle(machine, space)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(oracle))
+    return oracle

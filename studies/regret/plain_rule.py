@@ -1,0 +1,48 @@
+"""The plain rule: what arithmetic on one short look at training gives without any search. Every table holds it as a rival.
+
+look      1.5 s of training with 2 workers
+workers   1.15 x fetch seconds / step seconds + 1, at most cores x fetch seconds / CPU seconds of a fetch + 1, rounded
+none      where fetching in the loop (fetch + step) beats the loop that was seen
+prefetch  4 for up to 4 workers, else 2
+"""
+
+from __future__ import annotations
+
+import math
+
+from autotune_loader.config import LoaderConfig
+
+PLAIN_RULE = "plain rule"
+"""What tables and records call it."""
+LOOK_S, LOOK_WORKERS = 1.5, 2
+# Fetching varies, so that workers who keep up exactly do not keep up.
+SPARE = 1.15
+FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2
+
+
+def plain_rule(
+    *, fetch_s: float, fetch_cpu_s: float, step_s: float, loop_s: float, cores: int, most_workers: int | None = None
+) -> LoaderConfig:
+    """The configuration that the rule chooses.
+
+    Args:
+        fetch_s: wall seconds that a worker spends on a batch.
+        fetch_cpu_s: CPU seconds of the same.
+        step_s: seconds of a training step.
+        loop_s: seconds from one batch to the next in the loop that was seen, with `LOOK_WORKERS`.
+        cores: that this process may use.
+        most_workers: that whoever asks allows; None for no other limit than the cores.
+    """
+    if fetch_s + step_s < loop_s:
+        return LoaderConfig()
+    needed = SPARE * _ratio(fetch_s, step_s)
+    useful = cores * _ratio(fetch_s, fetch_cpu_s)
+    most = math.inf if most_workers is None else most_workers - 1
+    workers = round(min(needed, useful, most) + 1)
+    return LoaderConfig(
+        num_workers=workers, prefetch_factor=DEEP_PREFETCH if workers <= FEW_WORKERS else SHALLOW_PREFETCH
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.inf
