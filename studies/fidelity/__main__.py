@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from studies.fidelity.analysis import DESIGN, cells, load, report
 from studies.fidelity.grid import tasks
-from studies.fidelity.marks import write
 from studies.fidelity.measure import measure
+from studies.fidelity.plots import draw
 from studies.fidelity.records import RESULTS
 from studies.quiet import QuietTurns
 
@@ -35,11 +36,8 @@ def main() -> None:
         mode = f"{'full' if chosen.full else 'thinned'} grid, {chosen.seconds:g} s"
         measure(wanted, FILES, seconds=chosen.seconds, quiet=quiet, mode=mode)
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
-    from studies.fidelity.analysis import report
-
-    text = report(FILES)
-    print(text)
-    write("quick", text)
+    print(report(FILES))
+    draw(cells(load(FILES), DESIGN), RESULTS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from autotune_loader.config import LoaderConfig
 from autotune_loader.trial import Measurement
 from autotune_loader.twin import Observation, Prediction, Twin
 from studies.fidelity.grid import LONG_SCOUTS, WORKLOAD_NAMES, Task
-from studies.fidelity.records import RESULTS, read, unpack
+from studies.fidelity.records import read, unpack
 
 DESIGN = (1, 4, 12)
 """Workers of the three scouts whose range is called fitted."""
@@ -284,13 +284,10 @@ def worst(found: Sequence[Cell], count: int) -> str:
 
 
 def report(files: Mapping[str, Path]) -> str:
-    """The tables as the README has them; draws the plots on the way."""
+    """The tables, as text."""
     raw, slowness = load(files), Slowness.of(files)
     found = cells(raw, DESIGN)
     drift = statistics.pstdev(value for _, value, _ in slowness.moments)
-    from studies.fidelity.plots import draw
-
-    draw(found, RESULTS)
     parts = [
         f"Absolute error; a fit has one burst each at {DESIGN} workers, prefetch 2:",
         by_workload(found),
