@@ -120,7 +120,7 @@ def parameters(function: Function) -> list[str]:
 
 def may_have_many(module: Module, name: str, function: Function, exported: set[str]) -> bool:
     """Whether the signature is the user's: exported names, integrations, click commands, what mirrors DataLoader."""
-    is_command = any(".command" in ast.unparse(each) for each in function.decorator_list)
+    is_command = any(re.search(r"click\.|\.command", ast.unparse(each)) for each in function.decorator_list)
     mirrors_loader = name.endswith(".__init__") and {"dataset", "batch_size"} <= set(parameters(function))
     return name.split(".")[0] in exported or module.folder == "integrations" or is_command or mirrors_loader
 
