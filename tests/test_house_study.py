@@ -120,3 +120,7 @@ def test_the_check_fails_where_a_rule_is_broken(
     assert house.main(arguments) == 0
     assert house.main([*arguments, "--check"]) == int(complaint is not None)
     assert (complaint or "") in capsys.readouterr().out
+
+
+def test_no_two_files_of_the_studies_import_each_other(house: ModuleType) -> None:
+    assert house.main(["--package", str(ROOT / "studies"), "--check"]) == 0

@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[1]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 
-@pytest.fixture(params=["oracle", "real", "outcomes", "beside", "depth", "settling", "simulated"])
+@pytest.fixture(
+    params=["regret.oracle", "regret.real", "regret.outcomes", "regret.simulated", "regret.belief", "fidelity.compare"]
+)
 def modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module(f"studies.regret.{request.param}")
+    return importlib.import_module(f"studies.{request.param}")
 
 
 @pytest.fixture
@@ -140,26 +142,56 @@ def test_depths_are_compared_between_configurations_that_differ_in_nothing_else(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT)
     key = importlib.import_module("studies.regret.oracle").key
-    depth = importlib.import_module("studies.regret.depth")
+    compare = importlib.import_module("studies.fidelity.compare")
     shallow = LoaderConfig(num_workers=4, prefetch_factor=2)
     deep = LoaderConfig(num_workers=4, prefetch_factor=8, persistent_workers=True)
     alone = LoaderConfig(num_workers=5, prefetch_factor=8)
-    ratios = depth.depth_ratios({key(shallow): 100.0, key(deep): 110.0, key(alone): 90.0, key(LoaderConfig()): 50.0})
+    ratios = compare.depth_ratios({key(shallow): 100.0, key(deep): 110.0, key(alone): 90.0, key(LoaderConfig()): 50.0})
     assert ratios == [pytest.approx(math.log(1.1))]
 
 
 def test_a_window_is_compared_with_the_settled_rest_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
-    settling = importlib.import_module("studies.regret.settling")
+    compare = importlib.import_module("studies.fidelity.compare")
     # GIVEN a run at half speed until the queues of 4 workers with a prefetch of 8 could have filled once
     config = LoaderConfig(num_workers=4, prefetch_factor=8)
     slow = [0.02 * (batch + 1) for batch in range(42)]
     ends = slow + [slow[-1] + 0.01 * (batch + 1) for batch in range(800)]
     # WHEN windows are read after 0, 1, 2 and 3 fills
-    shares = settling.window_shares(ends, config)
+    shares = compare.window_shares(ends, config)
     # THEN the first reads low, and the others what follows
     assert shares[0] < 0.9
     assert shares[1:] == [pytest.approx(1.0, abs=0.01)] * 3
+
+
+def test_what_is_compared_takes_turns_and_is_held_against_its_own_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    compare = importlib.import_module("studies.fidelity.compare")
+    asked: list[str] = []
+
+    def arm(name: str, rate: float) -> Any:
+        def run(number: int) -> dict[tuple[str, str], float]:
+            asked.append(name)
+            return {("case", name): rate * (1 + number)}
+
+        return run
+
+    # GIVEN two arms on a machine that gets faster from round to round
+    # WHEN they take turns
+    rounds = list(compare.in_turns([arm("fast", 110.0), arm("plain", 100.0)], 7))
+    # THEN neither always runs first, and their ratio is known exactly
+    assert {asked[2 * number] for number in range(7)} == {"fast", "plain"}
+    told = compare.table(rounds, "plain").splitlines()
+    assert "| case | fast | 7 | 440 | 1.100 | 1.100 to 1.100 | 9.5% |" in told
+    assert "| case | plain | 7 | 400 | | | |" in told
+
+
+def test_the_interval_of_a_median_goes_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    interval = importlib.import_module("studies.fidelity.compare").median_interval
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    # Of nine, the second and the eighth: the median lies outside with a probability of 4 %.
+    assert interval([float(value) for value in range(9)]) == (1.0, 7.0)
 
 
 def test_a_choice_that_looks_slower_is_judged_by_fresh_rounds(oracle: ModuleType) -> None:

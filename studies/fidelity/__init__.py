@@ -1,10 +1,11 @@
-"""Does the probe tell the truth? The twin against sustained runs, comparisons, full queues, and what tracing costs.
+"""Does the probe tell the truth? The twin against sustained runs, comparisons, and what few arms in turns tell.
 
-    python -m studies.fidelity                 # measure what is missing, then print the table and draw the plots
-    python -m studies.fidelity --report        # only the table and the plots, from the kept raw data
+    python -m studies.fidelity                 # the twin on a grid: measure what is missing, print the tables, draw the plot
+    python -m studies.fidelity.fresh           # the twin on data that it has never seen
     python -m studies.fidelity.comparisons     # false wins, power and coverage
-    python -m studies.fidelity.prefilled       # full queues at the start
-    python -m studies.fidelity.tracing_cost    # what tracing takes from the rate
+    python -m studies.fidelity.compare NAME    # a few arms in turns: queues that fill, few rounds, what tracing costs, ...
+    python -m studies.fidelity.limits          # which resource binds
+    python -m studies.fidelity.threads NAME    # the twin where the step computes on the cores
 
 grid       what is measured                      records    raw data, as JSON lines
 measure    runs it, interleaved and resumable    analysis   the twin's errors
