@@ -11,14 +11,14 @@ from autotune_loader.meters.trace import queued_share
 from autotune_loader.trial import BurstPlan, Measurement, Trial
 from autotune_loader.twin.model import threads_at_work
 
-# A window of fewer rounds of the workers is mostly edges (`studies.fidelity.few_rounds`).
+# A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`).
 ROUNDS_PER_BURST = 4.5
 LONGEST_BURST_S = 3.0
 # While workers put more than this share of what they make into their queues, they compute more than in the midst of training.
 FILLING_SHARE = 0.1
 # With more than this share of the logical cores at work some share a physical one, and slow each other down.
 CROWDED_SHARE = 0.5
-# Enough for queues of eight batches a worker (`studies.fidelity.filling`); slower workers fill a part of theirs.
+# Enough for queues of eight batches a worker (`studies.fidelity.compare filling`); slower workers fill a part of theirs.
 LONGEST_FILLING_S = 0.75
 # A burst that takes longer than this many times the slowest successful one is taken for a hang.
 DEADLINE_FACTOR = 10.0
@@ -46,7 +46,7 @@ def filling_s(config: LoaderConfig, measured: Measurement, inputs: policy.TwinIn
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
     gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
-    25 % (`studies.fidelity.filling`). Whether the loop was slowed cannot be told by comparing it with that of too few workers:
+    25 % (`studies.fidelity.compare filling`). Whether the loop was slowed cannot be told by comparing it with that of too few workers:
     receiving takes as long after a wait.
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
