@@ -46,8 +46,8 @@ def filling_s(config: LoaderConfig, measured: Measurement, inputs: policy.TwinIn
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
     gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
-    25 % (`studies.fidelity.compare filling`). Whether the loop was slowed cannot be told by comparing it with that of too few workers:
-    receiving takes as long after a wait.
+    25 % (`studies.fidelity.compare filling`). Whether the loop was slowed cannot be told by comparing it with that of too few
+    workers: receiving takes as long after a wait.
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
     stepping = threads_at_work(config.consumer_threads, inputs.consumer_cores)

@@ -36,6 +36,8 @@ def main() -> None:
         mode = f"{'full' if chosen.full else 'thinned'} grid, {chosen.seconds:g} s"
         measure(wanted, FILES, seconds=chosen.seconds, quiet=quiet, mode=mode)
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
+    if not load(FILES).sustained:
+        raise SystemExit("nothing has been measured here yet: the records are not committed; run it without --report")
     print(report(FILES))
     draw(cells(load(FILES), DESIGN), RESULTS)
 

@@ -1,7 +1,7 @@
 """The twin on data that it has never seen: sustained runs of 20 s, each beside the bursts that are to predict it.
 
     python -m studies.fidelity.fresh --lock /tmp/quiet.lock     # about 21 minutes; stop and continue it at will
-    python -m studies.fidelity.fresh --report                   # the tables again; also writes them into README.md
+    python -m studies.fidelity.fresh --report                   # the tables again; also writes the first into README.md
 
 The machine's speed changes over minutes by more than the twin is meant to err. So every workload is visited twice, at
 random moments; a visit measures the step's ceiling, the bursts and three sustained runs in random order, within about 80 s.
@@ -59,7 +59,7 @@ def _visit(name: str, number: int) -> list[Task]:
 
 
 def report() -> str:
-    """The tables, as the README has them."""
+    """The tables; the README has the first of them."""
     raw = load(FILES)
     found = cells(raw, DESIGN)
     near, far = _by_visit(found)
@@ -119,9 +119,11 @@ def main() -> None:
         quiet = QuietTurns(chosen.lock)
         measure(tasks(), FILES, seconds=chosen.seconds, quiet=quiet, mode=f"visits, {chosen.seconds:g} s")
         print(f"the machine was ours for {quiet.held_s / 60:.1f} minutes")
-    text = report()
-    print(text)
-    write("fresh", text)
+    if not load(FILES).sustained:
+        raise SystemExit("nothing has been measured here yet: the records are not committed; run it without --report")
+    print(report())
+    near, _ = _by_visit(cells(load(FILES), DESIGN))
+    write("fresh", by_workload(near))
 
 
 if __name__ == "__main__":
