@@ -145,3 +145,12 @@ def test_inspecting_imports_no_torch_and_settles_no_start_method() -> None:
         "multiprocessing.set_start_method('spawn')"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == ""
+
+
+def test_the_thread_environment_is_recorded_and_a_change_is_told() -> None:
+    # GIVEN a machine that was tuned under torchrun, which sets one thread
+    tuned = inspect_machine(environ={"OMP_NUM_THREADS": "1"}).fingerprint()
+    here = inspect_machine(environ={}).fingerprint()
+    # WHEN its file is used without, THEN that is a difference
+    assert tuned.thread_env == {"OMP_NUM_THREADS": "1"}
+    assert any("OMP_NUM_THREADS" in difference.sentence for difference in differences(tuned, here))

@@ -12,7 +12,7 @@ import pytest
 from autotune_loader.config import LoaderConfig
 from autotune_loader.stats import Round
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))
 
 

@@ -31,7 +31,7 @@ from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, Measurement
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for torch's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
 HARD_DEADLINE_S = 100
 

@@ -183,10 +183,10 @@ def test_a_missing_batch_size_is_assumed_aloud() -> None:
 
 class NeverIterated(DataLoader[Any]):
     def __iter__(self) -> Any:
-        raise AssertionError("trap 6: the user's own loader must never be iterated")
+        raise AssertionError("the user's own loader must never be iterated")
 
 
-def test_trap_6_an_existing_loader_is_read_and_never_iterated() -> None:
+def test_an_existing_loader_is_read_and_never_iterated() -> None:
     loader = NeverIterated(SAMPLES, batch_size=3, num_workers=2, shuffle=True, prefetch_factor=4)
 
     workload, _ = workload_of(loader)

@@ -78,7 +78,7 @@ def test_the_slope_is_the_growth_per_second_that_holds_on() -> None:
         ([pss(1.0, 300), pss(2.0, 200), pss(3.0, 100)], -100.0),
     ],
 )
-def test_pain_3_a_warm_up_is_no_leak(samples: list[PssSample], slope: float) -> None:
+def test_a_warm_up_is_no_leak(samples: list[PssSample], slope: float) -> None:
     assert pss_slope(samples) == pytest.approx(slope, abs=0.05)
 
 

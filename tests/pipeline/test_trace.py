@@ -83,7 +83,7 @@ GRID = [
 ]
 
 
-# PAINS, trap 16: a pre-filled queue.
+# A burst that begins with a full queue counts batches that were made before it.
 @pytest.mark.parametrize("prefetch", [2, 8, 16])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_full_queues_do_not_flatter_the_rate(workers: int, prefetch: int) -> None:

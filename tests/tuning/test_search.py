@@ -127,7 +127,7 @@ def test_no_more_trials_than_allowed():
     assert "max_trials=4" in found.stopped_because
 
 
-# PAINS 37: TPE on a small grid repeats itself.
+# Optuna's TPE, left alone on a small grid, repeats itself.
 @pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
 def test_no_config_is_tried_twice(search):
     found, _, _ = run_on(FAST_STEP, search=search, max_trials=30, budget_s=500, space=Space(max_workers=3))

@@ -35,7 +35,7 @@ def told(root: Path, monkeypatch: pytest.MonkeyPatch, host_cpus: int = 64, **env
     return render_checks(examine(inspect_machine(root=root, environ=environ)))
 
 
-def test_pains_6_and_25_a_pod_is_told_its_quota_its_memory_and_where_they_come_from(
+def test_a_pod_is_told_its_quota_its_memory_and_where_they_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a pod of two cores and 2.5 GiB, of which 1 GiB is in use, on a host of 64 cores
@@ -63,7 +63,7 @@ def test_pains_6_and_25_a_pod_is_told_its_quota_its_memory_and_where_they_come_f
     assert "docker run --memory" in text
 
 
-def test_pain_25_a_container_of_cgroup_v1_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_of_cgroup_v1_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = "sys/fs/cgroup/memory"
     root = root_with(
         tmp_path,
@@ -99,7 +99,7 @@ def test_a_share_of_a_large_host_is_named_but_no_complaint(tmp_path: Path, monke
     assert "SLURM_CPUS_PER_TASK allows 8 of the 64 this host has" in text
 
 
-def test_pain_7_too_many_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = told(root_with(tmp_path, {}), monkeypatch, LOCAL_WORLD_SIZE="32")
 
     assert "LOW  cores: 2 usable, shared by 32 ranks" in text

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # jpeg is the demo's own workload, tested there without filling the user's cache.
 NAMES = (
     "wait_light_tail",

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -31,7 +31,7 @@ def quick(path: Path, **options: Any) -> TuningResult:
     return tune(Rows(), batch_size=8, output=path, **{**defaults, **options})
 
 
-def test_pain_39_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
+def test_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a run that is cut off once its first trial is on disk

@@ -65,7 +65,7 @@ def test_every_config_without_workers_yields_a_batch(config):
     assert len(first_batch(config)) == 2
 
 
-# PAINS 15: pairs of options that DataLoader refuses, at once or on iteration.
+# Pairs of options that DataLoader refuses, at once or on iteration.
 # Two, because every example starts processes.
 @given(configs(most_workers=2).filter(lambda c: c.num_workers and c.multiprocessing_context in (None, "fork")))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.filter_too_much])

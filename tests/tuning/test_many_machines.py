@@ -29,7 +29,7 @@ from autotune_loader.space import Space
 from autotune_loader.study import Ledger
 from autotune_loader.testing import FakeClock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class OperationalError(Exception):

@@ -11,7 +11,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = ("quickstart", "inspect_study")
 BRIEFLY = """
 import functools

@@ -1,4 +1,4 @@
-"""After tuning the user's objects and process are as they were (PAINS section 2, traps 1 to 6), in both isolations."""
+"""After tuning the user's objects and process are as they were, in both isolations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ISOLATIONS = ["process", "inline"]
 
 
 class Caching(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Remembers what it has read (trap 4), draws random numbers (trap 2) and meddles with its process (trap 3)."""
+    """Remembers what it has read, draws random numbers and meddles with its process, as datasets of users do."""
 
     def __init__(self, failing: bool = False) -> None:
         self.cache: dict[int, float] = {}
@@ -121,7 +121,7 @@ def quick(dataset: Any, model: Any, isolation: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_traps_1_to_6_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
+def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     a_trained_step(model, optimizer)
@@ -146,7 +146,7 @@ def test_traps_1_to_6_a_run_changes_nothing_and_leaves_nothing(isolation: str) -
 
 
 @pytest.mark.parametrize("isolation", [pytest.param("process", marks=pytest.mark.slow), "inline"])
-def test_trap_1_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
+def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -183,7 +183,7 @@ class Locked(Caching):
         self.shelf = {"lock": threading.Lock()}
 
 
-def test_pain_12_an_unpicklable_part_is_named_and_everything_around_it_is_copied() -> None:
+def test_an_unpicklable_part_is_named_and_everything_around_it_is_copied() -> None:
     dataset = Locked()
 
     result = quick(dataset, net(), "auto", batch_size=4)

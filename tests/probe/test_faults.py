@@ -1,6 +1,6 @@
 """Real processes in real trouble: a failing configuration is an answer of the right kind, in time, and the next one works.
 
-Rows are those of PAINS.md. One probe process goes through all of it; what kills it starts a new one.
+One probe process goes through all of it; what kills it starts a new one.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def probe(shared_probe: ProcessProbe, trouble_file: Path) -> Iterator[ProcessPro
 
 
 @pytest.mark.parametrize(
-    ("pain", "trouble", "kind", "says"),
+    ("trouble", "kind", "says"),
     [
-        pytest.param(2, "kill", "oom_killed", "OOM killer", id="pain 2: a worker is killed"),
-        pytest.param(2, "exit", "crashed", "exited unexpectedly", id="pain 2: a worker exits"),
-        pytest.param(2, "allocate", "out_of_memory", "allocate memory", id="pain 2: an allocation fails"),
-        pytest.param(31, "segfault", "crashed", "a worker died", id="pain 31: a worker segfaults"),
-        pytest.param(10, "oom", "device_memory", "smaller batch", id="pain 10: out of device memory"),
-        pytest.param(11, "files", "descriptors", "ulimit -n", id="pain 11: too many open files"),
-        pytest.param(14, "cuda", "user_exception", "0 workers", id="pain 14: CUDA in a forked worker"),
+        pytest.param("kill", "oom_killed", "OOM killer", id="a worker is killed"),
+        pytest.param("exit", "crashed", "exited unexpectedly", id="a worker exits"),
+        pytest.param("allocate", "out_of_memory", "allocate memory", id="an allocation fails"),
+        pytest.param("segfault", "crashed", "a worker died", id="a worker segfaults"),
+        pytest.param("oom", "device_memory", "smaller batch", id="out of device memory"),
+        pytest.param("files", "descriptors", "ulimit -n", id="too many open files"),
+        pytest.param("cuda", "user_exception", "0 workers", id="CUDA in a forked worker"),
     ],
 )
 def test_trouble_in_a_worker_is_classified(
-    probe: ProcessProbe, trouble_file: Path, pain: int, trouble: str, kind: str, says: str
+    probe: ProcessProbe, trouble_file: Path, trouble: str, kind: str, says: str
 ) -> None:
     trouble_file.write_text(f"worker:{trouble}")
 
@@ -82,7 +82,7 @@ def test_trouble_in_a_worker_is_classified(
 
 
 @pytest.mark.slow
-def test_pain_2_a_worker_killed_below_a_fork_server_is_classified_although_torch_hears_no_signal(
+def test_a_worker_killed_below_a_fork_server_is_classified_although_torch_hears_no_signal(
     probe: ProcessProbe, trouble_file: Path
 ) -> None:
     trouble_file.write_text("worker:kill")
@@ -108,7 +108,7 @@ def test_exit_codes_tell_what_torch_lost(deaths: list[str], kind: str) -> None:
     assert failure_of(error, "batches", deaths).kind == kind
 
 
-def test_pains_5_and_34_a_hang_in_a_worker_is_broken_by_the_deadline(probe: ProcessProbe, trouble_file: Path) -> None:
+def test_a_hang_in_a_worker_is_broken_by_the_deadline(probe: ProcessProbe, trouble_file: Path) -> None:
     trouble_file.write_text("worker:hang")
     begun = time.monotonic()
 
@@ -133,7 +133,7 @@ def test_a_segfault_in_the_probe_process_is_a_crash_that_is_worth_another_try(
     assert "SIGSEGV" in failure.message
 
 
-def test_pain_2_a_killed_probe_process_is_noticed_although_its_workers_live(
+def test_a_killed_probe_process_is_noticed_although_its_workers_live(
     probe: ProcessProbe, trouble_file: Path
 ) -> None:
     trouble_file.write_text("main:kill")
@@ -178,7 +178,7 @@ def test_whatever_is_killed_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trap_13_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file: Path) -> None:
+def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file: Path) -> None:
     trouble_file.write_text("worker:hoard")
     slow = BurstPlan(max_s=20.0, min_s=20.0, relative_error=0.0001, deadline_s=60.0)
     probe = ProcessProbe(
@@ -202,7 +202,7 @@ class HangsAtOnce(Trouble):
 
 
 @pytest.mark.slow
-def test_pain_34_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(tmp_path: Path) -> None:
+def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(tmp_path: Path) -> None:
     from autotune_loader.errors import WorkloadError
 
     probe = ProcessProbe(payload_of(HangsAtOnce(tmp_path)), inspect_machine(), start_deadline_s=8.0)

@@ -41,7 +41,7 @@ from autotune_loader.stats import Interval
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.trial import BurstPlan, Failure, Trial
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 OLD_FILE = Path(__file__).parent / "data" / "loader-1.0.json"
 SCHEMA_FILE = REPOSITORY / "docs" / "loader.schema.json"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.config import LoaderConfig
@@ -41,7 +41,7 @@ class Rows(Dataset[Any]):
 
 class NeverIterated(DataLoader[Any]):
     def __iter__(self) -> Any:
-        raise AssertionError("trap 6: the user's own loader must never be iterated")
+        raise AssertionError("the user's own loader must never be iterated")
 
 
 class WithLoss(torch.nn.Module):
@@ -81,7 +81,7 @@ def test_the_step_is_inferred_or_given_and_said(form: str, model: Any, options: 
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_pain_17_the_canary_sees_whether_workers_repeat_each_other(sharded: bool) -> None:
+def test_the_canary_sees_whether_workers_repeat_each_other(sharded: bool) -> None:
     data = DataSide.from_dataset(Stream(sharded), batch_size=4)
     probe = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
 
@@ -120,7 +120,7 @@ def test_a_machine_without_a_driver_says_so_once_and_has_no_gpu_figures(capsys: 
     assert measured.gpu_util_reason == "the step does not run on an NVIDIA GPU"
 
 
-def test_pain_39_the_file_is_rewritten_after_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_rewritten_after_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loader.json"
     seen: list[tuple[str, int]] = []
 
@@ -148,7 +148,7 @@ class Stream(IterableDataset[torch.Tensor]):
             yield torch.full((3,), float(index))
 
 
-def test_pain_17_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -> None:
+def test_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -> None:
     result = quick(Stream(sharded=False), batch_size=4, max_workers=4, max_trials=3, budget=6)
 
     assert max(trial.config.num_workers for trial in result.trials) <= 1
@@ -156,7 +156,7 @@ def test_pain_17_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -
 
 
 @pytest.mark.slow
-def test_pain_17_a_sharded_stream_may_have_more_workers() -> None:
+def test_a_sharded_stream_may_have_more_workers() -> None:
     result = quick(Stream(sharded=True), batch_size=4, max_workers=4, max_trials=4, budget=30)
 
     assert max(trial.config.num_workers for trial in result.trials) > 1
@@ -164,7 +164,7 @@ def test_pain_17_a_sharded_stream_may_have_more_workers() -> None:
 
 
 @pytest.mark.slow
-def test_pain_18_workers_are_capped_at_the_number_of_shards() -> None:
+def test_workers_are_capped_at_the_number_of_shards() -> None:
     stream = Stream(sharded=True)
     stream.num_shards = 2  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ class OnDevice(Rows):
         return torch.empty(3, device="meta")
 
 
-def test_pain_30_tensors_on_an_accelerator_get_no_workers() -> None:
+def test_tensors_on_an_accelerator_get_no_workers() -> None:
     result = quick(OnDevice(), batch_size=4, max_workers=4, max_trials=4)
 
     assert {trial.config.num_workers for trial in result.trials} == {0}
@@ -197,7 +197,7 @@ def out_of_memory(model: Any, batch: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_pain_10_a_step_that_runs_out_of_memory_on_the_first_batch_is_a_workload_error() -> None:
+def test_a_step_that_runs_out_of_memory_on_the_first_batch_is_a_workload_error() -> None:
     with pytest.raises(WorkloadError, match="smaller batch"):
         quick(Rows(), batch_size=8, train_step=out_of_memory)
 
@@ -215,7 +215,7 @@ class LastsForOneBatch(Rows):
         return super().__getitem__(index)
 
 
-def test_trap_33_when_every_trial_fails_the_defaults_are_given_with_the_distinct_errors(tmp_path: Path) -> None:
+def test_when_every_trial_fails_the_defaults_are_given_with_the_distinct_errors(tmp_path: Path) -> None:
     LastsForOneBatch.fetched = 0
 
     result = quick(LastsForOneBatch(), batch_size=8, max_trials=4, output=tmp_path / "loader.json")
@@ -242,3 +242,11 @@ def test_a_failing_configuration_never_ends_the_study() -> None:
     assert result.best.num_workers == 0
     assert {trial.failure.kind for trial in result.trials if trial.failure} == {"user_exception"}
     assert any("not in a worker" in warning for warning in result.warnings)
+
+
+def test_data_in_memory_is_tried_and_best_without_workers() -> None:
+    """Samples that are there already are dearer to send from a worker than to take."""
+    result = tune(TensorDataset(torch.zeros(4096, 8)), batch_size=8, budget=8, max_workers=2, progress=False)
+
+    assert any(trial.config.num_workers == 0 for trial in result.trials)
+    assert result.best.num_workers == 0

@@ -329,7 +329,7 @@ def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path
     assert "in memory" in caplog.text
 
 
-def test_pain_38_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
+def test_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
     # GIVEN a dashboard that holds the database for a second
     book = ledger(f"sqlite:///{tmp_path}/study.db")
     asked, _ = book.ask(workers(1))
@@ -348,7 +348,7 @@ def test_pain_38_a_database_that_another_program_locks_for_a_moment_is_waited_fo
     again.close()
 
 
-def test_pain_38_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_run(tmp_path, caplog):
+def test_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_run(tmp_path, caplog):
     # GIVEN a journal that is lost for good while a trial runs
     path = tmp_path / "study.journal"
     book = ledger(path)

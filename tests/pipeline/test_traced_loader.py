@@ -183,7 +183,7 @@ def test_the_users_dataset_seen_through_the_trace_has_its_class_length_and_attri
 
 
 class Dice:
-    """A sampler that draws from every generator a sampler might draw from (PAINS 36)."""
+    """A sampler that draws from every generator a sampler might draw from."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -196,7 +196,7 @@ class Dice:
             yield (int(drawn) + random.randrange(1000) + int(np.random.randint(1000))) % 8  # noqa: NPY002
 
 
-# PAINS 26: rounds that are compared read the same samples, and so find the page cache alike.
+# Rounds that are compared read the same samples, and so find the page cache alike.
 @pytest.mark.parametrize("workers", WORKERS)
 def test_equal_seeds_give_equal_indices_whatever_the_sampler_draws_from(workers: int) -> None:
     data = DataSide.from_dataset(Squares(), batch_size=8, sampler=Dice())

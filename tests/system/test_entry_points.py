@@ -1,4 +1,4 @@
-"""However a program is started, and however it ends: real processes with hard deadlines (PAINS 13, 32, 39)."""
+"""However a program is started, and however it ends: real processes with hard deadlines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEADLINE_S = 90
 
 
 def environment(**variables: str) -> dict[str, str]:
-    package = str(Path(__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": package, "PYTHONUNBUFFERED": "1", **variables}
 
 
@@ -66,7 +66,7 @@ def run(arguments: list[str], folder: Path, text: str | None = None, **variables
     return done.stdout
 
 
-def test_pain_13_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
     assert "STATUS complete ['ok'" in run(["train.py"], tmp_path)
@@ -74,19 +74,19 @@ def test_pain_13_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_pain_13_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path, method: str) -> None:
+def test_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path, method: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
     assert "STATUS complete ['ok'" in run(["train.py"], tmp_path, METHOD=method)
 
 
 @pytest.mark.slow
-def test_pain_13_the_same_through_standard_input(tmp_path: Path) -> None:
+def test_the_same_through_standard_input(tmp_path: Path) -> None:
     assert "STATUS complete ['ok'" in run(["-"], tmp_path, text=SCRIPT)
 
 
 @pytest.mark.slow
-def test_pain_13_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
+def test_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
@@ -131,7 +131,7 @@ def assert_all_gone(members: list[psutil.Process], within_s: float) -> None:
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
+def test_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
     tmp_path: Path, orphaned_segments: Callable[[], set[str]]
 ) -> None:
     before = orphaned_segments()
@@ -149,7 +149,7 @@ def test_pain_39_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
-def test_pain_32_when_the_parent_is_killed_everything_goes_and_the_file_loads(
+def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     process = started_and_measuring(tmp_path)
@@ -161,3 +161,61 @@ def test_pain_32_when_the_parent_is_killed_everything_goes_and_the_file_loads(
     assert process.returncode == -number
     assert_all_gone(members, within_s=5)
     assert TuningResult.load(tmp_path / "loader.json").status == "partial"
+
+
+FORK_SERVER_SCRIPT = """
+import multiprocessing, torch
+from autotune_loader import tune
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    result = tune(Squares(), batch_size=4, max_workers=1, budget=4, max_trials=2, progress=False)
+    print(result.status, result.fingerprint.start_method, [t.failure.kind if t.failure else "ok" for t in result.trials])
+"""
+
+
+def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -> None:
+    """As those of every program do from Python 3.14 on, unless told otherwise."""
+    (tmp_path / "train.py").write_text(FORK_SERVER_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("complete forkserver ['ok'"), done.stdout
+
+
+DAEMON_SCRIPT = """
+import multiprocessing, torch
+from autotune_loader import tune
+
+def work(queue):
+    loader = torch.utils.data.DataLoader([torch.zeros(3)] * 64, batch_size=4, num_workers=1)
+    first = tune(loader, budget=4, max_trials=1, max_workers=1, progress=False).trials[0]
+    queue.put((first.config.num_workers, first.failure))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=work, args=(queue,), daemon=True)
+    process.start()
+    print(*queue.get())
+"""
+
+
+def test_a_daemonic_process_may_tune_with_workers(tmp_path: Path) -> None:
+    """`multiprocessing` lets a daemonic process have no children, which the probe and its workers are."""
+    (tmp_path / "train.py").write_text(DAEMON_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1 None"

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-# Batches of 8 MiB: two workers with two batches each cannot be held by 16 MiB of shared memory (PAINS 4).
+# Batches of 8 MiB: two workers with two batches each cannot be held by 16 MiB of shared memory, as in a container with Docker's small default.
 BURST = """
 import json, resource, sys, threading
 import torch
@@ -70,7 +70,7 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="mounting a small /dev/
 
 
 @needs_mount
-def test_pain_4_full_shared_memory_is_named_and_the_fix_is_given() -> None:
+def test_full_shared_memory_is_named_and_the_fix_is_given() -> None:
     told = burst("default_collate", small_shm=True)
 
     assert told["kind"] == "shared_memory"
@@ -79,27 +79,27 @@ def test_pain_4_full_shared_memory_is_named_and_the_fix_is_given() -> None:
 
 
 @needs_mount
-def test_pain_4_a_custom_collate_that_hangs_on_full_shared_memory_is_broken_by_the_deadline() -> None:
+def test_a_custom_collate_that_hangs_on_full_shared_memory_is_broken_by_the_deadline() -> None:
     told = burst("custom_collate", small_shm=True)
 
     assert told["kind"] in ("deadline", "shared_memory")
     assert told["next"] == "ok"
 
 
-def test_pain_11_too_many_open_files_are_named_and_the_fix_is_given() -> None:
+def test_too_many_open_files_are_named_and_the_fix_is_given() -> None:
     told = burst("descriptors")
 
     assert told["kind"] == "descriptors"
     assert "ulimit -n" in told["message"]
 
 
-def test_pain_5_a_lock_held_at_the_fork_is_broken_by_the_deadline() -> None:
+def test_a_lock_held_at_the_fork_is_broken_by_the_deadline() -> None:
     told = burst("lock")
 
     assert (told["kind"], told["next"]) == ("deadline", "ok")
 
 
-def test_pain_34_a_hang_in_collate_is_broken_by_the_deadline() -> None:
+def test_a_hang_in_collate_is_broken_by_the_deadline() -> None:
     told = burst("collate")
 
     assert (told["kind"], told["next"]) == ("deadline", "ok")
