@@ -135,6 +135,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
     assert f"\n    autotune-loader {command}" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_completion_as_the_help_tells_it() -> None:
     done = run_alone("--help", _AUTOTUNE_LOADER_COMPLETE="bash_source")
     assert "complete -o nosort" in done.stdout
@@ -152,6 +153,7 @@ def test_a_mistyped_command_or_option_is_bad_input(capsys: pytest.CaptureFixture
     assert "--budget" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_help_imports_neither_torch_nor_what_only_some_commands_need() -> None:
     heavy = ("torch", "optuna", "pandas", "rich", "matplotlib", "psutil", "pynvml", "PIL")
     script = (
@@ -251,6 +253,7 @@ def test_exit_code_tells_how_it_ended(status: str, code: int, tune: FakeTune) ->
     assert cli.main(["tune", "train:make_numbers"]) == code
 
 
+@pytest.mark.process
 def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
     # GIVEN a factory, a tune() and a child process that all print
     (folder / "noisy.py").write_text(
@@ -400,6 +403,7 @@ def test_apply_kwargs_is_json(loader_json: str, capsys: pytest.CaptureFixture[st
     assert json.loads(apply("kwargs", capsys)) == BEST.to_kwargs()
 
 
+@pytest.mark.process
 def test_apply_env_can_be_evaluated_by_a_shell(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = apply("env", capsys)
     assert "export AUTOTUNE_LOADER_NUM_WORKERS=4\n" in lines

@@ -69,6 +69,7 @@ def race(
     )
 
 
+@pytest.mark.acceptance
 def test_equal_configs_hardly_ever_claim_a_speed_up():
     # GIVEN three configurations that are all as fast as the baseline, and the noise of real bursts
     claims = 0

@@ -33,7 +33,7 @@ def test_workers_take_what_the_event_simulation_says(workers, cores, waiting):
     assert taken_share(at_work, cores, waiting) == pytest.approx([expected], abs=0.03)
 
 
-@pytest.mark.parametrize("workers", [4, 16, 48])
+@pytest.mark.parametrize("workers", [4, 16, pytest.param(48, marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("prefetch", [2, 8])
 def test_varying_batches_in_order_cost_what_the_event_simulation_says(workers, prefetch):
     variation = 0.5

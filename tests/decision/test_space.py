@@ -130,6 +130,7 @@ def test_no_worker_is_never_vetoed():
     assert {config.num_workers for config in space.configs()} == {0}
 
 
+@pytest.mark.process
 def test_the_hash_is_the_same_in_another_process():
     space = Space(max_workers=5, pin_memory=(False, True))
     code = "from autotune_loader.space import Space; print(Space(max_workers=5, pin_memory=(False, True)).hash)"

@@ -137,6 +137,7 @@ def test_the_description_shows_every_source(tmp_path: Path) -> None:
         assert source in text
 
 
+@pytest.mark.process
 def test_inspecting_imports_no_torch_and_settles_no_start_method() -> None:
     # GIVEN a fresh interpreter WHEN it takes its fingerprint THEN torch is not loaded, and the program may still choose
     script = (

@@ -128,7 +128,7 @@ def test_a_kept_exception_does_not_hold_batches_or_the_loader() -> None:
     assert (frame.f_locals["batches"], list(frame.f_locals["ahead"])) == (None, [])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
 def test_a_dataloader_on_the_cpu_gives_the_same_batches_in_every_epoch(workers: int) -> None:
     # GIVEN a DataLoader
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, num_workers=workers)
@@ -272,6 +272,7 @@ def test_the_users_containers_stay_as_they_were() -> None:
     assert batch["x"][0].device.type == "cpu"
 
 
+@pytest.mark.process
 def test_importing_the_module_needs_no_torch() -> None:
     # GIVEN an interpreter in which torch cannot be imported
     script = (

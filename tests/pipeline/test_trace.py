@@ -101,7 +101,7 @@ def test_full_queues_do_not_flatter_the_rate(workers: int, prefetch: int) -> Non
         assert naive_rate(traces) > 10 * truth  # the trap was there
 
 
-@pytest.mark.parametrize("batches", [24, 60])
+@pytest.mark.parametrize("batches", [24, pytest.param(60, marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
 def test_short_windows_read_the_sustained_rate_everywhere(batches: int, pause_s: float) -> None:
     # GIVEN loaders from four times too fast to four times too slow for the step, near balance included

@@ -20,7 +20,7 @@ from autotune_loader.probe.workload import DataSide
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
-WORKERS = [0, 2]
+WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
 
 
 def take(loader: Any, count: int) -> list[Any]:
@@ -166,6 +166,7 @@ def open_in_worker(worker: int) -> None:
     info.dataset.opened_by = worker + 100
 
 
+@pytest.mark.process
 def test_worker_init_fn_reaches_the_users_dataset() -> None:
     batches = take(traced(in_order(Shelf(), worker_init_fn=open_in_worker), workers=2), 2)
 

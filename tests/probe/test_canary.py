@@ -20,7 +20,7 @@ from autotune_loader.probe.bench import Bench, Readiness
 from autotune_loader.probe.canary import digest, workers_read_otherwise
 from autotune_loader.probe.workload import DataSide, TrainingSide
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 RECORD_BYTES = 8
 SAMPLE_S = 0.002

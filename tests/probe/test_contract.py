@@ -141,6 +141,7 @@ def started(open_probe: Open, dataset: Any) -> Any:
     return probe
 
 
+@pytest.mark.process
 class TestInlineProbe(RealProbeContract):
     @pytest.fixture
     def open_probe(self) -> Iterator[Open]:
@@ -171,6 +172,7 @@ def shared_failing_probe(shared_opener: Open) -> Any:
     return started(shared_opener, Failing())
 
 
+@pytest.mark.process
 class TestProcessProbe(RealProbeContract):
     @pytest.fixture
     def open_probe(self) -> Iterator[Open]:

@@ -225,7 +225,6 @@ def test_a_failed_kernel_costs_the_process_and_not_the_study(
     assert isinstance(probe.burst(LoaderConfig(), QUICK), Measurement)
 
 
-@pytest.mark.slow
 def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst(
     open_probe: Callable[[Workload], ProcessProbe],
 ) -> None:

@@ -25,6 +25,8 @@ from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
 from autotune_loader.trial import BurstPlan, Failure, Measurement
 
+pytestmark = pytest.mark.process
+
 QUICK = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
 SHORT_DEADLINE = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=2.0)
 TWO_WORKERS = LoaderConfig(num_workers=2)
@@ -81,7 +83,6 @@ def test_trouble_in_a_worker_is_classified(
     assert says in failure.message
 
 
-@pytest.mark.slow
 def test_a_worker_killed_below_a_fork_server_is_classified_although_torch_hears_no_signal(
     probe: ProcessProbe, trouble_file: Path
 ) -> None:
@@ -133,9 +134,7 @@ def test_a_segfault_in_the_probe_process_is_a_crash_that_is_worth_another_try(
     assert "SIGSEGV" in failure.message
 
 
-def test_a_killed_probe_process_is_noticed_although_its_workers_live(
-    probe: ProcessProbe, trouble_file: Path
-) -> None:
+def test_a_killed_probe_process_is_noticed_although_its_workers_live(probe: ProcessProbe, trouble_file: Path) -> None:
     trouble_file.write_text("main:kill")
     begun = time.monotonic()
 
@@ -146,7 +145,6 @@ def test_a_killed_probe_process_is_noticed_although_its_workers_live(
     assert time.monotonic() - begun < QUICK.deadline_s / 2
 
 
-@pytest.mark.slow
 def test_no_process_outlives_a_failure(probe: ProcessProbe, trouble_file: Path) -> None:
     trouble_file.write_text("worker:hang")
     assert probe._child is not None
@@ -201,7 +199,6 @@ class HangsAtOnce(Trouble):
         raise AssertionError
 
 
-@pytest.mark.slow
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(tmp_path: Path) -> None:
     from autotune_loader.errors import WorkloadError
 

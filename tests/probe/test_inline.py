@@ -24,7 +24,7 @@ from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
 from autotune_loader.trial import BurstPlan, Failure, Measurement
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60
@@ -143,9 +143,7 @@ def hanging(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_an_inline_run_its_workers_go_and_the_file_loads(
     tmp_path: Path,
     hanging: Callable[[], subprocess.Popen[str]],

@@ -69,7 +69,7 @@ def test_without_a_gpu_the_study_says_which_command_works(capsys: pytest.Capture
     assert "--device cpu --quick" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_study_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     main(["--device", "cpu", "--quick", "--only", "transformer", "--out", str(tmp_path)])
     document = json.loads((tmp_path / "gpu.json").read_text())

@@ -36,6 +36,7 @@ def test_every_workload_is_tested_here_or_with_the_demo(workloads: ModuleType) -
     assert set(workloads.DOCUMENTS) == {*DOCUMENTS, "guide", "lesson", "article"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", NAMES + DOCUMENTS)
 def test_a_workload_survives_pickling_and_yields_a_batch(name: str, workloads: ModuleType) -> None:
     # GIVEN a workload as another process receives it

@@ -15,7 +15,7 @@ from autotune_loader.report.page import render_html
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.system,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine; apt-get install chromium would do"),
 ]
 

@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 MISSING = [name for name, there in (("optuna_dashboard", importlib.util.find_spec("optuna_dashboard")),) if not there]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.system,
     pytest.mark.skipif(bool(MISSING) or CHROMIUM is None, reason="needs optuna-dashboard and chromium"),
     pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
 ]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
 # Pages of fragments: what each block takes for granted, block by block.
@@ -84,7 +86,6 @@ model = Model()
 """,
     ],
 }
-QUICK = {"README.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 PRELUDE = """
@@ -119,7 +120,7 @@ def name(page: Path) -> str:
 
 def pages_with_code() -> list[object]:
     shown = [page for page in PAGES if blocks(page)]
-    return [pytest.param(p, id=name(p), marks=() if name(p) in QUICK else (pytest.mark.slow,)) for p in shown]
+    return [pytest.param(p, id=name(p)) for p in shown]
 
 
 @pytest.mark.parametrize("page", pages_with_code())
@@ -160,7 +161,6 @@ def test_the_architecture_page_names_every_room() -> None:
     assert rooms - {"__init__", "__main__", "testing"} == named
 
 
-@pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]

@@ -15,6 +15,8 @@ import pytest
 
 from autotune_loader import TuningResult
 
+pytestmark = pytest.mark.system
+
 # No `if __name__` guard, classes in the script itself, workers started by the method that the environment names.
 SCRIPT = """
 import os, signal, sys, time, torch
@@ -72,7 +74,6 @@ def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
     assert "STATUS complete ['ok'" in run(["train.py"], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path, method: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -80,12 +81,10 @@ def test_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path,
     assert "STATUS complete ['ok'" in run(["train.py"], tmp_path, METHOD=method)
 
 
-@pytest.mark.slow
 def test_the_same_through_standard_input(tmp_path: Path) -> None:
     assert "STATUS complete ['ok'" in run(["-"], tmp_path, text=SCRIPT)
 
 
-@pytest.mark.slow
 def test_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
@@ -148,10 +147,8 @@ def test_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
     assert orphaned_segments() <= before
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
-def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(tmp_path: Path, number: signal.Signals) -> None:
     process = started_and_measuring(tmp_path)
     members = family(process)
 

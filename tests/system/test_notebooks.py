@@ -11,6 +11,8 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
+pytestmark = pytest.mark.system
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = ("quickstart", "inspect_study")
 BRIEFLY = """
@@ -48,7 +50,6 @@ def test_a_notebook_has_its_outputs_and_is_small(name: str) -> None:
     assert [out for out in outputs if out.output_type == "error"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
 def test_a_notebook_runs(build: ModuleType, name: str, tmp_path: Path) -> None:

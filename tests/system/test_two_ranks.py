@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
 HARD_DEADLINE_S = 110
 MARK = "AUTOTUNE_TEST_RUN"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
 
 DATA = """
     import json, os, sys, time, warnings

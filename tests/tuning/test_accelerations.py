@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
 class Rows(Dataset[Any]):
@@ -39,7 +39,6 @@ class Slow(torch.nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.slow
 def test_a_binding_step_is_measured_with_autocast_and_the_result_keeps_it(tmp_path: Path) -> None:
     # GIVEN a step that takes far longer than a batch
     path = tmp_path / "loader.json"

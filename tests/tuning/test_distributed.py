@@ -208,6 +208,7 @@ def test_ranks_share_the_cores_among_workers_that_compute_but_not_among_those_th
     assert within_cores(Space(max_workers=found), 8).max_workers == kept
 
 
+@pytest.mark.system
 def test_all_ranks_burst_on_their_own_samples_and_get_one_result(launch: Any) -> None:
     # GIVEN two ranks of which the second is twice as slow
     lead = "return probe.burst(LoaderConfig(num_workers=2), BurstPlan(seed=5)).samples_per_s.value"
@@ -225,6 +226,7 @@ def test_all_ranks_burst_on_their_own_samples_and_get_one_result(launch: Any) ->
     assert [each["seeds"] for each in said] == [[5], [5 + 100_003]]
 
 
+@pytest.mark.system
 def test_a_rank_that_dies_in_a_burst_ends_the_tuning_on_the_others(launch: Any) -> None:
     # GIVEN three ranks of which the last is killed in its second burst
     lead = "return [probe.burst(LoaderConfig(), BurstPlan(seed=s)).samples_per_s.value for s in range(9)]"
@@ -239,6 +241,7 @@ def test_a_rank_that_dies_in_a_burst_ends_the_tuning_on_the_others(launch: Any) 
     assert "ERROR RankLostError rank 0 gave up: rank 2 is gone" in output[1], output
 
 
+@pytest.mark.system
 def test_a_rank_that_hangs_ends_the_tuning_within_the_deadline(launch: Any) -> None:
     # GIVEN two ranks of which the second stops answering
     lead = "return probe.burst(LoaderConfig(), BurstPlan(deadline_s=1.0)).samples_per_s.value"
@@ -252,6 +255,7 @@ def test_a_rank_that_hangs_ends_the_tuning_within_the_deadline(launch: Any) -> N
     assert "ERROR RankLostError rank 1 did not answer within" in output, output
 
 
+@pytest.mark.system
 def test_a_follower_of_a_dead_rank_0_ends_too(launch: Any) -> None:
     # GIVEN a rank 0 that is killed between two bursts
     lead = "probe.burst(LoaderConfig(), BurstPlan()); os.kill(os.getpid(), signal.SIGKILL)"
@@ -264,6 +268,7 @@ def test_a_follower_of_a_dead_rank_0_ends_too(launch: Any) -> None:
     assert "ERROR RankLostError rank 0 is gone" in output, output
 
 
+@pytest.mark.system
 def test_an_interrupted_search_still_gives_all_ranks_its_partial_result(launch: Any) -> None:
     # GIVEN a rank 0 that is interrupted while the others owe it an answer
     lead = """try: probe.burst(LoaderConfig(), BurstPlan())
@@ -322,7 +327,7 @@ def tuning_job(in_sample: str = "pass", budget: float = 12.0, trials: int = 4) -
     return TUNING_JOB.format(in_sample=in_sample, budget=budget, trials=trials)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
 def test_torchrun_gives_both_ranks_one_configuration_and_one_file(tmp_path: Path) -> None:
     # GIVEN a script that trains with DDP and DistributedSampler
@@ -376,7 +381,7 @@ REUSING_JOB = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
 def test_an_earlier_result_is_looked_up_by_rank_0_and_used_by_all(launch: Any, cache_of_its_own: Path) -> None:
     # GIVEN two ranks that tune the same twice
@@ -390,7 +395,7 @@ def test_an_earlier_result_is_looked_up_by_rank_0_and_used_by_all(launch: Any, c
     assert len(list(cache_of_its_own.rglob("*.json"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
 def test_a_rank_killed_mid_trial_ends_in_a_clear_error_on_the_other(launch: Any, tmp_path: Path) -> None:
     # GIVEN two ranks that are tuning
@@ -411,7 +416,7 @@ def test_a_rank_killed_mid_trial_ends_in_a_clear_error_on_the_other(launch: Any,
     assert time.monotonic() - begun < 20
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
 def test_a_dataset_that_fails_on_one_rank_fails_on_all(launch: Any) -> None:
     # GIVEN a dataset that cannot be read on rank 1

@@ -226,7 +226,7 @@ HOST = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(110)
 def test_two_hosts_share_a_study_through_a_restart_of_the_server(server: Server, tmp_path: Path) -> None:
     # GIVEN two processes that take trials of one study, a grid of 33 configurations

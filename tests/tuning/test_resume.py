@@ -1,9 +1,7 @@
-"""A run that was cut off goes on; one that came to its end begins anew. Small versions of `studies/endurance`."""
+"""A run that was cut off goes on; one that came to its end begins anew."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.process
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -62,28 +60,3 @@ def test_a_run_that_came_to_its_end_is_not_resumed(tmp_path: Path) -> None:
 
     assert (first.status, second.status) == ("complete", "complete")
     assert first.trials[0].seconds != second.trials[0].seconds
-
-
-def study(*arguments: str) -> str:
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads() -> None:
-    said = study("studies.endurance.kills", "--kills", "3", "--seed", "5")
-
-    figures = {line[:20].strip(): int(line[20:]) for line in said.splitlines()}
-    assert figures["kills"] == 3
-    assert figures["leftover processes"] == 0
-
-
-@pytest.mark.slow
-def test_trial_after_trial_in_trouble_leaves_nothing_and_loses_nothing() -> None:
-    said = study("studies.endurance", "--trials", "40", "--seed", "3")
-
-    for what in ("hangs", "leftovers", "lost studies", "studies not well at end", "escaped exceptions"):
-        line = next(line for line in said.splitlines() if line.startswith(what))
-        assert line.removeprefix(what).split()[0] == "0", said

@@ -172,6 +172,7 @@ def quick(dataset: Any, **options: Any) -> TuningResult:
     return tune(dataset, None, **given)
 
 
+@pytest.mark.process
 def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) -> None:
     # GIVEN a finished run
     first = quick(Rows())
@@ -193,7 +194,7 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) 
     assert len(next(iter(second.make_loader(Rows())))) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early() -> None:
     # GIVEN a run on a dataset that then became five times as slow
     first = quick(Rows(), budget=12)
@@ -218,31 +219,34 @@ class FewRows(Rows):
         return 32
 
 
+@pytest.mark.process
 def test_a_result_of_short_epochs_is_reused_too() -> None:
     first = quick(FewRows())
     assert first.finals.whole_epochs
     assert quick(FewRows()).reused is not None
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_without_reuse_everything_is_tuned_anew_and_kept_for_later() -> None:
     assert quick(Rows(), reuse=False).reused is None
     assert quick(Rows(), reuse=False).reused is None
     assert quick(Rows()).reused is not None
 
 
+@pytest.mark.process
 def test_with_the_cache_off_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path) -> None:
     monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
     assert [quick(Rows()).reused for _ in range(2)] == [None, None]
     assert list(cache_of_its_own.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_study_that_is_kept_on_purpose_is_gone_on_with_instead(tmp_path: Path) -> None:
     quick(Rows())
     assert quick(Rows(), storage=tmp_path / "study.journal").reused is None
 
 
+@pytest.mark.process
 def test_more_budget_than_the_earlier_search_had_is_used_for_a_search() -> None:
     quick(Rows())
     assert quick(Rows(), max_trials=4).reused is None

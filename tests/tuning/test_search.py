@@ -464,6 +464,7 @@ def machine_number(number):
     )
 
 
+@pytest.mark.acceptance
 def test_the_choice_is_near_the_best_on_many_machines():
     # GIVEN twenty machines that differ in cores, step, storage, contention and noise
     regrets = []

@@ -67,6 +67,7 @@ def rate(outcome: Measurement | Failure) -> float:
     return outcome.samples_per_s.value
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_burst_of_whole_epochs_is_as_fast_as_training_is(probe: Any, persistent: bool) -> None:
     # GIVEN what some epochs take
@@ -85,6 +86,7 @@ def test_a_burst_of_whole_epochs_is_as_fast_as_training_is(probe: Any, persisten
     assert measured.samples_per_s.low <= rate(measured) <= measured.samples_per_s.high
 
 
+@pytest.mark.process
 def test_start_up_shows_in_whole_epochs_only(probe: Any) -> None:
     leaving, staying = LoaderConfig(num_workers=2), LoaderConfig(num_workers=2, persistent_workers=True)
     whole = replace(PLAN, whole_epochs=True)
@@ -92,6 +94,7 @@ def test_start_up_shows_in_whole_epochs_only(probe: Any) -> None:
     assert rate(probe.burst(leaving, PLAN)) > 2 * rate(probe.burst(leaving, whole))
 
 
+@pytest.mark.process
 def test_without_workers_whole_epochs_cost_nothing(probe: Any) -> None:
     assert rate(probe.burst(LoaderConfig(), replace(PLAN, whole_epochs=True))) == pytest.approx(64 / 0.128, rel=0.3)
 
@@ -263,7 +266,7 @@ def quick(dataset: Any, **options: Any) -> TuningResult:
     return tune(dataset, None, batch_size=8, isolation="inline", reuse=False, max_workers=2, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_tiny_epochs_of_a_dataset_that_is_told_its_epoch_get_no_forkserver_workers() -> None:
     # GIVEN epochs of 0.13 s, and a start method that takes longer than that
     loader = DataLoader(Stamped(), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="forkserver")
@@ -273,7 +276,7 @@ def test_tiny_epochs_of_a_dataset_that_is_told_its_epoch_get_no_forkserver_worke
     assert result.speedup is None or result.speedup.value > 2
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_tiny_epochs_of_other_datasets_get_workers_that_persist() -> None:
     result = quick(Rows(), budget=15)
     assert (result.best.num_workers, result.best.persistent_workers) == (2, True)

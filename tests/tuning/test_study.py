@@ -384,6 +384,7 @@ def test_a_file_that_is_one_torn_line_becomes_an_empty_study(tmp_path):
     assert ledger(path).restored() == []
 
 
+@pytest.mark.process
 def test_a_lock_left_by_a_killed_run_holds_nobody_up_for_long(tmp_path):
     # GIVEN the lock of a process that is no more
     path = tmp_path / "study.journal"
@@ -424,6 +425,7 @@ def test_the_verbosity_of_optuna_is_put_back(level):
         optuna.logging.set_verbosity(before)
 
 
+@pytest.mark.process
 def test_nothing_is_printed_or_warned_about(tmp_path):
     # WHEN a program that turns every warning into an error uses a ledger with odd configurations
     code = f"""

@@ -20,7 +20,7 @@ from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
 from autotune_loader.trial import BurstPlan, Measurement
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
 class Rows(Dataset[Any]):
@@ -155,7 +155,6 @@ def test_an_unsharded_stream_gets_one_worker_at_most_and_is_told_why() -> None:
     assert any("same samples" in warning and "get_worker_info" in warning for warning in result.warnings)
 
 
-@pytest.mark.slow
 def test_a_sharded_stream_may_have_more_workers() -> None:
     result = quick(Stream(sharded=True), batch_size=4, max_workers=4, max_trials=4, budget=30)
 
@@ -163,7 +162,6 @@ def test_a_sharded_stream_may_have_more_workers() -> None:
     assert not any("same samples" in warning for warning in result.warnings)
 
 
-@pytest.mark.slow
 def test_workers_are_capped_at_the_number_of_shards() -> None:
     stream = Stream(sharded=True)
     stream.num_shards = 2  # type: ignore[attr-defined]

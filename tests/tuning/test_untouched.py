@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from autotune_loader import tune
 from autotune_loader.errors import WorkloadError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 ISOLATIONS = ["process", "inline"]
 
@@ -145,7 +145,7 @@ def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
     assert settled(left) == left
 
 
-@pytest.mark.parametrize("isolation", [pytest.param("process", marks=pytest.mark.slow), "inline"])
+@pytest.mark.parametrize("isolation", ["process", "inline"])
 def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -194,7 +194,6 @@ def test_an_unpicklable_part_is_named_and_everything_around_it_is_copied() -> No
         quick(dataset, net(), "process", batch_size=4)
 
 
-@pytest.mark.slow
 def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
     left = leftovers()
     loader = DataLoader([(torch.zeros(3), 0)] * 16, batch_size=4, num_workers=1, multiprocessing_context="forkserver")

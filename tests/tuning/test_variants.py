@@ -216,7 +216,7 @@ def quick(dataset: Any, **options: Any) -> TuningResult:
     return tune(dataset, None, **given)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path: Path) -> None:
     # GIVEN a step that takes as long for any batch
     result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=20)
@@ -234,6 +234,7 @@ def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path:
     assert result.ceiling.value == pytest.approx(size / 0.004, rel=0.3)
 
 
+@pytest.mark.process
 def test_a_batch_size_that_cannot_be_tuned_is_told(tmp_path: Path) -> None:
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Rows()), 8, False)
     result = quick(
@@ -243,7 +244,7 @@ def test_a_batch_size_that_cannot_be_tuned_is_told(tmp_path: Path) -> None:
     assert any("batch_size is not tuned: a batch_sampler makes the batches" in warning for warning in result.warnings)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> None:
     # GIVEN epochs of one whole batch and one sample more, each a step of its own
     result = quick(Rows(length=9), allow=("drop_last",), budget=8)
@@ -253,6 +254,7 @@ def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> Non
     assert len(list(result.make_loader(Rows(length=9)))) == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "dataset", "field_name", "values"),
     [
@@ -261,7 +263,6 @@ def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> Non
         ("persistent_workers", Stamped(64), "persistent_workers", {False, True}),
     ],
 )
-@pytest.mark.slow
 def test_what_is_allowed_is_tried_and_nothing_else(name: str, dataset: Any, field_name: str, values: set[Any]) -> None:
     without = quick(dataset, reuse=False, budget=6)
     allowed = quick(dataset, reuse=False, budget=12, allow=(name,))

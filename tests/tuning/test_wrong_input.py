@@ -34,6 +34,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_probe_starts(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
+@pytest.mark.process
 def test_a_disk_that_fills_up_meanwhile_costs_a_warning_and_not_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -413,6 +413,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.acceptance
 class TestFidelity:
     @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
     def test_three_bursts_predict_every_configuration_up_to_the_cores(self, machine):
@@ -430,7 +431,6 @@ class TestFidelity:
         assert np.median(np.abs(errors)) < 0.03
         assert np.quantile(np.abs(errors), 0.95) < 0.08
 
-    @pytest.mark.slow
     def test_a_space_is_predicted_in_a_blink(self):
         twin, _ = twin_of_a_machine(SimulatedMachine(cores=16))
         configs = [LoaderConfig(num_workers=n, prefetch_factor=p) for n in range(1, 17) for p in (1, 2, 4, 8)]

@@ -67,6 +67,7 @@ def test_every_config_without_workers_yields_a_batch(config):
 
 # Pairs of options that DataLoader refuses, at once or on iteration.
 # Two, because every example starts processes.
+@pytest.mark.process
 @given(configs(most_workers=2).filter(lambda c: c.num_workers and c.multiprocessing_context in (None, "fork")))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.filter_too_much])
 def test_configs_with_workers_yield_a_batch(config):

@@ -161,6 +161,7 @@ def test_a_tree_over_its_budget_raises_the_alarm() -> None:
         assert alarm.wait(20.0)
 
 
+@pytest.mark.process
 def test_a_real_tree_is_measured() -> None:
     # GIVEN a process that takes memory and burns CPU in a child
     script = """
@@ -191,6 +192,7 @@ child.kill()
     assert (reading.gpu.util, reading.gpu.reason) == (None, "the step does not run on an NVIDIA GPU")
 
 
+@pytest.mark.process
 def test_a_tree_that_dies_during_the_burst_keeps_what_was_seen() -> None:
     # GIVEN a process that is killed while it is metered
     process = subprocess.Popen(

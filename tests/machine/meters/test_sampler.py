@@ -87,6 +87,7 @@ def test_a_period_of_zero_is_refused() -> None:
         Sampler(lambda: None, period_s=0)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_may_fork_while_sampling() -> None:
