@@ -22,9 +22,9 @@ check: $(INSTALLED) ## lint, format, types and layers
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
 
-# The documentation is built by one of the tests, beside the others.
+# The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
 test: check ## check, then every test but acceptance: units, processes, and the system with its documentation
-	@$(BIN)/python -m pytest -m "not acceptance" --durations=15
+	@$(BIN)/python -m pytest -n 3 -m "not acceptance" --durations=15
 
 quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit

@@ -42,12 +42,12 @@ DATA = """
 
     def say(**said):
         with open(sys.argv[1] + f"/rank-{os.environ['RANK']}.json", "w") as file:
-            json.dump(dict(said, probed=tuned_here()), file)
+            json.dump(said, file)
 
-    def tuned_here():
-        # A rank that tuned has had a probe process of its own, and waited for it to end.
+    def probed_s():
+        # CPU seconds of probe processes: a rank that tuned has waited for its own to end.
         import resource
-        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 100_000
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
     def leave():
         # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit.
@@ -82,27 +82,34 @@ LIGHTNING = """
         trainer.fit(model, datamodule=data)
         loader = trainer.train_dataloader
         say(best=data.result.best.to_dict(), workers=loader.num_workers, sampler=type(loader.sampler).__name__,
-            seen=model.seen, weights=model.layer.weight.flatten().tolist(), cores=data.result.fingerprint.usable_cores)
+            seen=model.seen, weights=model.layer.weight.flatten().tolist(), cores=data.result.fingerprint.usable_cores,
+            probed=probed_s() > 0.5)
         leave()
         torch.distributed.destroy_process_group()
 """
 
+# Three ways to share out the loading, one after the other: most of a job is its start.
 ACCELERATE = """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DataLoaderConfiguration
     from autotune_loader.integrations.accelerate import tune_before_prepare
 
     def own_step(model, batch):
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    if __name__ == "__main__":
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches={dispatch}))
+    def trained(dispatch, data):
+        before = probed_s()
+        AcceleratorState._reset_state()  # as in a script that has only this one
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        torch.manual_seed(0)
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loader, result = tune_before_prepare(
-                accelerator, DataLoader({data}, batch_size=16), model, train_step=own_step, **QUICK
+                accelerator, DataLoader(data, batch_size=16), model, train_step=own_step, **QUICK
             )
         workers = loader.num_workers
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -114,8 +121,19 @@ ACCELERATE = """
             optimizer.step()
             seen += index.tolist()
         weights = accelerator.unwrap_model(model).weight.flatten().tolist()
-        say(best=result.best.to_dict(), workers=workers, seen=seen, weights=weights,
-            cores=result.fingerprint.usable_cores, warned=any("dispatch_batches" in str(each.message) for each in caught))
+        return accelerator, dict(
+            best=result.best.to_dict(), workers=workers, seen=seen, weights=weights,
+            cores=result.fingerprint.usable_cores, warned=any("dispatch_batches" in str(each.message) for each in caught),
+            probed=probed_s() - before > 0.5,
+        )
+
+    if __name__ == "__main__":
+        said = {}
+        for name, dispatch, data in (
+            ("a stream", None, Stream()), ("on rank 0", True, Points()), ("on all ranks", False, Points())
+        ):
+            accelerator, said[name] = trained(dispatch, data)
+        say(**said)
         leave()
         accelerator.end_training()
 """
@@ -128,7 +146,13 @@ def run_two_ranks(script: str, folder: Path) -> list[dict[str, Any]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = subprocess.Popen(
         [*launcher, str(path), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
+            MARK: mark,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -176,10 +200,15 @@ def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(tmp_p
     assert [each["probed"] for each in said] == [True, True]
 
 
-def test_accelerate_tunes_in_lock_step_where_all_ranks_load(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def with_accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("accelerate")
+    return run_two_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"))
+
+
+def test_accelerate_tunes_in_lock_step_where_all_ranks_load(with_accelerate: list[dict[str, Any]]) -> None:
     # GIVEN a script with Accelerate on two ranks that both load WHEN the loader is tuned before prepare
-    said = run_two_ranks(ACCELERATE.format(dispatch=False, data="Points()"), tmp_path)
+    said = [rank["on all ranks"] for rank in with_accelerate]
 
     # THEN both have one configuration for their share of the cores, and train as one
     assert_trained_as_one(said, 256)
@@ -189,11 +218,12 @@ def test_accelerate_tunes_in_lock_step_where_all_ranks_load(tmp_path: Path) -> N
     assert [each["probed"] for each in said] == [True, True]
 
 
-@pytest.mark.parametrize(("dispatch", "data"), [(None, "Stream()"), (True, "Points()")])
-def test_accelerate_tunes_on_rank_0_alone_where_it_loads_for_all(dispatch: Any, data: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+@pytest.mark.parametrize("how", ["a stream", "on rank 0"])
+def test_accelerate_tunes_on_rank_0_alone_where_it_loads_for_all(
+    how: str, with_accelerate: list[dict[str, Any]]
+) -> None:
     # GIVEN a script in which rank 0 loads for both WHEN the loader is tuned before prepare
-    said = run_two_ranks(ACCELERATE.format(dispatch=dispatch, data=data), tmp_path)
+    said = [rank[how] for rank in with_accelerate]
 
     # THEN rank 0 tuned with all cores and has the workers, the other waited and has none, and both train as one
     assert_trained_as_one(said, 256)

@@ -65,6 +65,7 @@ def test_a_check_takes_about_two_seconds() -> None:
     assert clock() < 3.0
 
 
+@pytest.mark.acceptance
 def test_noise_hardly_ever_costs_a_search() -> None:
     objections = [checked(replace(THEN, noise_sd=0.04), seed=seed).objection for seed in range(40)]
     assert sum(map(bool, objections)) <= 1

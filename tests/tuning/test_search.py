@@ -89,6 +89,11 @@ FAST_STEP = SimulatedMachine(step_s=0.001)
 # Order and ends
 
 
+def seeds(count):
+    """One of them in every run; the others are many simulated searches."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.acceptance) for seed in range(1, count))]
+
+
 def test_the_users_config_and_torchs_default_come_first():
     found, _, _ = run_on(FAST_STEP)
     assert [trial.config for trial in found.trials[:2]] == [OWN, LoaderConfig()]
@@ -109,7 +114,7 @@ def test_a_search_ends_at_the_ceiling_of_the_step():
     assert len(found.trials) <= 8
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
 @pytest.mark.parametrize("budget_s", [8.0, 30.0, 90.0])
 def test_the_budget_holds_and_leaves_time_for_finals(search, budget_s, seed):
@@ -263,7 +268,7 @@ def test_failures_do_not_end_the_study(kind, search):
     assert found.finals.winner.num_workers == 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_step_that_binds_gets_few_workers_however_noisy_the_machine(seed):
     # GIVEN a step that two workers keep busy, 16 cores, and bursts that scatter by 6 %
     machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05, noise_sd=0.06)
