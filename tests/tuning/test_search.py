@@ -83,15 +83,15 @@ def space_of(machine, **changes):
     return Space(max_workers=most, **changes)
 
 
+def seeds(count):
+    """One of them in every run; the others are many simulated searches."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.acceptance) for seed in range(1, count))]
+
+
 FAST_STEP = SimulatedMachine(step_s=0.001)
 
 
 # Order and ends
-
-
-def seeds(count):
-    """One of them in every run; the others are many simulated searches."""
-    return [0, *(pytest.param(seed, marks=pytest.mark.acceptance) for seed in range(1, count))]
 
 
 def test_the_users_config_and_torchs_default_come_first():
