@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick docs gpu clean
+.PHONY: help venv demo check test quick acceptance docs gpu clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=python3.x chooses the interpreter)
 
@@ -22,11 +22,15 @@ check: $(INSTALLED) ## lint, format, types and layers
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
 
-test: check docs ## check, docs, then every test, README code and notebooks included
-	@$(BIN)/python -m pytest
+# The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
+test: check ## check, then every test but acceptance: units, processes, and the system with its documentation
+	@$(BIN)/python -m pytest -n 3 -m "not acceptance" --durations=15
 
-quick: $(INSTALLED) ## the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+quick: $(INSTALLED) ## the unit tests: under a minute
+	@$(BIN)/python -m pytest -m unit
+
+acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, and how true the twin is
+	@$(BIN)/python -m pytest -m acceptance --durations=15
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,12 +1,31 @@
+"""Four kinds of tests, and what every one of them may rely on.
+
+    unit        no mark            no process, no sleep: seconds in all         make quick
+    process     mark.process       real probes, workers and clocks              make test
+    system      mark.system        docs, notebooks, ranks, frameworks           make test
+    acceptance  mark.acceptance    many simulated searches, and fidelity        make acceptance
+
+A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others.
+Tests marked `gpu` are a kind of their own, for a machine with CUDA. Folders are the rooms of the package.
+"""
+
 from __future__ import annotations
 
+import multiprocessing.process
 import random
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+KINDS = ("process", "system", "acceptance", "gpu")
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
+MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 # A wall-clock limit per example fails on a machine that is busy with something else.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -41,8 +60,95 @@ def orphaned_segments() -> Callable[[], set[str]]:
     return names
 
 
+class UnitGuard:
+    """Ends a unit test that starts a process or sleeps: such a test is of another kind, and has to say so."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.offence: str | None = None
+        self.slept_s = 0.0
+        self._sleep = time.sleep
+        self._start = multiprocessing.process.BaseProcess.start
+        sys.addaudithook(self._on_audit)  # for good: Python has no way to remove one
+
+    def __enter__(self) -> UnitGuard:
+        self.is_on, self.offence, self.slept_s = True, None, 0.0
+        time.sleep = self._counted_sleep
+        multiprocessing.process.BaseProcess.start = self._refused_start  # spawn and fork server raise no audit event
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.is_on = False
+        time.sleep = self._sleep
+        multiprocessing.process.BaseProcess.start = self._start
+
+    def check(self) -> None:
+        """Fails the test for what it did, though the code under test may have caught it."""
+        if self.offence is not None:
+            pytest.fail(f"{self.offence}; mark it process, system or acceptance (see tests/conftest.py)")
+
+    def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event in STARTS:
+            self._refuse(f"a unit test starts a process: {event} {arguments[:2]!r}")
+
+    def _refused_start(self, *arguments: Any) -> None:
+        self._refuse("a unit test starts a process: multiprocessing")
+
+    def _counted_sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        if self.slept_s > MOST_SLEEP_S:
+            self._refuse(f"a unit test sleeps for more than {MOST_SLEEP_S} s")
+        self._sleep(seconds)
+
+    def _refuse(self, offence: str) -> None:
+        self.offence = offence
+        self.check()
+
+
+guard = UnitGuard()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of another kind are not even imported: some take seconds, for the sake of a framework."""
+    if config.option.markexpr not in ("unit", "acceptance") or not collection_path.name.startswith("test_"):
+        return None
+    kind = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
+    return True if kind and kind[1] in KINDS and kind[1] != config.option.markexpr else None
+
+
+@pytest.fixture
+def unit_guard() -> UnitGuard:
+    return guard
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    return (yield from _guarded(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    return (yield from _guarded(item))
+
+
+def _guarded(item: pytest.Item) -> Any:
+    if item.get_closest_marker("unit") is None:
+        return (yield)
+    with guard:
+        result = yield
+    guard.check()
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in KINDS):
+            item.add_marker(pytest.mark.unit)
+    _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _skip_without_cuda(marked: list[pytest.Item]) -> None:
     if not marked:
         return
     import torch  # only when a test asks: the rest of the suite may not need it

@@ -87,6 +87,7 @@ def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path) -> None:
             load_config(tmp_path / "loader.json")
 
 
+@pytest.mark.process
 def test_the_journal_of_a_run_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -110,6 +111,7 @@ class SpiesOnDescriptors(Dataset[torch.Tensor]):
         return torch.zeros(3)
 
 
+@pytest.mark.process
 def test_the_pipe_between_parent_and_probe_is_private() -> None:
     # GIVEN a probe whose dataset looks at what it could hand on
     data = DataSide.from_dataset(SpiesOnDescriptors(), batch_size=4)

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
@@ -26,6 +28,7 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(output))
 
 
+@pytest.mark.process
 def test_importing_the_package_leaves_heavy_dependencies_alone() -> None:
     # GIVEN what torch itself imports (which may change with its version)
     by_torch = modules_after("import torch")

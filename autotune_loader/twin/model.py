@@ -219,7 +219,7 @@ class Twin:
         """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
 
         In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with
-        the loop, rates scatter by 30 % between bursts of 2.5 rounds (tests/test_twin.py), whatever one of them says of
+        the loop, rates scatter by 30 % between bursts of 2.5 rounds (tests/twin/test_twin.py), whatever one of them says of
         itself. It is the scatter of what is consumed. Where workers hold the loop up a burst is read by what they make, too,
         and scatters less; but that overlooks how they wait for orders behind a slow batch, so the larger figure stands.
 

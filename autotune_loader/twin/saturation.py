@@ -20,7 +20,7 @@ from autotune_loader.twin.smoothing import relative_variance
 
 TURN_LOSS = 0.63
 """While they wait for their turn workers lose TURN_LOSS ln(workers) variation^2 / prefetch of their time: to a third what event
-simulations of 4 to 48 workers on as many cores lose (variation 0.5, prefetch 2 and 8; tests/test_saturation.py)."""
+simulations of 4 to 48 workers on as many cores lose (variation 0.5, prefetch 2 and 8; tests/decision/test_saturation.py)."""
 MOST_TURN_LOSS = 0.9
 """Where batches vary beyond what the formula is for."""
 WAITING_SD = 0.02

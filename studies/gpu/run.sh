@@ -24,7 +24,7 @@ part=${1:-all}
 "$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
 status=0
 if [ "$part" != study ]; then
-    timeout 300 "$PYTHON" -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 tests/test_prefetch.py tests/test_cuda.py tests/probe/test_acceleration.py \
+    timeout 300 "$PYTHON" -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 tests/pipeline/test_prefetch.py tests/probe/test_cuda.py tests/probe/test_acceleration.py \
         >"$OUT/gpu-tests.txt" 2>&1 || status=$?
     tail -n 25 "$OUT/gpu-tests.txt"
 fi

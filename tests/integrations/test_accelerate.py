@@ -10,6 +10,8 @@ from autotune_loader.integrations.accelerate import dispatches, tune_before_prep
 
 accelerate = pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.system
+
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:

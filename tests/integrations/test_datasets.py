@@ -10,6 +10,8 @@ from autotune_loader.integrations.datasets import as_shards, as_tensors
 
 datasets = pytest.importorskip("datasets")
 
+pytestmark = pytest.mark.system
+
 
 class Model(torch.nn.Module):
     def __init__(self) -> None:
@@ -36,7 +38,6 @@ def train_an_epoch(loader: Any) -> int:
     return len(losses)
 
 
-@pytest.mark.slow
 def test_a_map_style_dataset_is_tuned_and_trained_on(rows: Any, quick: Any) -> None:
     # GIVEN rows in torch format
     dataset = as_tensors(rows)
@@ -46,7 +47,6 @@ def test_a_map_style_dataset_is_tuned_and_trained_on(rows: Any, quick: Any) -> N
     assert train_an_epoch(result.make_loader(dataset, shuffle=True)) == 16
 
 
-@pytest.mark.slow
 def test_an_iterable_dataset_gets_no_more_workers_than_shards(rows: Any, quick: Any) -> None:
     # GIVEN the same rows as a stream of two shards
     dataset = as_shards(rows, num_shards=2)

@@ -14,6 +14,7 @@ from autotune_loader.integrations.lightning import tuned
 lightning = pytest.importorskip("lightning.pytorch")
 # Lightning warns about small machines and short runs, which is what a test is.
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:.*litlogger.*"),
@@ -72,7 +73,6 @@ def trainer(tmp_path: Path) -> Any:
     )
 
 
-@pytest.mark.slow
 def test_a_data_module_is_tuned_before_the_first_epoch(trainer: Any, points: Any, quick: Any) -> None:
     # GIVEN a module and its data
     model = Classifier()

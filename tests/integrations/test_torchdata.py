@@ -13,10 +13,9 @@ from autotune_loader.rebuild import rebuild
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 # torchdata 0.11 calls what torch 2.13 has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
 
-@pytest.mark.slow
 def test_a_stateful_loader_is_tuned_and_stays_one(points: Any, quick: Any) -> None:
     # GIVEN a stateful loader
     own = stateful.StatefulDataLoader(points, batch_size=32, shuffle=True, snapshot_every_n_steps=5)

@@ -11,6 +11,8 @@ from autotune_loader.integrations.transformers import training_arguments, tune_t
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.system
+
 
 class Model(torch.nn.Module):
     def __init__(self) -> None:
@@ -33,7 +35,6 @@ def arguments(folder: Path, **fields: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, points: Any, quick: Any) -> None:
     # GIVEN a Trainer with a collator and a dataset
     trainer = transformers.Trainer(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate)

@@ -137,6 +137,7 @@ def test_the_description_shows_every_source(tmp_path: Path) -> None:
         assert source in text
 
 
+@pytest.mark.process
 def test_inspecting_imports_no_torch_and_settles_no_start_method() -> None:
     # GIVEN a fresh interpreter WHEN it takes its fingerprint THEN torch is not loaded, and the program may still choose
     script = (
@@ -145,3 +146,12 @@ def test_inspecting_imports_no_torch_and_settles_no_start_method() -> None:
         "multiprocessing.set_start_method('spawn')"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == ""
+
+
+def test_the_thread_environment_is_recorded_and_a_change_is_told() -> None:
+    # GIVEN a machine that was tuned under torchrun, which sets one thread
+    tuned = inspect_machine(environ={"OMP_NUM_THREADS": "1"}).fingerprint()
+    here = inspect_machine(environ={}).fingerprint()
+    # WHEN its file is used without, THEN that is a difference
+    assert tuned.thread_env == {"OMP_NUM_THREADS": "1"}
+    assert any("OMP_NUM_THREADS" in difference.sentence for difference in differences(tuned, here))

@@ -163,6 +163,7 @@ def test_a_binding_without_a_function_is_a_reason() -> None:
     }
 
 
+@pytest.mark.process
 def test_the_real_binding_is_clean_under_errors_for_warnings() -> None:
     # GIVEN the module pynvml of nvidia-ml-py, not of the deprecated distribution of that name
     assert importlib.metadata.version("nvidia-ml-py")

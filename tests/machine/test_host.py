@@ -51,6 +51,7 @@ def test_available_memory_is_within_the_total() -> None:
     assert 0 < memory.available_bytes <= memory.total_bytes
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "getsid"), reason="needs sessions")
 def test_members_of_a_group_are_found_after_its_leader_has_died() -> None:
     # GIVEN a leader of its own session that starts a child and ends

@@ -13,6 +13,8 @@ import pytest
 
 from autotune_loader.machine import processes
 
+pytestmark = pytest.mark.process
+
 DEADLINE_S = 20.0
 
 # Starts `sleep` below itself, says so, and stays.

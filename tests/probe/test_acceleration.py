@@ -146,8 +146,11 @@ def probe_of(model: torch.nn.Module, **training: Any) -> ProcessProbe:
     return ProcessProbe(Payload.of(workload, 1 << 30), inspect_machine())
 
 
-@pytest.mark.slow
-def test_torch_compile_in_the_probe_process() -> None:
+@pytest.mark.process
+def test_torch_compile_in_the_probe_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # a pool of compilers takes longer to start than this takes
     # GIVEN a model of torch's own modules, which compile only from outside
     probe = probe_of(small_model())
     try:
@@ -162,7 +165,7 @@ def test_torch_compile_in_the_probe_process() -> None:
     assert found.is_same_loss is True
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_compilation_that_does_not_end_in_time_costs_only_the_process() -> None:
     probe = probe_of(small_model())
     try:
@@ -177,7 +180,7 @@ def test_a_compilation_that_does_not_end_in_time_costs_only_the_process() -> Non
         probe.close()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_step_that_ignores_the_model_it_is_given_is_not_taken_for_compiled() -> None:
     outer = small_model()
     probe = probe_of(

@@ -20,7 +20,7 @@ from autotune_loader.probe.bench import Bench, Readiness
 from autotune_loader.probe.canary import digest, workers_read_otherwise
 from autotune_loader.probe.workload import DataSide, TrainingSide
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 RECORD_BYTES = 8
 SAMPLE_S = 0.002
@@ -125,12 +125,12 @@ def reads_otherwise(dataset: Any, sample_s: float = SAMPLE_S, **parts: Any) -> b
     return workers_read_otherwise(data, data, sample_s)
 
 
-def test_pain_31_workers_that_share_the_position_of_a_file_are_found_out(path: Path) -> None:
+def test_workers_that_share_the_position_of_a_file_are_found_out(path: Path) -> None:
     assert reads_otherwise(Records(path))
     assert reads_otherwise(Records(path), sampler=SequentialSampler(range(64)))
 
 
-def test_pain_31_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None:
+def test_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None:
     assert not reads_otherwise(OpenedOnFirstUse(path))
     assert not reads_otherwise(Records(path), worker_init_fn=reopen)
 
@@ -166,7 +166,7 @@ def test_slow_samples_are_few_or_left_alone() -> None:
 
 
 @pytest.mark.parametrize("isolation", ["inline", "process"])
-def test_pain_31_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any) -> None:
+def test_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any) -> None:
     result = tune(
         Records(path), batch_size=4, budget=1, max_trials=1, max_workers=1, isolation=isolation, progress=False
     )

@@ -163,6 +163,7 @@ def step_of(train: Any) -> TrainingStep:
     return TrainingStep(train, "a step", torch.device("cpu"))
 
 
+@pytest.mark.process
 def test_a_burst_measures_on_the_device_and_lets_go_of_its_memory() -> None:
     # GIVEN a device that takes 5 ms for a step and tells its peak
     timeline = FakeTimeline()
@@ -190,6 +191,7 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
 
 
+@pytest.mark.process
 def test_a_step_that_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_the_next_burst_works() -> None:
     # GIVEN a step that runs out of memory on its third batch
     timeline, steps = FakeTimeline(), iter([None, None, out_of_memory])
@@ -294,6 +296,7 @@ def test_an_optimizer_with_a_state_follows_its_model_to_the_device() -> None:
     assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
 
 
+@pytest.mark.process
 def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
     # GIVEN a warm bench
     import gc
@@ -339,6 +342,7 @@ def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
     assert (whole.cpu_share, whole.foreign_cpu_share, whole.steal_share) == (0.5, 0.1, 0.02)
 
 
+@pytest.mark.process
 def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     bench = Bench(rows, rows, TrainingSide)
     readiness = bench.prepare()

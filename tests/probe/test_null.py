@@ -11,7 +11,7 @@ from autotune_loader.probe.bench import Bench
 from autotune_loader.probe.workload import DataSide, TrainingSide
 from autotune_loader.trial import BurstPlan, Measurement
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 PLAN = BurstPlan(max_s=0.4, min_s=0.2, relative_error=0.1, null_dataset=True)
 
 

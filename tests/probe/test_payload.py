@@ -56,7 +56,7 @@ def test_what_is_too_large_is_given_up(held: Any) -> None:
         payload_of(held, max_bytes=MIB // 2)
 
 
-def test_pain_12_what_cannot_travel_is_named() -> None:
+def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(UnpicklableError, match=r"dataset\.held") as caught:
         payload_of(threading.Lock())
 

@@ -1,0 +1,481 @@
+"""Finals: no claim without difference, the cheapest of equals, time kept, and failures survived."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.finals import (
+    ADMITTING_ROUNDS,
+    DOUBTFUL_PATIENCE,
+    LONGER_PATIENCE,
+    MAX_FAILURES,
+    MIN_ROUNDS,
+    PATIENT_ROUNDS,
+    run_finals,
+)
+from autotune_loader.stats import MAX_ROUNDS, Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure
+from autotune_loader.twin.feeding import Feeding
+from autotune_loader.twin.residual import Knowledge
+
+BASELINE = LoaderConfig()
+FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
+BROKEN = Failure(kind="crashed", phase="batches", message="no")
+BURST_S = 1.0
+
+
+class RatedProbe:
+    """Answers with given rates and noise; a burst takes a second of the clock."""
+
+    def __init__(self, rates, *, noise=0.0, seed=0, foreign=None):
+        self.rates, self.noise, self.foreign = rates, noise, foreign
+        self.clock, self.rng = FakeClock(), random.Random(seed)
+        self.asked, self.plans = [], []
+        self._shape = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(FEW, BurstPlan(max_s=0.3, min_s=0.1))
+
+    def burst(self, config, plan):
+        self.asked.append(config)
+        self.plans.append(plan)
+        self.clock.advance(BURST_S)
+        rate = self.rates[config]
+        rate = rate(len(self.asked)) if callable(rate) else rate
+        if isinstance(rate, Failure):
+            return rate
+        rate *= 1 + self.rng.gauss(0, self.noise)
+        interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
+        return replace(self._shape, samples_per_s=interval, foreign_cpu_share=self.foreign)
+
+
+def race(
+    probe, candidates, baseline=BASELINE, *, budget_s=1000.0, patience_s=1000.0, tolerance=0.02, seed=0, **options
+):
+    return run_finals(
+        probe,
+        candidates,
+        baseline,
+        cost=lambda config: (config.num_workers,),
+        tolerance=tolerance,
+        time_left=lambda: budget_s - probe.clock(),
+        patience_s=patience_s,
+        seed=seed,
+        **options,
+    )
+
+
+@pytest.mark.acceptance
+def test_equal_configs_hardly_ever_claim_a_speed_up():
+    # GIVEN three configurations that are all as fast as the baseline, and the noise of real bursts
+    claims = 0
+    for seed in range(60):
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0, MANY: 100.0}, noise=0.03, seed=seed)
+        # WHEN they race
+        outcome = race(probe, [MANY, SOME, FEW], patience_s=60.0, seed=seed)
+        # THEN a speed-up is claimed in no more cases than its interval allows (5 % two-sided)
+        claims += outcome.speedup.low > 1
+    assert claims <= 5
+
+
+def test_of_equally_fast_configs_the_cheapest_wins():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 99.9, SOME: 100.0, MANY: 100.1}, noise=0.002), [MANY, SOME, FEW])
+    assert outcome.winner == FEW
+
+
+def test_a_cheaper_config_that_is_slower_than_the_tolerance_does_not_win():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 95.0, SOME: 100.0}, noise=0.005), [SOME, FEW])
+    assert outcome.winner == SOME
+
+
+def test_the_baseline_itself_may_win_and_then_nothing_is_claimed():
+    outcome = race(RatedProbe({BASELINE: 100.0, FEW: 100.1}, noise=0.002), [FEW])
+    assert outcome.winner == BASELINE
+    assert (outcome.speedup.low, outcome.speedup.value, outcome.speedup.high) == (1.0, 1.0, 1.0)
+
+
+def test_a_true_speed_up_is_found_and_lies_in_its_interval():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.02), [FEW])
+    assert 1 < outcome.speedup.low < 2.0 < outcome.speedup.high
+    assert outcome.rate.low < 100 < outcome.rate.high
+
+
+def test_a_single_round_claims_nothing():
+    # GIVEN time for one round only
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], budget_s=2.5)
+    assert len(outcome.rounds) == 1
+    assert outcome.speedup is None
+    assert outcome.rate.low <= 100 <= outcome.rate.high
+
+
+def test_no_time_at_all_is_no_outcome():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0})
+    assert race(probe, [FEW], budget_s=-1.0) is None
+    assert probe.asked == []
+
+
+@pytest.mark.parametrize("budget_s", [3, 7, 20, 45])
+def test_no_round_begins_that_would_not_fit(budget_s):
+    # GIVEN rounds of three seconds that leave the question open
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+    race(probe, [FEW, SOME], budget_s=budget_s)
+    assert probe.clock() <= budget_s
+
+
+def test_patience_ends_open_questions_but_not_before_the_first_rounds():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+    outcome = race(probe, [FEW, SOME], patience_s=4.0)
+    assert len(outcome.rounds) == PATIENT_ROUNDS
+
+
+def test_patience_leaves_some_of_the_budget_unspent_but_for_the_first_rounds():
+    def spent_s(unspent_s):
+        # GIVEN bursts of a second that leave the question open, and time for sixty
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
+        outcome = race(probe, [FEW, SOME], budget_s=60.0, unspent_s=unspent_s)
+        return probe.clock(), len(outcome.rounds)
+
+    # WHEN some of it is to be left THEN no round goes on into it, once there were enough
+    assert 40.0 < spent_s(0.0)[0] <= 60.0
+    assert 30.0 < spent_s(20.0)[0] <= 40.0
+    assert spent_s(60.0)[1] == PATIENT_ROUNDS
+
+
+def believing(bursts):
+    """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
+    return Knowledge(
+        configs=(FEW, SOME, BASELINE), mean=np.log([100.0, 110.0, 50.0]), covariance=4e-3 * np.eye(3), noise_sd=0.02
+    )
+
+
+def test_patience_lasts_longer_where_the_rounds_contradict_the_choice():
+    # GIVEN a belief in SOME, rounds in which FEW is faster on average and by no means always, and patience for the least rounds
+    contradicting = RatedProbe({BASELINE: 50.0, FEW: in_turns(150.0, 90.0), SOME: 100.0}, noise=0.01)
+    agreeing = RatedProbe({BASELINE: 50.0, FEW: 108.5, SOME: 110.0}, noise=0.01)
+    # WHEN they race THEN more rounds are run than where the rounds agree, but not without end
+    longer = race(contradicting, [SOME, FEW], patience_s=9.0, believe=believing)
+    usual = race(agreeing, [SOME, FEW], patience_s=9.0, believe=believing)
+    assert len(usual.rounds) < len(longer.rounds)
+    assert contradicting.clock() <= LONGER_PATIENCE * 9.0
+
+
+def test_a_baseline_that_keeps_failing_does_not_use_up_the_budget():
+    outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 80.0, SOME: 81.0}, noise=0.01), [SOME, FEW], patience_s=0.0)
+    assert len(outcome.rounds) == PATIENT_ROUNDS
+
+
+def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
+    # GIVEN a belief in more workers WHEN fewer are as fast in every round
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0, SOME: 100.0}), [SOME, FEW], believe=believing)
+    # THEN the fewer are chosen
+    assert outcome.winner == FEW
+
+
+@pytest.mark.parametrize(("ceiling", "winner"), [(None, SOME), (100.5, FEW), (110.0, SOME)])
+def test_who_is_as_fast_as_the_step_allows_need_not_be_the_fastest(ceiling, winner):
+    # GIVEN a cheap configuration that is 1 % slower in every round, and believed to be slower still
+    probe = RatedProbe({BASELINE: 50.0, FEW: 99.0, SOME: 100.0}, noise=0.0005)
+    believed = replace(_known([FEW, SOME, BASELINE]), mean=np.log([96.0, 100.0, 50.0]))
+    # WHEN it comes within tolerance of the ceiling THEN it wins
+    outcome = race(probe, [SOME, FEW], believe=lambda bursts: believed, patience_s=9.0, ceiling=ceiling)
+    assert outcome.winner == winner
+
+
+def test_there_is_an_end_without_any_limit():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
+    assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS
+
+
+def test_a_baseline_that_is_clearly_slower_sits_out_early():
+    # GIVEN two near candidates and a baseline at half their rate
+    probe = RatedProbe({BASELINE: 50.0, FEW: 98.5, SOME: 100.0}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    # THEN the candidates go on without it
+    assert probe.asked.count(BASELINE) < len(outcome.rounds)
+    assert outcome.speedup.low > 1
+
+
+def test_a_candidate_that_is_clearly_slower_sits_out():
+    probe = RatedProbe({BASELINE: 99.0, FEW: 60.0, SOME: 100.0}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    assert probe.asked.count(FEW) < len(outcome.rounds)
+
+
+def test_a_clear_answer_takes_few_rounds():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.005)
+    assert len(race(probe, [FEW]).rounds) == MIN_ROUNDS
+
+
+def test_a_finalist_that_keeps_failing_is_dropped():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 90.0, SOME: BROKEN}, noise=0.01)
+    outcome = race(probe, [SOME, FEW])
+    assert probe.asked.count(SOME) == MAX_FAILURES
+    assert outcome.winner == FEW
+
+
+def test_a_finalist_that_dies_is_named():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 90.0, SOME: BROKEN}, noise=0.01), [SOME, FEW])
+    assert any(str(SOME) in note and "finals" in note for note in outcome.notes)
+
+
+def test_who_the_rounds_make_a_candidate_is_let_in():
+    # GIVEN a configuration that the search did not send to the finals
+    probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
+    # WHEN what is known after the first round nominates it
+    outcome = race(probe, [FEW], believe=lambda bursts: _known([FEW, SOME, BASELINE]), nominate=lambda known: [SOME])
+    # THEN it runs
+    assert SOME in outcome.configs
+    assert probe.asked.count(SOME) >= 2
+
+
+def unsure(bursts):
+    """A search that cannot tell SOME from MANY, whatever the rounds say: the cheaper is expected to lose 2 %."""
+    return replace(sure(bursts), covariance=np.diag([1e-8, 1.5e-3, 1.5e-3, 1e-8]))
+
+
+def sure(bursts):
+    """The same without doubt."""
+    rates = np.log([80.0, 100.0, 100.0, 50.0])
+    return Knowledge(configs=(FEW, SOME, MANY, BASELINE), mean=rates, covariance=1e-8 * np.eye(4), noise_sd=0.02)
+
+
+def test_the_rounds_go_on_while_the_choice_is_in_doubt():
+    # GIVEN two candidates that no round tells apart, and patience for the least rounds
+    def rounds(believe):
+        probe = RatedProbe({BASELINE: 50.0, SOME: 100.0, MANY: 100.5}, noise=0.01)
+        outcome = race(probe, [SOME, MANY], patience_s=12.0, believe=believe)
+        return len(outcome.rounds), probe.clock()
+
+    # WHEN they race THEN doubt takes more rounds than certainty, but not without end
+    (few, _), (more, seconds) = rounds(sure), rounds(unsure)
+    assert few < PATIENT_ROUNDS < more
+    assert 12.0 * LONGER_PATIENCE < seconds <= 12.0 * DOUBTFUL_PATIENCE
+
+
+@pytest.mark.parametrize(("believe", "is_let_in"), [(unsure, True), (sure, False)])
+def test_who_becomes_a_candidate_late_is_let_in_only_where_the_choice_is_in_doubt(believe, is_let_in):
+    # GIVEN a faster configuration that is nominated after the rounds that admit anybody
+    probe = RatedProbe({BASELINE: 99.0, SOME: 100.0, MANY: 110.0}, noise=0.01)
+
+    def nominate(known):
+        return [MANY] if probe.asked.count(SOME) > ADMITTING_ROUNDS else []
+
+    # WHEN the finals run THEN it takes part where what would be chosen without it is in doubt
+    outcome = race(probe, [SOME], patience_s=12.0, believe=believe, nominate=nominate)
+    assert (MANY in outcome.configs) == is_let_in
+    assert probe.asked.count(MANY) >= 2 * is_let_in
+
+
+def test_who_ran_only_once_does_not_win():
+    # GIVEN a configuration that becomes a candidate when there is time for one more round
+    probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
+
+    def nominate(known):
+        return [SOME] if probe.asked.count(FEW) == 2 else []
+
+    # WHEN it is fastest there
+    known = _known([FEW, SOME, BASELINE])
+    outcome = race(probe, [FEW], patience_s=6.0, budget_s=8.5, believe=lambda bursts: known, nominate=nominate)
+    # THEN it is not chosen: one burst has no interval
+    assert probe.asked.count(SOME) == 1
+    assert outcome.winner == FEW
+    assert outcome.speedup.count >= 2
+
+
+def _known(configs):
+    size = len(configs)
+    return Knowledge(
+        configs=tuple(configs), mean=np.log([80.0, 100.0, 50.0]), covariance=1e-4 * np.eye(size), noise_sd=0.02
+    )
+
+
+def in_turns(*rates):
+    """Rates of one configuration, from round to round."""
+    following = itertools.cycle(rates)
+    return lambda _: next(following)
+
+
+def feeding_known(rates, sd):
+    """A belief in FEW, SOME, MANY and BASELINE that saw FEW's workers starve the loop, and those of SOME and MANY feed it."""
+    configs = (FEW, SOME, MANY, BASELINE)
+    feeding = Feeding(
+        log_headroom=np.array([*np.log([0.525, 1.3125, 4.2]), -np.inf]),
+        headroom_sd=np.array([0.02, 0.02, 0.02, 0.0]),
+        least_loss=np.array([0.5, 0.0, 0.0, 0.8]),
+        free=np.ones(4),
+        free_sd=np.zeros(4),
+        larger=((1, 2), (2,), (), ()),
+    )
+    covariance = sd**2 * np.eye(len(configs))
+    return Knowledge(configs=configs, mean=np.log(rates), covariance=covariance, noise_sd=0.05, feeding=feeding)
+
+
+def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_say_so():
+    # GIVEN SOME that are enough, and a belief in MANY
+    belief = feeding_known([50.0, 100.0, 110.0, 20.0], sd=0.05)
+
+    def run(belief, many):
+        rates = {SOME: in_turns(101.0, 100.0), MANY: in_turns(*many), BASELINE: in_turns(20.1, 20.0)}
+        probe = RatedProbe(rates)
+        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda bursts: belief).winner, probe.asked.count(MANY)
+
+    # WHEN they are 1 % faster THEN they run once, where without what was seen of the feeding they run to the end
+    assert run(belief, many=(102.0, 101.0)) == (SOME, 1)
+    assert run(replace(belief, feeding=None), many=(102.0, 101.0))[1] > 1
+    # WHEN they are 5 % faster in every round THEN they win, whatever was seen
+    assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
+
+
+@pytest.mark.parametrize("others", [100.0, 110.0], ids=["one", "two"])
+def test_rounds_that_contradict_a_belief_are_heard_out(others):
+    # GIVEN a belief that is sure of SOME, and of FEW that they are much slower
+    def believe(bursts):
+        return Knowledge(
+            configs=(FEW, SOME, MANY, BASELINE),
+            mean=np.log([60.0, 100.0, 100.5, 50.0]),
+            covariance=np.diag([1e-4, 1e-3, 1e-3, 1e-4]),
+            noise_sd=0.02,
+        )
+
+    # WHEN they are faster in the rounds, alone or with MANY
+    probe = RatedProbe({BASELINE: 50.0, FEW: 130.0, SOME: 100.0, MANY: others}, noise=0.01)
+    outcome = race(probe, [SOME, MANY, FEW], believe=believe, patience_s=9.0)
+    # THEN they run in enough of these to prove it
+    assert outcome.winner == FEW
+    assert all(str(outcome.configs.index(FEW)) in each.rates for each in outcome.rounds[:MIN_ROUNDS])
+
+
+def test_a_burst_that_should_have_begun_with_full_queues_is_run_again():
+    # GIVEN SOME that read low until their queues are full, as their first burst shows
+    def rate(asked):
+        return 100.0 if probe.plans[-1].pause_s else 80.0
+
+    probe = RatedProbe({BASELINE: 50.0, SOME: rate, FEW: 90.0})
+    # WHEN they race
+    outcome = race(probe, [SOME, FEW], pause_of=lambda config, measured: 0.4 if config == SOME else 0.0)
+    # THEN all but that burst begin so, and it does not count
+    plans = [plan.pause_s for config, plan in zip(probe.asked, probe.plans, strict=True) if config == SOME]
+    assert plans[0] == 0.0
+    assert plans[1:] == [0.4] * (len(plans) - 1)
+    assert outcome.winner == SOME
+    assert outcome.rate.value == pytest.approx(100.0)
+    assert all(plan.pause_s == 0.0 for config, plan in zip(probe.asked, probe.plans, strict=True) if config != SOME)
+
+
+def test_no_belief_stands_against_rounds_that_prove_somebody_faster():
+    # GIVEN a belief that hardly any burst can change, in SOME
+    def believe(bursts):
+        return Knowledge(
+            configs=(MANY, SOME, BASELINE), mean=np.log([99.0, 103.0, 50.0]), covariance=4e-4 * np.eye(3), noise_sd=0.02
+        )
+
+    # WHEN MANY are faster in every round THEN they win
+    probe = RatedProbe({BASELINE: 50.0, MANY: 120.0, SOME: 100.0}, noise=0.01)
+    assert race(probe, [SOME, MANY], believe=believe).winner == MANY
+    # WHEN they are faster in some rounds only THEN the belief decides
+    probe = RatedProbe({BASELINE: 50.0, MANY: in_turns(120.0, 90.0, 90.0), SOME: 100.0}, noise=0.01)
+    assert race(probe, [SOME, MANY], believe=believe).winner == SOME
+
+
+def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
+    # GIVEN FEW workers that starve the loop, and rounds in which SOME met some very slow batches
+    belief = feeding_known([93.0, 100.0, 100.0, 20.0], sd=0.03)
+
+    def winner(belief, some=(60.0, 101.0, 100.0)):
+        rates = {SOME: in_turns(*some), FEW: in_turns(95.0, 102.0, 100.0), BASELINE: in_turns(20.1, 20.0)}
+        return race(RatedProbe(rates), [SOME, FEW], patience_s=9.0, believe=lambda bursts: belief).winner
+
+    # THEN SOME win nevertheless; without what was seen of the feeding the cheaper would
+    assert winner(belief) == SOME
+    assert winner(replace(belief, feeding=None)) == FEW
+    # THEN rounds that prove it are believed, whatever was seen
+    assert winner(belief, some=(86.0, 85.0)) == FEW
+
+
+def test_one_failure_is_forgiven():
+    # GIVEN the fastest failing in its first burst only
+    failed = []
+    probe = RatedProbe({BASELINE: 50.0, SOME: lambda count: 100.0 if failed else (failed.append(1), BROKEN)[1]})
+    assert race(probe, [SOME]).winner == SOME
+
+
+def test_a_baseline_that_fails_leaves_the_speed_up_unknown():
+    outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 100.0, SOME: 90.0}, noise=0.01), [FEW, SOME])
+    assert (outcome.winner, outcome.speedup) == (FEW, None)
+
+
+def test_where_all_fail_there_is_no_outcome():
+    probe = RatedProbe({BASELINE: BROKEN, FEW: BROKEN})
+    assert race(probe, [FEW]) is None
+    assert len(probe.asked) <= 2 * MAX_FAILURES
+
+
+def test_a_candidate_that_is_the_baseline_runs_once_a_round():
+    probe = RatedProbe({BASELINE: 100.0, FEW: 90.0}, noise=0.01)
+    outcome = race(probe, [BASELINE, FEW])
+    assert outcome.configs == (BASELINE, FEW)
+
+
+def test_a_baseline_alone_is_raced_for_its_rate():
+    outcome = race(RatedProbe({BASELINE: 100.0}, noise=0.01), [BASELINE])
+    assert outcome.winner == BASELINE
+    assert len(outcome.rounds) == MIN_ROUNDS
+
+
+def test_everyone_in_a_round_reads_the_same_samples_and_each_round_others():
+    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0}, noise=0.005)
+    race(probe, [FEW])
+    seeds = [plan.seed for plan in probe.plans]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds)) == len(seeds) // 2
+    assert min(seeds) >= 1000
+
+
+def test_the_order_within_rounds_varies_and_depends_on_the_seed_alone():
+    def order(seed):
+        probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.02)
+        race(probe, [FEW, SOME], patience_s=30.0, seed=seed)
+        return probe.asked
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert len({tuple(order(1)[i : i + 3]) for i in (0, 3, 6)}) > 1
+
+
+def test_each_round_is_told():
+    told = []
+    outcome = race(
+        RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], on_round=lambda number, rates: told.append((number, rates))
+    )
+    assert [number for number, _ in told] == [*range(1, len(outcome.rounds) + 1)]
+    assert told[0][1] == {FEW: 100.0, BASELINE: 50.0}
+
+
+def test_a_busy_machine_is_noted():
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0}, foreign=0.9), [FEW])
+    assert "busy" in outcome.notes[0]
+
+
+@pytest.mark.parametrize(("noise", "runs"), [(0.03, 1), (0.1, 2)])
+def test_who_looks_slower_runs_again_where_bursts_are_known_to_scatter_more(noise, runs):
+    # GIVEN an entrant that is 12 % slower in a first round
+    probe = RatedProbe({BASELINE: 50.0, FEW: 88.0, SOME: 100.0})
+    # WHEN there is time for two rounds
+    race(probe, [SOME, FEW], budget_s=6.5, typical_noise=noise)
+    # THEN it is out where that is four times the noise, and runs again where it is about as much
+    assert probe.asked.count(FEW) == runs
+
+
+def test_the_next_round_is_expected_to_take_as_long_as_its_own_entrants():
+    # GIVEN a first round of five, of which two need another one
+    crowd = [LoaderConfig(num_workers=count) for count in (3, 5, 6)]
+    probe = RatedProbe({BASELINE: 50.0, SOME: 100.0} | dict.fromkeys(crowd, 60.0))
+    # WHEN after it there is time for a round of these, and not for one of all
+    outcome = race(probe, [SOME, *crowd], budget_s=7.5)
+    # THEN they run again
+    assert len(outcome.rounds) == 2
+    assert outcome.speedup is not None

@@ -1,0 +1,314 @@
+"""The trace meter against simulated bursts whose long-run rate is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from autotune_loader.meters.trace import queued_share, relative_error, summarise
+from autotune_loader.trial import MAIN_PROCESS, BatchTrace
+
+SAMPLES = 8
+
+
+def simulate(
+    batches: int,
+    *,
+    workers: int,
+    prefetch: int = 2,
+    service_s: float = 0.02,
+    step_s: float = 0.005,
+    receive_s: float = 0.0005,
+    variation: float = 0.1,
+    pause_s: float = 0.0,
+    slowness: Callable[[int, int], float] = lambda batch, worker: 1.0,
+    seed: int = 0,
+) -> list[BatchTrace]:
+    """The traces of a loader with in-order delivery: the queueing recursion of DESIGN.md with every time kept."""
+    rng = random.Random(seed)
+
+    def draw(mean: float, relative: float) -> float:
+        return rng.gammavariate(relative**-2, mean * relative**2) if relative and mean else mean
+
+    traces: list[BatchTrace] = []
+    requested = pause_s
+    for i in range(batches):
+        worker = i % workers if workers else MAIN_PROCESS
+        service = draw(service_s, variation) * slowness(i, worker)
+        start = requested
+        if workers:
+            start = traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
+            if i >= workers * prefetch:
+                start = max(start, traces[i - workers * prefetch].received)
+        whole = start + service
+        received = max(whole, requested) + draw(receive_s, 0.2)
+        step_end = received + draw(step_s, 0.02)
+        traces.append(
+            BatchTrace(
+                worker=worker,
+                fetch_start=start,
+                fetch_end=start + 0.9 * service,
+                collate_end=whole,
+                cpu_s=service / 2,
+                requested=requested,
+                received=received,
+                step_end=step_end,
+                samples=SAMPLES,
+            )
+        )
+        requested = step_end
+    return traces
+
+
+def long_run_rate(**loader: Any) -> float:
+    ends = [trace.step_end for trace in simulate(4000, seed=99, **loader)]
+    return SAMPLES * 3000 / (ends[3999] - ends[999])
+
+
+def naive_rate(traces: list[BatchTrace], drop: int = 2, time: int = 8) -> float:
+    return SAMPLES * time / (traces[drop + time - 1].step_end - traces[drop - 1].step_end)
+
+
+GRID = [
+    {"workers": workers, "prefetch": prefetch, "service_s": 0.01 * max(workers, 1) * ratio, "step_s": 0.0095}
+    for workers in (0, 1, 2, 4, 8)
+    for prefetch in ((1, 2, 8) if workers else (1,))
+    for ratio in (0.25, 0.8, 1.0, 1.05, 1.3, 4.0)
+]
+
+
+# A burst that begins with a full queue counts batches that were made before it.
+@pytest.mark.parametrize("prefetch", [2, 8, 16])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_full_queues_do_not_flatter_the_rate(workers: int, prefetch: int) -> None:
+    # GIVEN a fast step and a pause of 1 s in which the workers fill their queues
+    loader = {"workers": workers, "prefetch": prefetch, "service_s": 0.04, "step_s": 0.0003, "receive_s": 0.0001}
+    truth = long_run_rate(**loader)
+    for batches in (20, 40, 60):
+        traces = simulate(batches, pause_s=1.0, **loader)
+        # WHEN the burst is summarised
+        summary = summarise(traces, workers=workers, started=0.0)
+        # THEN the rate is the one that lasts, and the loop is said to wait
+        assert summary.samples_per_s.value == pytest.approx(truth, rel=0.10)
+        assert summary.wait_share > 0.8
+    if workers * prefetch >= 16:
+        assert naive_rate(traces) > 10 * truth  # the trap was there
+
+
+@pytest.mark.parametrize("batches", [24, pytest.param(60, marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+def test_short_windows_read_the_sustained_rate_everywhere(batches: int, pause_s: float) -> None:
+    # GIVEN loaders from four times too fast to four times too slow for the step, near balance included
+    for loader in GRID:
+        truth = long_run_rate(variation=0.05, **loader)
+        # WHEN ten short bursts are summarised
+        rates = [
+            summarise(
+                simulate(batches, variation=0.05, pause_s=pause_s, seed=seed, **loader),
+                workers=loader["workers"],
+                started=0.0,
+            ).samples_per_s.value
+            for seed in range(10)
+        ]
+        # THEN their mean is the rate in the long run
+        assert fmean(rates) == pytest.approx(truth, rel=0.03), loader
+
+
+@pytest.mark.parametrize("prefetch", [2, 8])
+@pytest.mark.parametrize("rounds", [3, 5])
+def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds: int, prefetch: int) -> None:
+    # GIVEN 32 workers with batches of a second that vary by 20 %, and a step that hardly counts
+    loader = {"workers": 32, "prefetch": prefetch, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
+    truth = long_run_rate(**loader)
+    # WHEN bursts see a few rounds of them
+    rates = [
+        summarise(simulate(32 * rounds, seed=seed, **loader), workers=32, started=0.0).samples_per_s
+        for seed in range(20)
+    ]
+    # THEN they err by a few percent, and know it
+    assert fmean(abs(rate.value / truth - 1) for rate in rates) < 0.08
+    assert fmean(rate.low <= truth <= rate.high for rate in rates) >= 0.7
+    assert max(rate.high / rate.low for rate in rates) < 1.5
+
+
+def test_batches_that_quick_workers_make_ahead_of_the_others_count() -> None:
+    # GIVEN deep queues, and every four rounds other workers are quick
+    def in_turns(batch: int, worker: int) -> float:
+        return 1.3 if (batch // 32 + worker) % 2 else 0.7
+
+    loader = {"workers": 8, "prefetch": 8, "service_s": 0.1, "step_s": 0.0005, "variation": 0.05, "slowness": in_turns}
+    truth = long_run_rate(**loader)
+    # WHEN a burst ends while some of them are ahead, and what they made lies in the queues
+    bursts = [simulate(33, seed=seed, **loader) for seed in range(10)]
+    rates = [summarise(burst, workers=8, started=0.0).samples_per_s for burst in bursts]
+    consumed = [SAMPLES * 24 / (burst[32].step_end - burst[8].step_end) for burst in bursts]
+    # THEN its rate is nearly that of what is made, and not that of what was consumed
+    assert fmean(consumed) < 0.82 * truth
+    assert fmean(rate.value for rate in rates) == pytest.approx(truth, rel=0.10)
+
+
+def test_a_slow_worker_holds_up_the_stock_estimate_too() -> None:
+    # GIVEN one worker at half speed behind queues that were filled during a pause and outlast the burst
+    def one_slow(batch: int, worker: int) -> float:
+        return 2.0 if worker == 2 else 1.0
+
+    loader = {"workers": 4, "prefetch": 16, "step_s": 0.0005, "slowness": one_slow}
+    truth = long_run_rate(**loader)
+    # WHEN the burst ends before the stock does
+    summary = summarise(simulate(60, pause_s=2.0, **loader), workers=4, started=0.0)
+    # THEN the rate is that of in-order delivery, which waits for the slow one
+    assert summary.samples_per_s.value == pytest.approx(truth, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        {"workers": 0, "service_s": 0.02},
+        {"workers": 1, "service_s": 0.02},
+        {"workers": 4, "service_s": 0.06},
+        {"workers": 8, "service_s": 0.12, "prefetch": 4},
+        {"workers": 4, "service_s": 0.01, "step_s": 0.02},
+    ],
+)
+def test_intervals_cover_the_long_run_rate(loader: dict[str, Any]) -> None:
+    # GIVEN 200 bursts of a loader with service times that vary by 30 %
+    truth = long_run_rate(variation=0.3, **loader)
+    # WHEN each is summarised
+    intervals = [
+        summarise(
+            simulate(120, variation=0.3, seed=seed, **loader), workers=loader["workers"], started=0.0
+        ).samples_per_s
+        for seed in range(200)
+    ]
+    # THEN nominal 95 % are at least 90 % in fact
+    assert fmean(interval.low <= truth <= interval.high for interval in intervals) >= 0.90
+
+
+def test_means_are_those_of_the_window() -> None:
+    # GIVEN a loader without any variation
+    traces = simulate(41, workers=1, service_s=0.03, step_s=0.004, variation=0.0)
+    # WHEN it is summarised
+    summary = summarise(traces, workers=1, started=-0.5)
+    # THEN every mean is the constant that went in
+    assert summary.service_s == pytest.approx(0.03)
+    assert summary.service_cpu_s == pytest.approx(0.015)
+    assert summary.step_s == pytest.approx(0.004, rel=0.02)
+    assert summary.receive_s == pytest.approx(0.0005, rel=0.1)
+    assert summary.batch_size == SAMPLES
+    assert summary.samples == 40 * SAMPLES == summary.samples_per_s.count * SAMPLES
+    assert summary.window_s == pytest.approx(traces[-1].step_end - traces[0].step_end)
+    assert summary.first_batch_s == pytest.approx(traces[0].received + 0.5)
+    assert summary.wait_share == pytest.approx(1 - 0.004 / 0.0301, abs=0.01)
+
+
+def test_start_up_is_no_part_of_the_rate() -> None:
+    # GIVEN a worker whose first batch takes a hundred times as long as the others
+    traces = simulate(40, workers=1, variation=0.0)
+    late = [
+        replace(
+            trace,
+            fetch_start=trace.fetch_start + 2.0 * (i > 0),
+            fetch_end=trace.fetch_end + 2.0,
+            collate_end=trace.collate_end + 2.0,
+            requested=trace.requested + 2.0 * (i > 0),
+            received=trace.received + 2.0,
+            step_end=trace.step_end + 2.0,
+        )
+        for i, trace in enumerate(traces)
+    ]
+    # WHEN both are summarised
+    prompt, delayed = (summarise(each, workers=1, started=0.0) for each in (traces, late))
+    # THEN only the time to the first batch differs
+    assert delayed.samples_per_s.value == pytest.approx(prompt.samples_per_s.value)
+    assert delayed.first_batch_s == pytest.approx(prompt.first_batch_s + 2.0)
+
+
+def test_batches_of_other_sizes_count_by_their_samples() -> None:
+    # GIVEN batches that grew to twice the samples
+    traces = simulate(40, workers=2)
+    doubled = [replace(trace, samples=2 * SAMPLES) for trace in traces]
+    # WHEN both are summarised
+    rates = [summarise(each, workers=2, started=0.0).samples_per_s.value for each in (traces, doubled)]
+    # THEN so does the rate in samples
+    assert rates[1] == pytest.approx(2 * rates[0])
+
+
+@pytest.mark.parametrize("batches", [2, 3, 5, 9])
+@pytest.mark.parametrize("workers", [0, 1, 4, 16])
+def test_a_handful_of_batches_still_has_a_rate(batches: int, workers: int) -> None:
+    # GIVEN a loader so slow that only a few batches came
+    traces = simulate(batches, workers=workers)
+    # WHEN the burst is summarised
+    rate = summarise(traces, workers=workers, started=0.0).samples_per_s
+    # THEN the rate is finite and its interval honest about it
+    assert 0 < rate.low < rate.value < rate.high < float("inf")
+
+
+def test_one_batch_is_no_window() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        summarise(simulate(1, workers=1), workers=1, started=0.0)
+
+
+def test_a_running_burst_knows_its_error_after_some_rounds() -> None:
+    # GIVEN the growing series of a running burst
+    traces = simulate(400, workers=4, service_s=0.06)
+    # WHEN asked at every batch
+    errors = [relative_error(traces[:count], workers=4, started=0.0) for count in range(401)]
+    # THEN it says nothing at first, then something, and the error falls
+    assert errors[:16] == [None] * 16
+    assert errors[40] is not None
+    assert errors[400] is not None
+    assert errors[400] < errors[40]
+
+
+def test_no_error_is_told_while_stock_hides_the_rate() -> None:
+    # GIVEN full queues that the workers cannot keep full
+    traces = simulate(60, workers=4, prefetch=16, service_s=0.04, step_s=0.0005, pause_s=1.0)
+    # WHEN asked before they are empty THEN there is no answer
+    assert relative_error(traces, workers=4, started=0.0) is None
+
+
+def test_a_fast_loader_that_keeps_its_queues_full_is_judged() -> None:
+    # GIVEN queues that stay full because the step is slow
+    traces = simulate(60, workers=4, prefetch=4, service_s=0.01, step_s=0.02, pause_s=1.0)
+    # WHEN asked THEN the step's regularity shows
+    error = relative_error(traces, workers=4, started=0.0)
+    assert error is not None
+    assert error < 0.05
+
+
+def test_asking_for_the_error_is_cheap() -> None:
+    # GIVEN ten thousand batches whose queues are always full, the longest way through
+    traces = simulate(10_000, workers=8, prefetch=4, service_s=0.01, step_s=0.02)
+    # WHEN the error is asked for
+    begin = perf_counter()
+    error = relative_error(traces, workers=8, started=0.0)
+    took_s = perf_counter() - begin
+    # THEN it is there in far less than the 50 ms between two questions
+    assert error is not None
+    assert took_s < 0.05
+
+
+def test_what_goes_into_queues_is_told_while_they_fill():
+    # GIVEN workers that make twice what the loop takes
+    filling = simulate(40, workers=4, prefetch=32, service_s=0.02, step_s=0.0095, variation=0.0)
+    # THEN half of what they make goes into their queues, none once these are full, and none where the loop waits for them
+    assert queued_share(filling, workers=4) == pytest.approx(0.5, abs=0.05)
+    assert queued_share(simulate(200, workers=4, service_s=0.02, step_s=0.0095)[100:], workers=4) == pytest.approx(
+        0, abs=0.03
+    )
+    assert queued_share(simulate(40, workers=2, service_s=0.04), workers=2) == pytest.approx(0, abs=0.05)
+    assert queued_share(simulate(40, workers=0), workers=0) == 0.0
+
+
+def test_a_pause_before_the_first_batch_is_not_taken_for_start_up():
+    at_once, paused = (
+        summarise(simulate(40, workers=2, pause_s=pause_s), workers=2, started=0.0) for pause_s in (0.0, 1.0)
+    )
+    assert paused.first_batch_s == pytest.approx(at_once.first_batch_s, abs=0.001)

@@ -1,0 +1,201 @@
+"""Trouble in inline mode, where the bursts run in the user's own process: it is never killed, and leaves nothing either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import trouble as troubles
+from torch.utils.data import SequentialSampler
+from trouble import Trouble
+
+from autotune_loader import TuningResult
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
+from autotune_loader.trial import BurstPlan, Failure, Measurement
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60
+BUDGET_BYTES = 400 << 20
+QUICK = BurstPlan(max_s=0.3, min_s=0.1, relative_error=0.1)
+LONG = BurstPlan(max_s=30.0, min_s=30.0, relative_error=1e-6)
+
+
+@pytest.fixture
+def trouble_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "trouble"
+    path.write_text("")
+    yield path
+    troubles.HOARD.clear()
+
+
+@pytest.mark.parametrize(("where", "workers"), [("worker", 2), ("main", 0)])
+def test_the_memory_guard_ends_an_inline_burst_and_spares_this_process(
+    trouble_file: Path, where: str, workers: int
+) -> None:
+    # GIVEN a dataset that keeps 16 MiB of each sample, in this process or its workers
+    dataset = Trouble(trouble_file, nap_s=0.005)
+    data = DataSide.from_dataset(dataset, batch_size=4, sampler=SequentialSampler(dataset))
+    workload = Workload(data=data, training=TrainingSide())
+    probe = InlineProbe(workload, inspect_machine(), memory_budget_bytes=BUDGET_BYTES)
+    probe.start()
+    trouble_file.write_text(f"{where}:hoard")
+    begun, children = time.monotonic(), psutil.Process().children()
+    # a worker that is not forked has a torch of its own, which the budget would not hold
+    config = LoaderConfig(num_workers=workers, multiprocessing_context="fork" if workers else None)
+    # WHEN it runs
+    failure = probe.burst(config, LONG)
+    # THEN the burst is ended, and no worker is left
+    assert isinstance(failure, Failure)
+    assert failure.kind == "memory_guard"
+    assert "max_host_memory" in failure.message
+    assert time.monotonic() - begun < LONG.max_s
+    assert psutil.Process().children() == children
+    # AND the next one works
+    trouble_file.write_text("")
+    troubles.HOARD.clear()
+    assert isinstance(probe.burst(config, QUICK), Measurement)
+
+
+def test_what_this_process_holds_anyway_is_no_part_of_the_budget(trouble_file: Path) -> None:
+    # GIVEN a program that holds more than the tuner may take
+    held = bytearray(os.urandom(1 << 16) * 512)
+    data = DataSide.from_dataset(Trouble(trouble_file), batch_size=4)
+    probe = InlineProbe(
+        Workload(data=data, training=TrainingSide()), inspect_machine(), memory_budget_bytes=len(held) * 2
+    )
+    probe.start()
+    # WHEN a burst takes hardly anything, THEN it is measured
+    assert isinstance(probe.burst(LoaderConfig(), LONG_ENOUGH_FOR_A_LOOK), Measurement)
+
+
+LONG_ENOUGH_FOR_A_LOOK = BurstPlan(max_s=0.8, min_s=0.8, relative_error=1e-6)
+
+# Its workers hang from their first sample on as soon as a trial is on disk: nothing ends them from inside.
+SCRIPT = """
+import signal, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from autotune_loader import tune
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+
+class Hanging(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if get_worker_info() and Path("loader.json").exists():
+            Path("hanging").touch()
+            time.sleep(3600)
+        time.sleep(0.001)
+        return torch.tensor([float(index)])
+
+if __name__ == "__main__":  # a fork server runs the script too
+    result = tune(DataLoader(Hanging(), batch_size=4, num_workers=1), output="loader.json", max_workers=1,
+                  isolation="inline", progress=False, budget=600)
+    print("STATUS", result.status)
+"""
+
+
+def appears(path: Path, process: subprocess.Popen[str]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    return path.exists()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts an inline run that has a trial on disk and a worker that hangs."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        (tmp_path / "train.py").write_text(SCRIPT)
+        process = subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        started.append(process)
+        assert appears(tmp_path / "hanging", process), process.communicate()[0]
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # the whole group, should it live
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_an_inline_run_its_workers_go_and_the_file_loads(
+    tmp_path: Path,
+    hanging: Callable[[], subprocess.Popen[str]],
+    orphaned_segments: Callable[[], set[str]],
+    number: signal.Signals,
+) -> None:
+    # GIVEN an inline run whose worker hangs
+    before = orphaned_segments()
+    process = hanging()
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    # WHEN it is interrupted or killed
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    # THEN Ctrl-C returns the best so far, the file loads, and nothing is left
+    assert process.returncode == (0 if number == signal.SIGINT else -number), output
+    assert ("STATUS partial" in output) is (number == signal.SIGINT)
+    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
+    _, alive = psutil.wait_procs(workers, timeout=4)
+    assert alive == []
+    assert orphaned_segments() <= before
+
+
+FAILING_SCRIPT = """
+import time, torch
+from torch.utils.data import Dataset, get_worker_info
+from autotune_loader import tune
+
+class BreaksInWorkers(Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        if get_worker_info() is not None and index % 16 == 15:
+            raise LookupError("an unreadable sample")
+        return torch.zeros(4)
+
+result = tune(BreaksInWorkers(), batch_size=4, max_workers=6, max_trials=10, budget=8, isolation="inline", search="grid",
+              progress=False)
+print(sum(trial.failure is not None for trial in result.trials))
+"""
+
+
+def test_iterators_of_failed_trials_are_closed_where_they_were_made(tmp_path: Path) -> None:
+    """A traceback that is kept keeps the iterator too; what is left of it then complains wherever it is collected."""
+    (tmp_path / "train.py").write_text(FAILING_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 5
+    assert "can only test a child process" not in done.stderr
+    assert "Exception ignored" not in done.stderr

@@ -1,0 +1,166 @@
+"""What a burst in a process of its own tells of real workers: shapes, never rates."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from autotune_loader import LoaderConfig
+from autotune_loader.advice.steps import LEAKING_BYTES_PER_S
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.runner import ProcessProbe
+from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
+from autotune_loader.trial import BurstPlan, Measurement
+
+pytestmark = pytest.mark.process
+
+SHORT = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=30.0)
+LONG = BurstPlan(min_s=3.0, max_s=3.0, relative_error=1e-6, deadline_s=60.0)
+TWO_WORKERS = LoaderConfig(num_workers=2)
+START_NAP_S = 0.5
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self, length: int = 256) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.001)
+        return torch.zeros(64)
+
+
+class Words(Rows):
+    """Touches many small Python objects per sample: each touch writes a reference count into a shared page."""
+
+    def __init__(self) -> None:
+        super().__init__(100_000)
+        self.words = [f"word {number:06d} " * 4 for number in range(1_200_000)]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.001)
+        first = index * 12 % 1_190_000
+        return torch.tensor([len(word) for word in self.words[first : first + 300]])
+
+
+def slow_start(worker: int) -> None:
+    time.sleep(START_NAP_S)
+
+
+def threaded_step(model: Any, batch: torch.Tensor) -> None:
+    torch.rand(400, 400) @ torch.rand(400, 400)
+
+
+def probe_of(dataset: Any, step: Any = None, **parts: Any) -> ProcessProbe:
+    data = DataSide.from_dataset(dataset, batch_size=8, **parts)
+    payload = Payload.of(Workload(data=data, training=TrainingSide(train_step=step)), 1 << 30)
+    return ProcessProbe(payload, inspect_machine())
+
+
+def measured(probe: ProcessProbe, config: LoaderConfig = TWO_WORKERS, plan: BurstPlan = SHORT) -> Measurement:
+    outcome = probe.burst(config, plan)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def even_probe() -> Iterator[ProcessProbe]:
+    """Small even rows, and workers that take half a second to start."""
+    probe = probe_of(Rows(), worker_init_fn=slow_start)
+    probe.start()
+    yield probe
+    probe.close()
+
+
+@pytest.fixture
+def open_probe() -> Iterator[Any]:
+    opened: list[ProcessProbe] = []
+
+    def open_it(*arguments: Any, **parts: Any) -> ProcessProbe:
+        opened.append(probe_of(*arguments, **parts))
+        return opened[-1]
+
+    yield open_it
+    for probe in opened:
+        probe.close()
+
+
+def test_memory_that_grows_by_reference_counts_has_a_slope_and_warming_up_has_none(
+    even_probe: ProcessProbe, open_probe: Any
+) -> None:
+    """A list of Python objects in a forked worker is copied page by page until memory is full, which looks like a leak."""
+    growing = measured(open_probe(Words()), plan=LONG).memory
+    even = measured(even_probe, plan=LONG).memory
+
+    assert growing is not None
+    assert even is not None
+    assert growing.pss_slope_bytes_per_s is not None
+    assert even.pss_slope_bytes_per_s is not None
+    assert even.pss_slope_bytes_per_s < LEAKING_BYTES_PER_S < growing.pss_slope_bytes_per_s
+
+
+def test_memory_is_reported_with_shared_pages_counted_once_too(even_probe: ProcessProbe) -> None:
+    """Forked workers share most of their pages: the sum of their RSS is memory that nobody needs."""
+    memory = measured(even_probe).memory
+
+    assert memory is not None
+    assert memory.pss_bytes is not None
+    assert memory.pss_bytes < 0.8 * memory.rss_bytes
+
+
+def test_the_start_of_workers_is_reported_apart_and_is_no_part_of_the_rate(even_probe: ProcessProbe) -> None:
+    """A burst is far shorter than an epoch: the start of workers, once an epoch, would be most of its rate."""
+    slow = measured(even_probe)
+
+    assert slow.first_batch_s > START_NAP_S
+    assert slow.window_s > 0
+    assert slow.samples / slow.samples_per_s.value < START_NAP_S
+
+
+def test_a_multi_threaded_step_in_the_parent_does_not_hang_one_in_the_probe(open_probe: Any) -> None:
+    # GIVEN a process that has run a multi-threaded step, after which a forked child's first one would hang
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        threaded_step(None, torch.zeros(1))
+        # WHEN the probe runs such a step, THEN it comes back
+        outcome = measured(open_probe(Rows(), threaded_step), LoaderConfig(num_workers=1))
+    finally:
+        torch.set_num_threads(threads)
+    assert outcome.step_s > 0
+
+
+class FromForkServer(Rows):
+    """Works in workers of the fork server alone."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        if get_worker_info() is not None and b"forkserver" not in parent:
+            raise LookupError(f"started by {parent!r}")
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def _fork_server_by_default() -> Iterator[None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("_fork_server_by_default")
+def test_the_start_method_of_the_program_is_the_one_that_is_measured(open_probe: Any) -> None:
+    # Python 3.14 starts workers through a fork server unless told otherwise.
+    plan = replace(SHORT, deadline_s=60.0)
+    assert measured(open_probe(FromForkServer()), LoaderConfig(num_workers=1), plan).samples > 0

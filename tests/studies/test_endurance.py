@@ -1,0 +1,36 @@
+"""Small versions of `studies/endurance`: killed again and again, and trial after trial in trouble."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def study(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads() -> None:
+    said = study("studies.endurance.kills", "--kills", "3", "--seed", "5")
+
+    figures = {line[:20].strip(): int(line[20:]) for line in said.splitlines()}
+    assert figures["kills"] == 3
+    assert figures["leftover processes"] == 0
+
+
+def test_trial_after_trial_in_trouble_leaves_nothing_and_loses_nothing() -> None:
+    said = study("studies.endurance", "--trials", "40", "--seed", "3")
+
+    for what in ("hangs", "leftovers", "lost studies", "studies not well at end", "escaped exceptions"):
+        line = next(line for line in said.splitlines() if line.startswith(what))
+        assert line.removeprefix(what).split()[0] == "0", said

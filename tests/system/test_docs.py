@@ -1,0 +1,171 @@
+"""Every python block of README.md and the documentation runs: a page's blocks one after the other, in one script.
+
+A page is run in a folder of its own, with a `dataset` and a `model` at hand for pages that only show the call, and with
+`tune()` held to a few short bursts. What needs several GPUs or a cluster is marked ```text or ```bash and not run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
+# Pages of fragments: what each block takes for granted, block by block.
+TAKEN_FOR_GRANTED: dict[str, list[str]] = {
+    "docs/distributed.md": [
+        """
+import os
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from autotune_loader import load_config, tune
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+join = dist.init_process_group
+dist.init_process_group = lambda backend: join("gloo")  # no GPU is needed to read a page
+""",
+        "dist.destroy_process_group()\ntune = lambda *a, storage, **o: autotune_loader.tune(*a, **o)  # no server here",
+        """
+import autotune_loader.fleet as fleet
+add, load = fleet.add_to_fleet, load_config
+fleet.add_to_fleet = lambda path, result: add(path.replace("/shared/", ""), result)
+load_config = lambda path: load(path.replace("/shared/", ""))
+""",
+    ],
+    "docs/frameworks.md": [
+        """
+import lightning, transformers, accelerate, datasets
+from torch.utils.data import DataLoader
+from transformers import Trainer
+autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
+""",
+        """
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+    def training_step(self, batch, index):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+class MyDataModule(lightning.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(dataset, batch_size=16)
+model = Classifier()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
+""",
+        """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+model = Model()
+collator = lambda rows: {"x": torch.stack([x for x, _ in rows]), "labels": torch.stack([y for _, y in rows])}
+alone = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "num_train_epochs": 1}
+TrainingArguments = lambda folder: transformers.TrainingArguments(folder, save_strategy="no", **alone)
+""",
+        """
+accelerator = accelerate.Accelerator(cpu=True)
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(dataset, batch_size=16)
+""",
+        """
+from autotune_loader import tune
+dataset = datasets.Dataset.from_dict({"x": [[0.5] * 8] * 256, "labels": [0, 1] * 128})
+model = Model()
+""",
+    ],
+}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+PRELUDE = """
+import functools
+import torch
+import autotune_loader
+import autotune_loader.tuner as _tuner
+
+_tune = _tuner.tune
+
+
+@functools.wraps(_tune)
+def _briefly(*arguments, **options):
+    return _tune(*arguments, **{**options, "budget": 4, "max_trials": 4, "isolation": "inline", "progress": False})
+
+
+_tuner.tune = autotune_loader.tune = _briefly
+dataset = torch.utils.data.TensorDataset(torch.rand(256, 8), torch.randint(0, 2, (256,)))
+model = torch.nn.Linear(8, 2)
+"""
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The line where each block begins, and its code."""
+    text = page.read_text(encoding="utf-8")
+    return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in BLOCK.finditer(text)]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def pages_with_code() -> list[object]:
+    shown = [page for page in PAGES if blocks(page)]
+    return [pytest.param(p, id=name(p)) for p in shown]
+
+
+@pytest.mark.parametrize("page", pages_with_code())
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    found = blocks(page)
+    given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
+    code = [f"\n{first}\n# line {line}\n{block}" for first, (line, block) in zip(given, found, strict=True)]
+    script = tmp_path / "page.py"
+    script.write_text(PRELUDE + "".join(code), encoding="utf-8")
+
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_the_code_of_a_page_is_python(page: Path) -> None:
+    for line, block in blocks(page):
+        compile("\n" * line + block, name(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_picture_of_a_page_is_there(page: Path) -> None:
+    shown = re.findall(r"!\[[^\]]*\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
+
+    assert [link for link in shown if "://" not in link and not (page.parent / link).is_file()] == []
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    # GIVEN the package's modules and the table of rooms
+    package = ROOT / "autotune_loader"
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    table = [
+        line for line in (ROOT / "docs/explanation/architecture.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    # WHEN they are compared THEN none is missing, and none is named that is gone
+    named = {name for line in table for name in re.findall(r"`(\w+)`(?= |\s*·|\s*\|)", line)} - {"allow"}
+    assert rooms - {"__init__", "__main__", "testing"} == named
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reference" / "api" / "index.html").read_text(encoding="utf-8").count("persistent_workers") > 1

@@ -1,0 +1,61 @@
+"""The notebooks: committed with outputs, no larger than a code host shows, made by `notebooks/build.py`, and they run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+
+pytestmark = pytest.mark.system
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = ("quickstart", "inspect_study")
+BRIEFLY = """
+import functools
+import autotune_loader, autotune_loader.tuner as tuner
+whole = tuner.tune
+tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 8, "max_trials": 5}))
+"""
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_notebooks", FOLDER / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_what_its_script_makes(build: ModuleType, name: str) -> None:
+    committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+    assert [cell.source for cell in committed.cells] == [cell.source for cell in build.make(name).cells]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_has_its_outputs_and_is_small(name: str) -> None:
+    path = FOLDER / f"{name}.ipynb"
+    outputs = [out for cell in nbformat.read(path, as_version=4).cells for out in cell.get("outputs", [])]
+
+    assert path.stat().st_size < 1_000_000
+    assert any("image/png" in out.get("data", {}) for out in outputs)
+    assert [out for out in outputs if out.output_type == "error"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
+def test_a_notebook_runs(build: ModuleType, name: str, tmp_path: Path) -> None:
+    notebook = build.make(name)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BRIEFLY))
+
+    build.run(notebook, tmp_path, timeout_s=100)
+
+    assert (tmp_path / "loader.json").exists()

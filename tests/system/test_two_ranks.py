@@ -1,0 +1,233 @@
+"""Lightning and Accelerate with two processes, as torchrun starts them: gloo, CPU, hard deadlines, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.limits import usable_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+# What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
+HARD_DEADLINE_S = 110
+MARK = "AUTOTUNE_TEST_RUN"
+pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
+
+DATA = """
+    import json, os, sys, time, warnings
+    import torch
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    class Points(Dataset):
+        def __len__(self):
+            return 256
+        def __getitem__(self, index):
+            time.sleep(0.001)
+            return torch.full((4,), index / 256), index % 2, index
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return (Points()[index] for index in range(256))
+
+    def say(**said):
+        with open(sys.argv[1] + f"/rank-{os.environ['RANK']}.json", "w") as file:
+            json.dump(said, file)
+
+    def probed_s():
+        # CPU seconds of probe processes: a rank that tuned has waited for its own to end.
+        import resource
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+    def leave():
+        # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit.
+        time.sleep(0.5)
+
+    QUICK = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
+"""
+
+LIGHTNING = """
+    import lightning.pytorch as lightning
+    from autotune_loader.integrations.lightning import tuned
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+            self.seen = []
+        def training_step(self, batch, batch_idx):
+            if self._trainer is not None:
+                self.seen += batch[2].tolist()
+            return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if __name__ == "__main__":
+        model = Classifier()
+        data = tuned(model, DataLoader(Points(), batch_size=16, shuffle=True), **QUICK)
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
+        )
+        trainer.fit(model, datamodule=data)
+        loader = trainer.train_dataloader
+        say(best=data.result.best.to_dict(), workers=loader.num_workers, sampler=type(loader.sampler).__name__,
+            seen=model.seen, weights=model.layer.weight.flatten().tolist(), cores=data.result.fingerprint.usable_cores,
+            probed=probed_s() > 0.5)
+        leave()
+        torch.distributed.destroy_process_group()
+"""
+
+# Three ways to share out the loading, one after the other: most of a job is its start.
+ACCELERATE = """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DataLoaderConfiguration
+    from autotune_loader.integrations.accelerate import tune_before_prepare
+
+    def own_step(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def trained(dispatch, data):
+        before = probed_s()
+        AcceleratorState._reset_state()  # as in a script that has only this one
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader, result = tune_before_prepare(
+                accelerator, DataLoader(data, batch_size=16), model, train_step=own_step, **QUICK
+            )
+        workers = loader.num_workers
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seen = []
+        for x, y, index in loader:
+            loss = own_step(model, (x, y))
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            seen += index.tolist()
+        weights = accelerator.unwrap_model(model).weight.flatten().tolist()
+        return accelerator, dict(
+            best=result.best.to_dict(), workers=workers, seen=seen, weights=weights,
+            cores=result.fingerprint.usable_cores, warned=any("dispatch_batches" in str(each.message) for each in caught),
+            probed=probed_s() - before > 0.5,
+        )
+
+    if __name__ == "__main__":
+        said = {}
+        for name, dispatch, data in (
+            ("a stream", None, Stream()), ("on rank 0", True, Points()), ("on all ranks", False, Points())
+        ):
+            accelerator, said[name] = trained(dispatch, data)
+        say(**said)
+        leave()
+        accelerator.end_training()
+"""
+
+
+def run_two_ranks(script: str, folder: Path) -> list[dict[str, Any]]:
+    """What both ranks said; fails when a process that they started is still there afterwards."""
+    path, mark = folder / "job.py", uuid.uuid4().hex
+    path.write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.Popen(
+        [*launcher, str(path), str(folder)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
+            MARK: mark,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output = job.communicate(timeout=HARD_DEADLINE_S)[0]
+        assert job.returncode == 0, output
+        assert [process.cmdline() for process in marked(mark)] == []
+    finally:
+        for process in marked(mark):
+            process.send_signal(signal.SIGKILL)
+        job.wait()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that a run started, whatever session they are in; what is ending already does not count."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_trained_as_one(said: list[dict[str, Any]], samples: int) -> None:
+    assert said[0]["best"] == said[1]["best"]
+    assert said[0]["weights"] == pytest.approx(said[1]["weights"])
+    assert sorted(said[0]["seen"] + said[1]["seen"]) == list(range(samples))
+
+
+def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    # GIVEN a Lightning job on two ranks WHEN its data module is tuned in fit()
+    said = run_two_ranks(LIGHTNING, tmp_path)
+
+    # THEN both have one configuration for their share of the cores, and Lightning's own sampler shares out the samples
+    assert_trained_as_one(said, 256)
+    assert {each["sampler"] for each in said} == {"DistributedSampler"}
+    assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
+    assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
+    assert [each["probed"] for each in said] == [True, True]
+
+
+@pytest.fixture(scope="module")
+def with_accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    return run_two_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"))
+
+
+def test_accelerate_tunes_in_lock_step_where_all_ranks_load(with_accelerate: list[dict[str, Any]]) -> None:
+    # GIVEN a script with Accelerate on two ranks that both load WHEN the loader is tuned before prepare
+    said = [rank["on all ranks"] for rank in with_accelerate]
+
+    # THEN both have one configuration for their share of the cores, and train as one
+    assert_trained_as_one(said, 256)
+    assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
+    assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
+    assert [each["warned"] for each in said] == [False, False]
+    assert [each["probed"] for each in said] == [True, True]
+
+
+@pytest.mark.parametrize("how", ["a stream", "on rank 0"])
+def test_accelerate_tunes_on_rank_0_alone_where_it_loads_for_all(
+    how: str, with_accelerate: list[dict[str, Any]]
+) -> None:
+    # GIVEN a script in which rank 0 loads for both WHEN the loader is tuned before prepare
+    said = [rank[how] for rank in with_accelerate]
+
+    # THEN rank 0 tuned with all cores and has the workers, the other waited and has none, and both train as one
+    assert_trained_as_one(said, 256)
+    assert [each["workers"] for each in said] == [said[0]["best"]["num_workers"], LoaderConfig().num_workers]
+    assert {each["cores"] for each in said} == {usable_cores(environ={}).usable}
+    assert [each["warned"] for each in said] == [True, True]
+    assert [each["probed"] for each in said] == [True, False]

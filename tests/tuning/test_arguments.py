@@ -1,0 +1,197 @@
+"""Bad input: the error names the argument, its value and one that would work, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from autotune_loader import tune
+from autotune_loader.arguments import make_workload
+from autotune_loader.probe.workload import Workload
+
+SAMPLES = TensorDataset(torch.zeros(10, 2))
+DEFAULTS: dict[str, Any] = {
+    "batch_size": None,
+    "loss_fn": None,
+    "train_step": None,
+    "optimizer": None,
+    "device": "cpu",
+    "collate_fn": None,
+    "sampler": None,
+    "batch_sampler": None,
+    "worker_init_fn": None,
+    "generator": None,
+    "drop_last": None,
+}
+
+
+def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, list[str]]:
+    return make_workload(dataset, None, **{**DEFAULTS, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("batch_size", -1, ValueError),
+        ("batch_size", 0, ValueError),
+        ("batch_size", 2.5, TypeError),
+        ("batch_size", True, TypeError),
+        ("loss_fn", "mse", TypeError),
+        ("train_step", 3, TypeError),
+        ("collate_fn", [], TypeError),
+        ("worker_init_fn", "init", TypeError),
+        ("device", "gpu:7", ValueError),
+        ("budget", "soon", ValueError),
+        ("budget", "-3s", ValueError),
+        ("budget", 0, ValueError),
+        ("budget", None, TypeError),
+        ("budget", float("inf"), ValueError),
+        ("max_trials", 0, ValueError),
+        ("max_trials", 1.5, TypeError),
+        ("max_workers", -1, ValueError),
+        ("max_host_memory", "8 apples", ValueError),
+        ("max_shm", -1, ValueError),
+        ("tolerance", -0.1, ValueError),
+        ("tolerance", "small", TypeError),
+        ("seed", -1, ValueError),
+        ("search", "magic", ValueError),
+        ("isolation", "thread", ValueError),
+        ("allow", ("batchsize",), ValueError),
+        ("progress", "loud", ValueError),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
+    argument: str, value: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        tune(SAMPLES, **{argument: value})  # type: ignore[arg-type]
+
+    told = str(caught.value)
+    assert told.startswith(f"{argument}=")
+    assert (repr(value) if not isinstance(value, tuple) else value[0]) in told
+    assert "would work" in told
+
+
+def test_an_option_that_does_not_exist_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="bugdet"):
+        tune(SAMPLES, bugdet="60s")  # type: ignore[call-arg]
+
+
+class Empty(Dataset[int]):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> int:
+        raise IndexError
+
+
+def one_by_one() -> Iterator[int]:
+    yield 1
+
+
+class OneShot(IterableDataset[int]):
+    """An IterableDataset whose iterator is itself: a second look finds nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "says"),
+    [
+        (Empty(), ValueError, "empty"),
+        ([], ValueError, "empty"),
+        (one_by_one(), TypeError, "only once"),
+        (OneShot(), TypeError, "only once"),
+        (iter([1, 2]), TypeError, "only once"),
+        (42, TypeError, "__getitem__"),
+        (None, TypeError, "__getitem__"),
+        ({1, 2, 3}, TypeError, "__getitem__"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_with_one_that_would_work(
+    dataset: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        workload_of(dataset, batch_size=2)
+
+    assert "dataset_or_loader" in str(caught.value)
+    assert "would work" in str(caught.value)
+
+
+def test_an_epoch_smaller_than_a_batch_is_an_error_only_where_it_would_be_dropped() -> None:
+    _, notes = workload_of(batch_size=16)
+    assert notes == ["an epoch has 10 samples, less than one batch of 16"]
+
+    with pytest.raises(ValueError, match=r"batch_size=16 .* drop_last=True .* batch_size=10 would work"):
+        workload_of(batch_size=16, drop_last=True)
+
+
+def test_a_sampler_without_an_index_is_named() -> None:
+    with pytest.raises(ValueError, match="no sample in an epoch"):
+        workload_of(batch_size=2, sampler=[])
+
+
+@pytest.mark.parametrize("argument", ["batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last"])
+def test_an_existing_loader_has_its_own_parts(argument: str) -> None:
+    value: Any = {"batch_size": 8, "drop_last": True}.get(argument, len)
+    with pytest.raises(ValueError, match=f"^{argument}=.*existing DataLoader.*{argument}=None would work"):
+        workload_of(DataLoader(SAMPLES), **{argument: value})
+
+
+@pytest.mark.parametrize("argument", [{"batch_size": 4}, {"sampler": range(3)}, {"drop_last": True}])
+def test_a_batch_sampler_excludes_what_it_decides(argument: dict[str, Any]) -> None:
+    (name,) = argument
+    with pytest.raises(ValueError, match=f"^{name}=.*batch_sampler"):
+        workload_of(batch_sampler=[[0, 1]], **argument)
+
+
+def test_a_sampler_has_no_meaning_for_an_iterable_dataset() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match=r"^sampler=.*IterableDataset.*sampler=None would work"):
+        workload_of(Stream(), batch_size=2, sampler=range(3))
+
+
+def test_a_dataset_without_a_length_is_enough_where_a_sampler_gives_the_indices() -> None:
+    class Endless(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    workload, _ = workload_of(Endless(), batch_size=2, sampler=range(4))
+    assert workload.data.samples_per_epoch() == 4
+
+    with pytest.raises(TypeError, match="__len__"):
+        workload_of(Endless(), batch_size=2)
+
+
+def test_a_missing_batch_size_is_assumed_aloud() -> None:
+    workload, notes = workload_of([1, 2, 3] * 20)
+
+    assert workload.data.batch_size == 32
+    assert notes == ["batch_size was not given: measured with 32; pass the one you train with"]
+
+
+class NeverIterated(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("the user's own loader must never be iterated")
+
+
+def test_an_existing_loader_is_read_and_never_iterated() -> None:
+    loader = NeverIterated(SAMPLES, batch_size=3, num_workers=2, shuffle=True, prefetch_factor=4)
+
+    workload, _ = workload_of(loader)
+
+    assert workload.own_config is not None
+    assert (workload.own_config.num_workers, workload.own_config.prefetch_factor) == (2, 4)
+    assert workload.data.sampler is loader.sampler
+    assert workload.data.batch_size == 3

@@ -1,0 +1,430 @@
+"""Ranks in lock-step. The ranks are real processes with gloo between them; every wait has a hard deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.distributed import (
+    is_distributed,
+    own_device,
+    slowest,
+    tuning_alone,
+    unwrapped,
+)
+from autotune_loader.lockstep import common_space, environment, within_cores
+from autotune_loader.machine.limits import usable_cores
+from autotune_loader.result import TuningResult
+from autotune_loader.space import Space
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, Measurement
+
+ROOT = Path(__file__).resolve().parents[2]
+# What two ranks need for torch's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
+HARD_DEADLINE_S = 100
+
+
+def a_measurement(rate: float) -> Measurement:
+    outcome = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(LoaderConfig(), BurstPlan())
+    assert isinstance(outcome, Measurement)
+    return replace(outcome, samples_per_s=replace(outcome.samples_per_s, value=rate, low=rate, high=rate))
+
+
+def a_free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Any:
+    """Starts a script as rank r of n, and ends at the latest with the test."""
+    started: list[subprocess.Popen[str]] = []
+    port = a_free_port()
+
+    def start(script: str, rank: int, world_size: int) -> subprocess.Popen[str]:
+        path = tmp_path / "job.py"
+        path.write_text(textwrap.dedent(script))
+        environ = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        process = subprocess.Popen(
+            [sys.executable, str(path), str(tmp_path)],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+# A lock-step study over simulated probes: real ranks and messages, no bursts.
+SIMULATED_JOB = """
+    import json, os, signal, sys, time
+    from dataclasses import replace
+    import torch.distributed as dist
+    from autotune_loader.config import LoaderConfig
+    from autotune_loader.distributed import LockstepProbe, joined_ranks, serve
+    from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+    from autotune_loader.trial import BurstPlan, Failure
+
+    class Probe(SimulatedProbe):
+        def burst(self, config, plan):
+            self.plans = [*getattr(self, "plans", []), plan]
+            return on_burst(self, config, plan) or super().burst(config, plan)
+
+    def on_burst(probe, config, plan):
+        {on_burst}
+
+    def lead(probe):
+        {lead}
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    probe = Probe(SimulatedMachine(cpu_s=0.02 * (1 + rank)), FakeClock())
+    try:
+        with joined_ranks(grace_s={grace_s}) as ranks:
+            if ranks.leads:
+                lockstep = LockstepProbe(ranks, probe)
+                said = lead(lockstep)
+                lockstep.finish(json.dumps(said).encode())
+            else:
+                said = json.loads(serve(ranks, probe, deadline_s={follow_s}))
+            seeds = [plan.seed for plan in probe.plans]
+        print("SAID", json.dumps(dict(rank=rank, said=said, seeds=seeds)), flush=True)
+    except Exception as error:
+        print("ERROR", type(error).__name__, error, flush=True)
+        os._exit(3)
+"""
+
+
+def simulated_job(lead: str, on_burst: str = "return None", grace_s: float = 20.0, follow_s: float = 30.0) -> str:
+    return SIMULATED_JOB.format(lead=lead, on_burst=on_burst, grace_s=grace_s, follow_s=follow_s)
+
+
+def said_by(output: str) -> dict[str, Any]:
+    line = next((line for line in output.splitlines() if line.startswith("SAID ")), None)
+    assert line is not None, output
+    said: dict[str, Any] = json.loads(line.removeprefix("SAID "))
+    return said
+
+
+def test_the_slowest_rank_counts() -> None:
+    # GIVEN three ranks of which the second is slowest
+    outcomes = {0: a_measurement(100.0), 1: a_measurement(60.0), 2: a_measurement(90.0)}
+
+    # WHEN their bursts are made one trial
+    outcome = slowest(outcomes)
+
+    # THEN it is the second's
+    assert outcome is outcomes[1]
+
+
+def test_a_failure_on_one_rank_fails_the_trial_and_names_the_rank() -> None:
+    # GIVEN a rank whose burst failed
+    failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
+
+    # WHEN the outcomes are made one trial
+    outcome = slowest({0: a_measurement(100.0), 1: failure})
+
+    # THEN the trial failed in the same way
+    assert outcome == replace(failure, message="rank 1: a worker was killed")
+
+
+def test_a_launched_rank_without_a_process_group_is_told_what_to_call() -> None:
+    # GIVEN the environment that torchrun sets WHEN tune() asks whether there are other ranks
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) before tune\(\)"):
+        # THEN the missing call is named
+        is_distributed({"RANK": "1", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_process_that_no_launcher_started_trains_alone(environ: dict[str, str]) -> None:
+    assert not is_distributed(environ)
+
+
+def test_a_rank_that_loads_for_all_has_all_cores_of_the_node() -> None:
+    # GIVEN four ranks on a node
+    environ = {"LOCAL_WORLD_SIZE": "4"}
+
+    # WHEN one of them tunes alone
+    with tuning_alone():
+        alone = usable_cores(environ=environment(None, environ))
+
+    # THEN its cores are not divided among the four
+    assert alone.ranks == 1
+    assert usable_cores(environ=environment(None, environ)).ranks == 4
+
+
+def test_the_model_travels_without_its_distributed_wrapper() -> None:
+    # GIVEN a class of the wrapper's name
+    class DistributedDataParallel:
+        module = "the model"
+
+    # WHEN THEN
+    assert unwrapped(DistributedDataParallel()) == "the model"
+    assert unwrapped("a model") == "a model"
+
+
+def test_a_cpu_or_an_explicit_device_is_left_alone() -> None:
+    assert [own_device(name, {"LOCAL_RANK": "1"}) for name in ("cpu", "cuda:3")] == ["cpu", "cuda:3"]
+
+
+def test_alone_the_space_is_as_it_was_made() -> None:
+    assert common_space(None, 2, lambda: Space(max_workers=3)) == Space(max_workers=3)
+
+
+@pytest.mark.parametrize(("found", "kept"), [(12, 8), (5, 5), (32, 32)])
+def test_ranks_share_the_cores_among_workers_that_compute_but_not_among_those_that_wait(found: int, kept: int) -> None:
+    # GIVEN eight cores for a rank WHEN its space allows so many workers THEN
+    assert within_cores(Space(max_workers=found), 8).max_workers == kept
+
+
+@pytest.mark.system
+def test_all_ranks_burst_on_their_own_samples_and_get_one_result(launch: Any) -> None:
+    # GIVEN two ranks of which the second is twice as slow
+    lead = "return probe.burst(LoaderConfig(num_workers=2), BurstPlan(seed=5)).samples_per_s.value"
+    ranks = [launch(simulated_job(lead), rank, 2) for rank in (0, 1)]
+
+    # WHEN rank 0 asks for one burst
+    said = [said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0]) for rank in ranks]
+
+    # THEN both have its result, which is the slow rank's, and each read other samples
+    slow = SimulatedProbe(SimulatedMachine(cpu_s=0.04), FakeClock())
+    plan = BurstPlan(seed=5 + 100_003, min_s=BurstPlan().max_s)
+    expected = slow.burst(LoaderConfig(num_workers=2), plan)
+    assert isinstance(expected, Measurement)
+    assert [each["said"] for each in said] == [pytest.approx(expected.samples_per_s.value)] * 2
+    assert [each["seeds"] for each in said] == [[5], [5 + 100_003]]
+
+
+@pytest.mark.system
+def test_a_rank_that_dies_in_a_burst_ends_the_tuning_on_the_others(launch: Any) -> None:
+    # GIVEN three ranks of which the last is killed in its second burst
+    lead = "return [probe.burst(LoaderConfig(), BurstPlan(seed=s)).samples_per_s.value for s in range(9)]"
+    on_burst = "os.kill(os.getpid(), signal.SIGKILL) if rank == 2 and len(probe.plans) == 2 else None"
+    ranks = [launch(simulated_job(lead, on_burst), rank, 3) for rank in (0, 1, 2)]
+
+    # WHEN they tune
+    output = [rank.communicate(timeout=HARD_DEADLINE_S)[0] for rank in ranks]
+
+    # THEN rank 0 names the lost one, and rank 1 hears of it from rank 0
+    assert "ERROR RankLostError rank 2 is gone" in output[0], output
+    assert "ERROR RankLostError rank 0 gave up: rank 2 is gone" in output[1], output
+
+
+@pytest.mark.system
+def test_a_rank_that_hangs_ends_the_tuning_within_the_deadline(launch: Any) -> None:
+    # GIVEN two ranks of which the second stops answering
+    lead = "return probe.burst(LoaderConfig(), BurstPlan(deadline_s=1.0)).samples_per_s.value"
+    on_burst = "time.sleep(600) if rank == 1 else None"
+    ranks = [launch(simulated_job(lead, on_burst, grace_s=2.0), rank, 2) for rank in (0, 1)]
+
+    # WHEN rank 0 waits for it
+    output = ranks[0].communicate(timeout=HARD_DEADLINE_S)[0]
+
+    # THEN it gives up after the burst's deadline and the grace
+    assert "ERROR RankLostError rank 1 did not answer within" in output, output
+
+
+@pytest.mark.system
+def test_a_follower_of_a_dead_rank_0_ends_too(launch: Any) -> None:
+    # GIVEN a rank 0 that is killed between two bursts
+    lead = "probe.burst(LoaderConfig(), BurstPlan()); os.kill(os.getpid(), signal.SIGKILL)"
+    ranks = [launch(simulated_job(lead), rank, 2) for rank in (0, 1)]
+
+    # WHEN rank 1 waits for the next request
+    output = ranks[1].communicate(timeout=HARD_DEADLINE_S)[0]
+
+    # THEN it says that rank 0 is gone
+    assert "ERROR RankLostError rank 0 is gone" in output, output
+
+
+@pytest.mark.system
+def test_an_interrupted_search_still_gives_all_ranks_its_partial_result(launch: Any) -> None:
+    # GIVEN a rank 0 that is interrupted while the others owe it an answer
+    lead = """try: probe.burst(LoaderConfig(), BurstPlan())
+        except KeyboardInterrupt: return "partial"
+    """
+    on_burst = "if rank == 0: raise KeyboardInterrupt"
+    ranks = [launch(simulated_job(lead.strip(), on_burst), rank, 2) for rank in (0, 1)]
+
+    # WHEN it shares what it has
+    said = [said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0])["said"] for rank in ranks]
+
+    # THEN both have it
+    assert said == ["partial", "partial"]
+
+
+TUNING_JOB = """
+    import hashlib, json, os, sys, time
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data.distributed import DistributedSampler
+    from autotune_loader import tune
+
+    class Spinning(Dataset):
+        def __len__(self):
+            return 4096
+        def __getitem__(self, index):
+            for _ in range(40):
+                hashlib.blake2b(bytes(1 << 16)).digest()
+            {in_sample}
+            return torch.full((8,), float(index)), index % 2
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        dataset = Spinning()
+        model = DistributedDataParallel(torch.nn.Linear(8, 2))
+        loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))
+        try:
+            result = tune(loader, model, budget={budget}, max_trials={trials}, progress=False,
+                          output=sys.argv[1] + "/loader.json", storage=sys.argv[1] + "/study.journal")
+        except Exception as error:
+            print("ERROR", type(error).__name__, error, flush=True)
+            os._exit(3)
+        for x, y in result.make_loader(dataset, sampler=DistributedSampler(dataset)):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            break
+        said = dict(rank=dist.get_rank(), best=result.best.to_dict(), cores=result.fingerprint.usable_cores,
+                    trials=[trial.config.num_workers for trial in result.trials])
+        dist.destroy_process_group()
+        print("SAID " + json.dumps(said) + "\\n", end="", flush=True)  # in one write: the ranks share a pipe
+        time.sleep(0.5)  # torch 2.13 aborts where the exit meets gloo's threads, which drop their last all-reduce
+"""
+
+
+def tuning_job(in_sample: str = "pass", budget: float = 12.0, trials: int = 4) -> str:
+    return TUNING_JOB.format(in_sample=in_sample, budget=budget, trials=trials)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(HARD_DEADLINE_S + 20)
+def test_torchrun_gives_both_ranks_one_configuration_and_one_file(tmp_path: Path) -> None:
+    # GIVEN a script that trains with DDP and DistributedSampler
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(tuning_job()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+
+    # WHEN torchrun starts it on two ranks
+    run = subprocess.run(
+        [*command, "--standalone", str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HARD_DEADLINE_S,
+        check=False,
+    )
+
+    # THEN both have the same configuration, for their share of the cores, and one file was written
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = [json.loads(line.removeprefix("SAID ")) for line in run.stdout.splitlines() if line.startswith("SAID ")]
+    assert sorted(each["rank"] for each in said) == [0, 1], run.stdout + run.stderr
+    assert said[0]["best"] == said[1]["best"] == TuningResult.load(tmp_path / "loader.json").best.to_dict()
+    share = usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable
+    assert {each["cores"] for each in said} == {share}
+    assert said[0]["trials"] == said[1]["trials"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["loader.json"]
+
+
+REUSING_JOB = """
+    import json, time
+    import torch, torch.distributed as dist
+    from torch.utils.data import Dataset
+    from autotune_loader import tune
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4096
+        def __getitem__(self, index):
+            time.sleep(0.002)
+            return torch.full((8,), float(index))
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        results = [tune(Rows(), batch_size=8, budget=8, max_trials=3, max_workers=1, progress=False) for _ in range(2)]
+        said = [dict(best=each.best.to_dict(), status=each.status, reused=each.reused and each.reused.tuned_at)
+                for each in results]
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        print("SAID", json.dumps(dict(rank=rank, said=said)), flush=True)
+        time.sleep(0.5)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.timeout(HARD_DEADLINE_S + 20)
+def test_an_earlier_result_is_looked_up_by_rank_0_and_used_by_all(launch: Any, cache_of_its_own: Path) -> None:
+    # GIVEN two ranks that tune the same twice
+    ranks = [launch(REUSING_JOB, rank, 2) for rank in (0, 1)]
+    first, second = zip(*(said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0])["said"] for rank in ranks), strict=True)
+    # THEN the second time both have the first result, which was kept once
+    assert [each["reused"] for each in first] == [None, None]
+    assert second[0] == second[1]
+    assert second[0]["reused"] is not None
+    assert second[0]["best"] == first[0]["best"]
+    assert len(list(cache_of_its_own.rglob("*.json"))) == 1
+
+
+@pytest.mark.system
+@pytest.mark.timeout(HARD_DEADLINE_S + 20)
+def test_a_rank_killed_mid_trial_ends_in_a_clear_error_on_the_other(launch: Any, tmp_path: Path) -> None:
+    # GIVEN two ranks that are tuning
+    ranks = [launch(tuning_job(budget=60.0, trials=40), rank, 2) for rank in (0, 1)]
+    until = time.monotonic() + HARD_DEADLINE_S
+    while not (tmp_path / "loader.json").exists():
+        assert time.monotonic() < until, "no trial was done"
+        assert ranks[0].poll() is None, ranks[0].communicate()[0]
+        time.sleep(0.1)
+
+    # WHEN one is killed
+    begun = time.monotonic()
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    output = ranks[0].communicate(timeout=HARD_DEADLINE_S)[0]
+
+    # THEN the other ends soon, naming it
+    assert "ERROR RankLostError rank 1 is gone" in output, output
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.system
+@pytest.mark.timeout(HARD_DEADLINE_S + 20)
+def test_a_dataset_that_fails_on_one_rank_fails_on_all(launch: Any) -> None:
+    # GIVEN a dataset that cannot be read on rank 1
+    script = tuning_job("if os.environ['RANK'] == '1': raise OSError('no such bucket')")
+
+    # WHEN both tune
+    output = [rank.communicate(timeout=HARD_DEADLINE_S)[0] for rank in [launch(script, rank, 2) for rank in (0, 1)]]
+
+    # THEN rank 1 raises its own error and rank 0 says whose it is
+    assert "ERROR WorkloadError" in output[1], output
+    assert "ERROR RankLostError rank 1 failed" in output[0], output

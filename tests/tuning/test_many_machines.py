@@ -1,0 +1,276 @@
+"""One study shared by several processes through PostgreSQL, which goes away and comes back while they are at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.machine.processes import process_start
+from autotune_loader.persistence import is_abandoned, is_connection_loss, open_database, owner, patiently
+from autotune_loader.space import Space
+from autotune_loader.study import Ledger
+from autotune_loader.testing import FakeClock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class OperationalError(Exception):
+    """As database drivers call a lost connection."""
+
+
+class Flaky:
+    """Fails so many times before it works."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.left, self.error = times, error
+
+    def __call__(self) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+        return "done"
+
+
+def test_a_lost_connection_is_tried_again_with_growing_pauses() -> None:
+    # GIVEN a storage that is away for three tries
+    clock, pauses = FakeClock(), []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock.advance(seconds)
+
+    # WHEN it is asked patiently
+    said = patiently(Flaky(3, OperationalError("gone")), clock=clock, sleep=sleep)
+
+    # THEN it answers in the end
+    assert said == "done"
+    assert pauses == [0.1, 0.2, 0.4]
+
+
+def test_patience_ends() -> None:
+    # GIVEN a storage that never comes back
+    clock = FakeClock()
+
+    # WHEN THEN its own error is raised when the patience is over
+    with pytest.raises(OperationalError):
+        patiently(Flaky(10**6, OperationalError("gone")), patience_s=30.0, clock=clock, sleep=clock.advance)
+    assert 20.0 <= clock() <= 30.0
+
+
+def test_a_mistake_is_not_tried_again() -> None:
+    # GIVEN a call that is wrong
+    flaky = Flaky(1, ValueError("a mistake"))
+
+    # WHEN THEN it is raised at once
+    with pytest.raises(ValueError, match="a mistake"):
+        patiently(flaky)
+
+
+def test_a_lost_connection_is_known_however_deep_it_is_wrapped() -> None:
+    # GIVEN Optuna's own error around the driver's
+    wrapped = RuntimeError("storage")
+    wrapped.__cause__ = OperationalError("server closed the connection")
+
+    # WHEN THEN
+    assert is_connection_loss(wrapped)
+    assert not is_connection_loss(RuntimeError("storage"))
+
+
+def test_a_trial_is_abandoned_when_nobody_will_finish_it() -> None:
+    now, long_ago = datetime.now(), datetime.now() - timedelta(hours=1)
+    assert is_abandoned(None, now)
+    assert is_abandoned(owner(), now)
+    assert is_abandoned(f"{owner().rpartition(':')[0]}:999999999", now)
+    assert is_abandoned("elsewhere:1", long_ago)
+    assert not is_abandoned("elsewhere:1", now)
+
+
+def test_a_process_that_was_given_the_id_of_a_dead_owner_is_not_that_owner() -> None:
+    # GIVEN a live process that is not this one
+    host, other = owner().rpartition(":")[0], os.getppid()
+    # WHEN a trial was owned by it, THEN it is not abandoned, whether or not its start was noted
+    assert not is_abandoned(f"{host}:{other}@{process_start(other)}", datetime.now())
+    assert not is_abandoned(f"{host}:{other}", datetime.now())
+    # AND one owned by an earlier process of the same ID is
+    assert is_abandoned(f"{host}:{other}@{int(process_start(other) or 0) - 1}", datetime.now())
+    assert is_abandoned(f"{host}:{os.getpid()}@0", datetime.now())
+
+
+def a_ledger(url: str) -> Ledger:
+    return Ledger(storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0, default_threads=4)
+
+
+def test_what_another_host_runs_is_neither_dropped_nor_taken(tmp_path: Path) -> None:
+    # GIVEN a trial that another host is running
+    url = f"sqlite:///{tmp_path}/study.db"
+    mine = a_ledger(url)
+    asked, config = mine.ask(LoaderConfig(num_workers=3))
+    mine.study._storage.set_trial_user_attr(asked._trial_id, "owner", "elsewhere:1")
+
+    # WHEN a run of ours begins
+    again = a_ledger(url)
+
+    # THEN it knows that the configuration is taken, and lets the trial run
+    assert again.is_taken(config)
+    assert not again.is_taken(LoaderConfig(num_workers=4))
+    states = [trial.state for trial in again.study.get_trials(deepcopy=False)]
+    assert states == [optuna.trial.TrialState.RUNNING]
+    mine.close()
+    again.close()
+
+
+class Server:
+    """A PostgreSQL server of our own on loopback, run by somebody who is not root."""
+
+    def __init__(self, folder: Path, user: str | None) -> None:
+        self.folder, self.user = folder, user
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = taken.getsockname()[1]
+        self._run("initdb", "-D", str(folder / "data"), "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self.url = f"postgresql+psycopg://tuner@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off"
+        self._run(
+            "pg_ctl", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-w", "-o", options, "start"
+        )
+
+    def kill(self) -> None:
+        """As a crash would end it: every connection breaks at once."""
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "-w", "stop")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        found = shutil.which(program) or ""
+        done = subprocess.run(
+            [found, *arguments], user=self.user, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=60, check=False, env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{program} {arguments} failed"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    for program in ("initdb", "pg_ctl", "postgres"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program} (Debian: apt-get install postgresql)")
+    pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
+    user = None
+    if os.geteuid() == 0:  # the server refuses to be run by root
+        user = next((name for name in ("postgres", "nobody") if _exists(name)), None)
+        if user is None:
+            pytest.skip("runs as root, and there is no other user to run the server as")
+    # Not tmp_path: its parents are closed to other users.
+    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))
+    if user is not None:
+        shutil.chown(folder, user)
+    server = Server(folder, user)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder)
+
+
+def _exists(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+HOST = """
+    import json, sys, time
+    from autotune_loader.search import SearchRun
+    from autotune_loader.settings import Settings
+    from autotune_loader.space import Space
+    from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+
+    class Probe(SimulatedProbe):
+        def burst(self, config, plan):
+            time.sleep(0.15)
+            return super().burst(config, plan)
+
+    class Nobody:
+        def trial(self, trial, best, seconds_left): print("TRIAL", flush=True)
+        def finals_round(self, number, rates, seconds_left): pass
+
+    clock = FakeClock()
+    probe = Probe(SimulatedMachine(), clock, seed=int(sys.argv[2]))
+    settings = Settings(storage=sys.argv[1], search="grid", budget_s=1e6)
+    search = SearchRun(probe, Space(max_workers=8), settings, own_config=None, usable_cores=4, default_threads=4,
+                       step_uses_cores=False, clock=clock, started=0.0, listener=Nobody(), name="shared", has_step=False)
+    search._race = lambda: None
+    found = search.run()
+    print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.timeout(110)
+def test_two_hosts_share_a_study_through_a_restart_of_the_server(server: Server, tmp_path: Path) -> None:
+    # GIVEN two processes that take trials of one study, a grid of 33 configurations
+    script = tmp_path / "host.py"
+    script.write_text(textwrap.dedent(HOST))
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, str(script), server.url, str(seed)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for seed in (0, 1)
+    ]  # fmt: skip
+    try:
+        # WHEN the server crashes in the middle and comes back two seconds later
+        assert hosts[0].stdout is not None
+        lines = [hosts[0].stdout.readline() for _ in range(4)]
+        assert lines[-1].startswith("TRIAL"), "".join(lines + hosts[0].stdout.readlines())
+        server.kill()
+        time.sleep(2.0)
+        server.start()
+        output = [host.communicate(timeout=90)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            if host.poll() is None:
+                os.kill(host.pid, signal.SIGKILL)
+                host.communicate()
+
+    # THEN both went on to the end
+    said: list[Any] = []
+    for text in output:
+        line = next((line for line in text.splitlines() if line.startswith("SAID ")), None)
+        assert line is not None, text
+        said.append(json.loads(line.removeprefix("SAID ")))
+
+    # AND every configuration was told exactly once, by one of them; neither lost one nor did another's work again
+    storage = open_database(server.url)
+    study = optuna.load_study(study_name="shared", storage=storage)
+    told = [trial for trial in study.get_trials(deepcopy=False) if trial.state == optuna.trial.TrialState.COMPLETE]
+    configs = Counter(json.dumps(trial.user_attrs["config"], sort_keys=True) for trial in told)
+    expected = {json.dumps(config.to_dict(), sort_keys=True) for config in Space(max_workers=8).configs()}
+    assert set(configs) == expected
+    assert set(configs.values()) == {1}
+    counts = Counter(trial.user_attrs["owner"] for trial in told)
+    assert len(counts) == 2, counts
+    assert min(counts.values()) >= 3, counts
+    storage.remove_session()
+    storage.engine.dispose()

@@ -1,0 +1,253 @@
+"""An earlier result, checked: used while it holds, otherwise rejected with the reason, and its best tried early."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import TuningResult, tune
+from autotune_loader.cache import Entry, Identity, Note
+from autotune_loader.config import LoaderConfig
+from autotune_loader.loader_file import Finals, Measured
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.reuse import MOST_ROUNDS, ROUNDS, check
+from autotune_loader.space import Limits, Space
+from autotune_loader.stats import Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, Measurement
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+BEST = LoaderConfig(num_workers=3)
+THEN = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.005)
+NOTE = Note(
+    identity=Identity(machine=Fingerprint(usable_cores=4), workload={}, options={}),
+    tuned_at="2026-11-20T12:00:00+00:00",
+    budget_s=60.0,
+)
+
+
+def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> Entry:
+    """What a search on this machine would have kept, noise-free."""
+    probe = SimulatedProbe(machine, FakeClock())
+    rates = [probe.truth(config) for config in (best, LoaderConfig())]
+    known = Interval(value=rates[0], low=0.99 * rates[0], high=1.01 * rates[0], count=5)
+    result = TuningResult(
+        best=best,
+        status="complete",
+        baseline=LoaderConfig(),
+        measured=Measured(samples_per_s=known),
+        finals=Finals(configs=(best, LoaderConfig()), rounds=(tuple(rates),)),
+    )
+    return Entry(result=result, note=NOTE)
+
+
+def checked(now: SimulatedMachine, entry: Entry | None = None, *, seed: int = 0, space: Space | None = None) -> Any:
+    probe = SimulatedProbe(now, FakeClock(), seed=seed)
+    return check(probe, entry or earlier(), LoaderConfig(), space or Space(max_workers=4), 0.02)
+
+
+def test_on_the_same_machine_an_earlier_result_holds_after_the_fewest_rounds() -> None:
+    seen = checked(THEN)
+    assert (seen.objection, len(seen.rounds), seen.bursts) == ("", ROUNDS, 2 * ROUNDS)
+    assert seen.speedup.value > 1.5
+
+
+def test_a_check_takes_about_two_seconds() -> None:
+    clock = FakeClock()
+    check(SimulatedProbe(THEN, clock), earlier(), LoaderConfig(), Space(max_workers=4), 0.02)
+    assert clock() < 3.0
+
+
+@pytest.mark.acceptance
+def test_noise_hardly_ever_costs_a_search() -> None:
+    objections = [checked(replace(THEN, noise_sd=0.04), seed=seed).objection for seed in range(40)]
+    assert sum(map(bool, objections)) <= 1
+
+
+@pytest.mark.parametrize("slower", [0.85, 1.2])
+def test_a_machine_that_is_a_little_slower_or_faster_as_a_whole_is_no_reason(slower: float) -> None:
+    now = replace(THEN, cpu_s=THEN.cpu_s * slower, step_s=THEN.step_s * slower, receive_s=THEN.receive_s * slower)
+    assert checked(now).objection == ""
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        replace(THEN, cpu_s=3 * THEN.cpu_s),
+        replace(THEN, cpu_s=THEN.cpu_s / 3),
+        replace(THEN, step_s=10 * THEN.step_s),
+        replace(THEN, cores=1),
+    ],
+    ids=["heavier samples", "lighter samples", "a heavier step", "fewer cores"],
+)
+def test_what_changed_for_good_is_a_reason_with_the_rates(now: SimulatedMachine) -> None:
+    seen = checked(now)
+    assert "samples/s" in seen.objection
+    assert len(seen.rounds) == ROUNDS
+
+
+class DisturbedAtFirst(SimulatedProbe):
+    """Something takes the cores during the first burst."""
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        outcome = super().burst(config, plan)
+        if len(self.bursts) > 1 or isinstance(outcome, Failure):
+            return outcome
+        rate = outcome.samples_per_s
+        return replace(outcome, samples_per_s=replace(rate, value=rate.value / 3))
+
+
+def test_a_round_that_was_disturbed_is_followed_by_others_before_it_costs_a_search() -> None:
+    seen = check(DisturbedAtFirst(THEN, FakeClock()), earlier(), LoaderConfig(), Space(max_workers=4), 0.02)
+    assert ROUNDS < len(seen.rounds) <= MOST_ROUNDS
+    assert seen.objection == ""
+
+
+def test_a_best_that_is_slower_than_the_baseline_is_rejected_whatever_its_rate() -> None:
+    # GIVEN batches that cost nothing to make and much to hand over, and a record that says three workers were best
+    now = SimulatedMachine(cpu_s=0.001, receive_s=0.03, step_s=0.01)
+    assert "no longer as fast as 0 workers" in checked(now, earlier(now)).objection
+
+
+def test_a_best_that_fails_now_is_rejected_at_once() -> None:
+    failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
+    seen = checked(replace(THEN, fails=lambda config: failure if config == BEST else None))
+    assert seen.objection == "it failed now (oom_killed): a worker was killed"
+    assert seen.bursts == 1
+
+
+def test_a_baseline_that_fails_now_does_not_matter() -> None:
+    failure = Failure(kind="crashed", phase="batches", message="it crashed")
+    seen = checked(replace(THEN, fails=lambda config: failure if config == LoaderConfig() else None))
+    assert (seen.objection, seen.speedup) == ("", None)
+
+
+def test_a_best_that_does_not_fit_into_the_memory_of_now_is_not_even_run() -> None:
+    seen = checked(THEN, space=Space(max_workers=4, limits=Limits(memory_bytes=1 << 20)))
+    assert "host memory" in seen.objection
+    assert seen.bursts == 0
+
+
+def test_where_the_best_is_torchs_default_it_is_checked_alone() -> None:
+    seen = checked(THEN, earlier(best=LoaderConfig()))
+    assert (seen.objection, seen.partner, seen.bursts) == ("", None, ROUNDS)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bool) -> None:
+    class Noting(SimulatedProbe):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+            plans.append(plan)
+            return super().burst(config, plan)
+
+    plans: list[BurstPlan] = []
+    entry = earlier()
+    entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
+    check(Noting(THEN, FakeClock(), epoch_batches=16), entry, LoaderConfig(), Space(max_workers=4), 0.02)
+    assert {plan.whole_epochs for plan in plans} == {whole}
+
+
+# tune(), in this process
+
+
+class Rows(Dataset[Any]):
+    sleep_s = 0.002
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.sleep_s)
+        return torch.full((3,), float(index))
+
+
+def quick(dataset: Any, **options: Any) -> TuningResult:
+    given = {"budget": 1.5, "max_trials": 2, "max_workers": 1, "isolation": "inline", "batch_size": 8, **options}
+    return tune(dataset, None, **given)
+
+
+@pytest.mark.process
+def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) -> None:
+    # GIVEN a finished run
+    first = quick(Rows())
+
+    # WHEN the same is asked again
+    second = quick(Rows(), output=tmp_path / "loader.json")
+
+    # THEN its result is used after a few bursts, complete, with the evidence of the search
+    assert first.reused is None
+    assert second.reused is not None
+    assert second.reused.rounds >= ROUNDS
+    assert (second.best, second.status, len(second.trials)) == (first.best, "complete", len(first.trials))
+    assert second.spent.bursts <= 2 * MOST_ROUNDS
+    assert second.summary[0].startswith("Reused: tuned at ")
+    assert second.study is not None
+    assert len(second.study.trials) == len(first.trials)
+    # AND the file is written, and makes a loader
+    assert TuningResult.load(tmp_path / "loader.json").reused == second.reused
+    assert len(next(iter(second.make_loader(Rows())))) == 8
+
+
+@pytest.mark.process
+def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early() -> None:
+    # GIVEN a run on a dataset that then became five times as slow
+    first = quick(Rows(), budget=12)
+    slower = Rows()
+    slower.sleep_s = 0.01
+
+    # WHEN the same is asked again
+    second = quick(slower, budget=12)
+
+    # THEN it is tuned anew, with the earlier best among the first, and the reason is told
+    assert second.reused is None
+    assert first.best in [trial.config for trial in second.trials[:2]]
+    assert any("was not reused: " in warning for warning in second.warnings)
+    # AND the new one holds for the next call, without that old story
+    third = quick(slower, budget=12)
+    assert third.reused is not None
+    assert not any("was not reused" in warning for warning in third.warnings)
+
+
+class FewRows(Rows):
+    def __len__(self) -> int:
+        return 32
+
+
+@pytest.mark.process
+def test_a_result_of_short_epochs_is_reused_too() -> None:
+    first = quick(FewRows())
+    assert first.finals.whole_epochs
+    assert quick(FewRows()).reused is not None
+
+
+@pytest.mark.process
+def test_without_reuse_everything_is_tuned_anew_and_kept_for_later() -> None:
+    assert quick(Rows(), reuse=False).reused is None
+    assert quick(Rows(), reuse=False).reused is None
+    assert quick(Rows()).reused is not None
+
+
+@pytest.mark.process
+def test_with_the_cache_off_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path) -> None:
+    monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
+    assert [quick(Rows()).reused for _ in range(2)] == [None, None]
+    assert list(cache_of_its_own.iterdir()) == []
+
+
+@pytest.mark.process
+def test_a_study_that_is_kept_on_purpose_is_gone_on_with_instead(tmp_path: Path) -> None:
+    quick(Rows())
+    assert quick(Rows(), storage=tmp_path / "study.journal").reused is None
+
+
+@pytest.mark.process
+def test_more_budget_than_the_earlier_search_had_is_used_for_a_search() -> None:
+    quick(Rows())
+    assert quick(Rows(), max_trials=4).reused is None

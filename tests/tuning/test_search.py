@@ -1,0 +1,486 @@
+"""The search on simulated machines with a fake clock: order, ends, failures, interruptions, and how good the choice is."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from autotune_loader import policy
+from autotune_loader.config import LoaderConfig
+from autotune_loader.findings import FAILURES_TO_STOP_GROWING
+from autotune_loader.pacing import deadline_s
+from autotune_loader.search import SearchRun
+from autotune_loader.settings import Settings
+from autotune_loader.space import Space, max_useful_workers
+from autotune_loader.stats import Interval
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, Trial
+
+OWN = LoaderConfig(num_workers=2)
+
+
+@dataclass
+class Log:
+    """A listener that keeps what it was told."""
+
+    trials: list = field(default_factory=list)
+    rounds: list = field(default_factory=list)
+
+    def trial(self, trial, best, seconds_left):
+        self.trials.append((trial, best, seconds_left))
+
+    def finals_round(self, number, rates, seconds_left):
+        self.rounds.append((number, rates, seconds_left))
+
+
+class Interrupting:
+    """A probe that is interrupted at its n-th call, of either kind."""
+
+    def __init__(self, probe, at):
+        self.probe, self.left = probe, at
+
+    def _count(self):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def burst(self, config, plan):
+        self._count()
+        return self.probe.burst(config, plan)
+
+    def step_ceiling(self, threads, plan):
+        self._count()
+        return self.probe.step_ceiling(threads, plan)
+
+
+def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", **options):
+    clock = FakeClock()
+    probe = probe or SimulatedProbe(machine, clock, seed=seed)
+    simulated = getattr(probe, "probe", probe)
+    simulated._clock = clock
+    run = SearchRun(
+        probe,
+        space or space_of(machine),
+        Settings(budget_s=budget_s, seed=seed, **options),
+        own_config=own,
+        usable_cores=machine.cores,
+        default_threads=machine.cores,
+        step_uses_cores=machine.step_cores > 0,
+        clock=clock,
+        started=clock(),
+        listener=listener or Log(),
+        name=name,
+    )
+    return run.run(), simulated, clock
+
+
+def space_of(machine, **changes):
+    most = max_useful_workers(machine.cores, machine.cpu_s + machine.wait_s, machine.cpu_s)
+    return Space(max_workers=most, **changes)
+
+
+def seeds(count):
+    """One of them in every run; the others are many simulated searches."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.acceptance) for seed in range(1, count))]
+
+
+FAST_STEP = SimulatedMachine(step_s=0.001)
+
+
+# Order and ends
+
+
+def test_the_users_config_and_torchs_default_come_first():
+    found, _, _ = run_on(FAST_STEP)
+    assert [trial.config for trial in found.trials[:2]] == [OWN, LoaderConfig()]
+    assert [trial.role for trial in found.trials[:3]] == ["baseline", "default", "search"]
+
+
+def test_without_an_own_config_torchs_default_is_the_baseline():
+    found, _, _ = run_on(FAST_STEP, own=None)
+    assert found.baseline == found.trials[0].config == LoaderConfig()
+    assert len({trial.config for trial in found.trials}) == len(found.trials)
+
+
+def test_a_search_ends_at_the_ceiling_of_the_step():
+    # GIVEN a step that two workers keep busy
+    found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
+    # THEN the search ends there, soon
+    assert "ceiling" in found.stopped_because
+    assert len(found.trials) <= 8
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+@pytest.mark.parametrize("budget_s", [8.0, 30.0, 90.0])
+def test_the_budget_holds_and_leaves_time_for_finals(search, budget_s, seed):
+    # WHEN a machine is searched on which no configuration reaches the ceiling
+    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), search=search, budget_s=budget_s, seed=seed)
+    # THEN the time is kept, but for one round that was under way, and there were finals
+    assert clock() < budget_s + 5
+    assert found.finals is not None
+    assert len(found.finals.rounds) >= 1
+
+
+def test_no_more_trials_than_allowed():
+    found, _, _ = run_on(FAST_STEP, max_trials=4)
+    assert len(found.trials) == 4
+    assert "max_trials=4" in found.stopped_because
+
+
+# Optuna's TPE, left alone on a small grid, repeats itself.
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+def test_no_config_is_tried_twice(search):
+    found, _, _ = run_on(FAST_STEP, search=search, max_trials=30, budget_s=500, space=Space(max_workers=3))
+    configs = [trial.config for trial in found.trials]
+    assert len(configs) == len(set(configs))
+
+
+def test_a_grid_walks_the_whole_space():
+    space = Space(max_workers=3, prefetch_factors=(1, 2))
+    found, _, _ = run_on(FAST_STEP, search="grid", budget_s=500, space=space)
+    assert {trial.config for trial in found.trials} == {*space.configs(), OWN, LoaderConfig()}
+
+
+def test_an_exhausted_random_search_ends_though_there_is_time():
+    found, _, clock = run_on(FAST_STEP, search="random", budget_s=10_000, space=Space(max_workers=1))
+    assert "repeats itself" in found.stopped_because
+    assert clock() < 5_000
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random"])
+def test_the_same_seed_gives_the_same_search(search):
+    def configs(seed):
+        _, probe, _ = run_on(SimulatedMachine(noise_sd=0.03), seed=seed, search=search, max_trials=12)
+        return probe.bursts
+
+    assert configs(3) == configs(3)
+
+
+def test_the_listener_hears_every_trial_and_round():
+    log = Log()
+    found, _, _ = run_on(FAST_STEP, listener=log)
+    assert [trial for trial, _, _ in log.trials] == found.trials
+    assert [number for number, _, _ in log.rounds] == [*range(1, len(log.rounds) + 1)]
+    assert all(left >= 0 for _, _, left in log.trials)
+
+
+def test_the_study_holds_every_trial():
+    found, _, _ = run_on(FAST_STEP)
+    # A proposal of the sampler that was tried before is told again: one more entry for the same configuration.
+    recorded = [frozen.user_attrs["config"] for frozen in found.study.get_trials()]
+    assert [config for i, config in enumerate(recorded) if config not in recorded[:i]] == [
+        trial.config.to_dict() for trial in found.trials
+    ]
+
+
+def test_trials_are_numbered_from_zero():
+    found, _, _ = run_on(FAST_STEP)
+    assert [trial.number for trial in found.trials] == [*range(len(found.trials))]
+
+
+def test_without_a_step_there_is_no_ceiling():
+    clock = FakeClock()
+    run = SearchRun(
+        SimulatedProbe(FAST_STEP, clock),
+        space_of(FAST_STEP),
+        Settings(),
+        own_config=None,
+        usable_cores=4,
+        default_threads=4,
+        step_uses_cores=False,
+        clock=clock,
+        started=0.0,
+        listener=Log(),
+        has_step=False,
+    )
+    found = run.run()
+    assert found.ceiling is None
+    assert found.finals is not None
+
+
+# Resuming
+
+
+def test_a_resumed_search_keeps_its_trials_and_measures_none_again(tmp_path):
+    storage = str(tmp_path / "study.journal")
+    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=4)
+    again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=9)
+    assert [trial.config for trial in again.trials[:4]] == [trial.config for trial in first.trials]
+    assert len({trial.config for trial in again.trials}) == len(again.trials)
+    assert 4 <= len(again.trials) <= 9
+
+
+def test_a_resumed_search_that_has_all_its_trials_runs_no_other(tmp_path):
+    storage = str(tmp_path / "study.journal")
+    first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
+    again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
+    assert [trial.config for trial in again.trials] == [trial.config for trial in first.trials]
+    assert "max_trials=3" in again.stopped_because
+
+
+def test_a_resumed_search_goes_on_in_the_same_way_for_a_seed(tmp_path):
+    def resumed(name):
+        storage = str(tmp_path / name)
+        run_on(SimulatedMachine(noise_sd=0.03), storage=storage, max_trials=3)
+        found, probe, _ = run_on(SimulatedMachine(noise_sd=0.03), storage=storage, max_trials=8)
+        return probe.bursts, found.finals.winner
+
+    assert resumed("one.journal") == resumed("other.journal")
+
+
+def test_a_hang_near_the_end_does_not_overrun_the_budget_by_half_a_minute():
+    # GIVEN a search whose budget is all but spent THEN a burst that hangs is given up soon after, but not sooner than any
+    # normal burst would take
+    assert 15 < deadline_s([], seconds_left=1.0) < 30
+
+
+def test_a_step_that_sleeps_keeps_no_core_busy():
+    class Idle(Interrupting):
+        def step_ceiling(self, threads, plan):
+            return replace(self.probe.step_ceiling(threads, plan), cpu_share=0.01)
+
+    machine = SimulatedMachine(step_cores=4.0)
+    found, _, _ = run_on(machine, probe=Idle(SimulatedProbe(machine, FakeClock()), at=10_000))
+    assert found.inputs.consumer_cores < 0.1
+
+
+# Failures
+
+
+def failing(kind, when):
+    answer = Failure(kind=kind, phase="batches", message="no")
+    return lambda config: answer if when(config) else None
+
+
+@pytest.mark.parametrize("kind", ["user_exception", "oom_killed", "shared_memory", "deadline", "crashed", "pickling"])
+@pytest.mark.parametrize("search", ["auto", "tpe"])
+def test_failures_do_not_end_the_study(kind, search):
+    # GIVEN a machine on which more than two workers fail
+    machine = SimulatedMachine(step_s=0.001, fails=failing(kind, lambda config: config.num_workers > 2))
+    found, _, _ = run_on(machine, search=search)
+    # THEN the best of the others is found
+    assert any(trial.failure for trial in found.trials)
+    assert found.finals.winner.num_workers == 2
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_a_step_that_binds_gets_few_workers_however_noisy_the_machine(seed):
+    # GIVEN a step that two workers keep busy, 16 cores, and bursts that scatter by 6 %
+    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05, noise_sd=0.06)
+    # WHEN it is searched
+    found, _, _ = run_on(machine, own=None, seed=seed)
+    # THEN nobody gets many workers for a lucky burst
+    assert 1 < found.finals.winner.num_workers <= 5
+
+
+def test_where_the_twin_errs_most_the_fastest_burst_is_in_the_finals():
+    # GIVEN a step whose threads are a knob
+    machine = SimulatedMachine(
+        cores=8, cpu_s=0.02, step_s=0.012, step_cores=8.0, step_s_by_threads={4: 0.016, 8: 0.012}, noise_sd=0.05
+    )
+    for seed in range(5):
+        # WHEN it is tuned THEN the fastest trial runs in the finals, whatever the twin believes
+        found, _, _ = run_on(machine, seed=seed, space=space_of(machine, consumer_threads=(None, 4)))
+        raced = {replace(config, persistent_workers=False) for config in found.finals.configs}
+        assert replace(found.fastest().config, persistent_workers=False) in raced
+
+
+@pytest.mark.parametrize("kind", ["oom_killed", "memory_guard", "shared_memory", "out_of_memory", "descriptors"])
+def test_the_search_stops_growing_after_failures_for_lack_of_resources(kind):
+    # GIVEN a machine with room for three workers out of many
+    machine = SimulatedMachine(cores=16, step_s=0.0005, fails=failing(kind, lambda config: config.num_workers > 3))
+    found, probe, _ = run_on(machine, search="random", budget_s=120)
+    # THEN after a few failures nothing with as many workers is started
+    fatal = [config.num_workers for config in probe.bursts if config.num_workers > 3]
+    learnt = sorted(fatal[:FAILURES_TO_STOP_GROWING])[-1]
+    assert all(count < learnt for count in fatal[FAILURES_TO_STOP_GROWING:])
+    assert any(trial.failure and trial.failure.kind == "infeasible" for trial in found.trials)
+
+
+def test_a_failure_that_may_pass_is_tried_once_more():
+    # GIVEN a configuration that fails the first time only
+    answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
+    machine = SimulatedMachine(
+        step_s=0.001, fails=lambda config: answers.pop() if config.num_workers == 4 and answers else None
+    )
+    found, probe, _ = run_on(machine)
+    assert all(trial.measurement for trial in found.trials)
+    # THEN all of its bursts are counted, and that of the step on a cached batch
+    assert found.bursts == len(probe.bursts) + len(found.ceilings)
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+def test_where_everything_fails_nothing_is_found(search):
+    machine = SimulatedMachine(fails=failing("user_exception", lambda config: True))
+    found, _, clock = run_on(machine, search=search)
+    assert found.fastest() is None
+    assert found.finals is None
+    assert all(trial.failure.kind == "user_exception" for trial in found.trials)
+    assert clock() <= 62
+
+
+def test_a_baseline_that_fails_is_no_obstacle():
+    machine = SimulatedMachine(step_s=0.001, fails=failing("user_exception", lambda config: config == OWN))
+    found, _, _ = run_on(machine)
+    assert found.finals.winner != OWN
+    assert found.finals.speedup is None
+
+
+# Disturbed bursts
+
+
+class OnceDistorted(SimulatedProbe):
+    """A probe whose first burst of a number of workers reads wrong by a factor."""
+
+    def __init__(self, machine, workers, factor):
+        super().__init__(machine, FakeClock())
+        self.workers, self.factor = workers, factor
+
+    def burst(self, config, plan):
+        outcome = super().burst(config, plan)
+        if config.num_workers != self.workers:
+            return outcome
+        factor, self.factor = self.factor, 1.0
+        rate = outcome.samples_per_s
+        distorted = replace(rate, value=rate.value * factor, low=rate.low * factor, high=rate.high * factor)
+        return replace(outcome, samples_per_s=distorted)
+
+
+@pytest.mark.parametrize(("factor", "bursts"), [(0.6, 2), (1.0, 1), (1.6, 1)])
+def test_a_suspiciously_slow_burst_is_repeated_and_the_faster_believed(factor, bursts):
+    # GIVEN a burst that reads too slow, right, or too fast
+    probe, log = OnceDistorted(FAST_STEP, FAST_STEP.cores, factor), Log()
+    # WHEN the machine is searched as far as the scout that it is of
+    found, _, _ = run_on(FAST_STEP, probe=probe, own=None, max_trials=3, listener=log)
+    # THEN only the slow one is run again, as nothing makes a burst faster, and nobody believes it
+    scout = found.trials[-1]
+    raced = sum(len(rates) for _, rates, _ in log.rounds)
+    assert scout.config.num_workers == FAST_STEP.cores
+    assert len(probe.bursts) - raced == len(found.trials) - 1 + bursts
+    assert scout.samples_per_s > 0.8 * probe.truth(scout.config)
+
+
+def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
+    # GIVEN scouts, and bursts of 4 workers at half the rate that the scouts expect, each of too few batches to know its error
+    probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
+    space, few = space_of(probe.machine), LoaderConfig(num_workers=4, prefetch_factor=2)
+    scouts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
+    usual = probe.burst(few, BurstPlan())
+    rate = usual.samples_per_s.value / 2
+    slow = replace(usual, samples_per_s=Interval(value=rate, low=rate / 1e5, high=rate * 1e5, count=5))
+    trials = [
+        Trial(number=number, config=config, role="search", measurement=burst)
+        for number, (config, burst) in enumerate([*scouts, *[(few, slow)] * 4])
+    ]
+    # WHEN it is learnt from them
+    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    known = policy.learn(space, trials, inputs)
+    # THEN they pull the belief most of the way to what they say
+    believed = math.exp(known.mean[known.configs.index(few)])
+    assert believed < 1.4 * rate
+
+
+def test_bursts_beside_neighbours_say_less():
+    # GIVEN scouts during which processes of others took a quarter of the cores, or none
+    probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
+    space = space_of(probe.machine)
+    bursts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
+    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    most = bursts[-1][0]
+
+    def sd_beside(foreign):
+        seen = [(config, replace(burst, foreign_cpu_share=foreign)) for config, burst in bursts]
+        trials = [
+            Trial(number=i, config=each, role="search", measurement=burst) for i, (each, burst) in enumerate(seen)
+        ]
+        known = policy.learn(space, trials, inputs)
+        return known.sd()[known.configs.index(most)]
+
+    # THEN with neighbours less is known of what was measured; where nobody counted them as much as if there were none
+    assert sd_beside(0.25) > 1.5 * sd_beside(0.0)
+    assert sd_beside(None) == sd_beside(0.0)
+
+
+# Interruptions
+
+
+def test_an_interruption_at_any_moment_keeps_the_trials():
+    # GIVEN how many calls a whole search makes, and its trials
+    machine = SimulatedMachine(step_s=0.005)
+    whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
+    complete, _, _ = run_on(machine, probe=whole, max_trials=7)
+    calls, kept = 10_000 - whole.left, 0
+    # WHEN it is interrupted at each of them
+    for at in range(calls):
+        found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=7)
+        # THEN every trial before it is kept
+        assert found.interrupted
+        assert found.stopped_because == "interrupted"
+        assert found.finals is None
+        assert found.bursts == at + 1
+        assert [trial.config for trial in found.trials] == [
+            trial.config for trial in complete.trials[: len(found.trials)]
+        ]
+        assert len(found.trials) >= kept
+        kept = len(found.trials)
+    assert kept == len(complete.trials)
+
+
+def test_an_interrupted_trial_is_not_left_running():
+    machine = SimulatedMachine()
+    found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=3))
+    assert all(frozen.state.is_finished() for frozen in found.study.get_trials())
+
+
+def test_an_error_of_the_probe_itself_is_no_result():
+    class Broken(Interrupting):
+        def burst(self, config, plan):
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_on(FAST_STEP, probe=Broken(SimulatedProbe(FAST_STEP, FakeClock()), at=99))
+
+
+# How good the choice is
+
+
+def machine_number(number):
+    """One of many different machines and workloads."""
+    rng = random.Random(number)
+    waits = rng.random() < 0.4
+    cores = rng.choice([2, 4, 8])
+    on_cpu = rng.random() < 0.3
+    return SimulatedMachine(
+        cores=cores,
+        cpu_s=rng.uniform(0.002, 0.05) * (0.3 if waits else 1.0),
+        wait_s=rng.uniform(0.01, 0.06) if waits else 0.0,
+        step_s=rng.choice([0.001, 0.005, 0.02]),
+        step_cores=float(cores) / 2 if on_cpu else 0.0,
+        service_cv=rng.uniform(0.05, 0.3),
+        tail_share=rng.choice([0.0, 0.03]),
+        alpha=rng.uniform(0.0, 0.1),
+        noise_sd=rng.uniform(0.005, 0.04),
+        spike_share=0.05,
+    )
+
+
+@pytest.mark.acceptance
+def test_the_choice_is_near_the_best_on_many_machines():
+    # GIVEN twenty machines that differ in cores, step, storage, contention and noise
+    regrets = []
+    for number in range(20):
+        machine = machine_number(number)
+        space = space_of(machine, prefetch_factors=(1, 2, 4))
+        # WHEN each is searched with noise
+        found, probe, _ = run_on(machine, own=None, space=space, seed=number)
+        # THEN what was chosen is compared with the truth about a good part of the space
+        rivals = {found.finals.winner, *(t.config for t in found.trials), *space.configs()[::3]}
+        truths = {config: probe.truth(config, batches=300) for config in rivals}
+        regrets.append(1 - truths[found.finals.winner] / max(truths.values()))
+    assert statistics.median(regrets) < 0.04
+    assert sorted(regrets)[-3] < 0.15

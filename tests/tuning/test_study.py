@@ -1,0 +1,456 @@
+"""The ledger: an Optuna study that survives kills, tells failures as samplers need them told, and stays quiet."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import optuna
+import pytest
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.space import BatchCost, Limits, Space
+from autotune_loader.stats import Interval
+from autotune_loader.study import Ledger, role_of
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, Trial
+
+States = optuna.trial.TrialState
+SPACE = Space(
+    max_workers=6,
+    pin_memory=(False, True),
+    consumer_threads=(None, 2, 1),
+    in_order=(True, False),
+    multiprocessing_contexts=(None, "spawn"),
+    device_prefetch=(0, 2),
+    persistent_workers=True,
+    drop_lasts=(True,),
+)
+CRASH = Failure(kind="crashed", phase="batches", message="worker 1 died", traceback="Traceback ...")
+
+
+def ledger(storage=None, **changes):
+    options = {"name": "test", "space": SPACE, "search": "tpe", "seed": 0, "default_threads": 4, **changes}
+    return Ledger(storage=None if storage is None else str(storage), **options)
+
+
+def workers(count, **options):
+    return LoaderConfig(num_workers=count, **options)
+
+
+def measurement(rate=100.0, **interval):
+    probe = SimulatedProbe(SimulatedMachine(), FakeClock())
+    measured = probe.burst(LoaderConfig(), BurstPlan(max_s=0.4, min_s=0.1))
+    bounds = {"value": rate, "low": rate - 1, "high": rate + 1, "count": 10, **interval}
+    return _replace(measured, samples_per_s=Interval(**bounds))
+
+
+def _replace(value, **changes):
+    from dataclasses import replace
+
+    return replace(value, **changes)
+
+
+def success(number, config, rate=100.0, **interval):
+    return Trial(number=number, config=config, role="search", measurement=measurement(rate, **interval), seconds=1.0)
+
+
+def failure(number, config):
+    return Trial(number=number, config=config, role="search", failure=CRASH)
+
+
+def run(book, *trials):
+    for trial in trials:
+        asked, _ = book.ask(trial.config)
+        book.tell(asked, trial)
+
+
+def lean(trial):
+    if trial.measurement is None:
+        return trial
+    return _replace(trial, measurement=_replace(trial.measurement, traces=()))
+
+
+# Telling
+
+
+def test_a_success_is_told_with_its_rate_and_plain_json_attributes(tmp_path):
+    # GIVEN a journal, which takes JSON only
+    book = ledger(tmp_path / "study.journal")
+    # WHEN a trial is told
+    run(book, success(0, workers(2), rate=123.0))
+    # THEN it is complete with its rate, and every metric is an attribute
+    (frozen,) = book.study.get_trials()
+    assert (frozen.state, frozen.value) == (States.COMPLETE, 123.0)
+    attributes = json.loads(json.dumps(frozen.user_attrs, allow_nan=False))
+    assert attributes["samples_per_s_low"] == 122.0
+    assert attributes["config"] == workers(2).to_dict()
+    assert attributes["role"] == "search"
+
+
+def test_the_journal_is_strict_json_even_with_an_unbounded_rate(tmp_path):
+    path = tmp_path / "study.journal"
+    run(ledger(path), success(0, workers(2), low=float("-inf"), high=float("inf")))
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_failure_is_pruned_with_a_violated_constraint_and_never_the_best():
+    # GIVEN a slow success and a failure
+    book = ledger()
+    run(book, success(0, workers(1), rate=10.0), failure(1, workers(2)))
+    # THEN the failure is known to the sampler as a violation, and the best is the success
+    frozen = book.study.get_trials()[1]
+    assert frozen.state == States.PRUNED
+    assert frozen.constraints["failed"] > 0
+    assert frozen.user_attrs["constraint_failed"] > 0
+    assert frozen.user_attrs["failure_kind"] == "crashed"
+    assert book.study.best_trial.number == 0
+
+
+def test_a_config_over_the_memory_limit_is_not_the_best_even_if_it_ran():
+    space = _replace(SPACE, limits=Limits(memory_bytes=200 << 20), batch=BatchCost(bytes=1 << 20))
+    book = ledger(space=space)
+    run(book, success(0, workers(1), rate=10.0), success(1, workers(6), rate=99.0))
+    assert book.study.best_trial.number == 0
+
+
+def test_an_abandoned_trial_carries_no_information():
+    book = ledger()
+    asked, _ = book.ask(workers(2))
+    book.abandon(asked)
+    assert [frozen.state for frozen in book.study.get_trials()] == [States.FAIL]
+    assert book.restored() == []
+
+
+# Asking
+
+
+@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
+def test_only_legal_configs_are_proposed(search):
+    # GIVEN a study in which some configurations fail
+    book, legal = ledger(search=search), set(SPACE.configs())
+    counts = set(SPACE.worker_counts())
+    # WHEN the sampler proposes
+    proposals = []
+    for number in range(40):
+        asked, config = book.ask()
+        fails = config.num_workers > 4
+        book.tell(asked, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
+        proposals.append(config)
+    # THEN everything proposed is in the space
+    assert counts >= {config.num_workers for config in proposals}
+    assert legal >= set(proposals)
+    assert len(set(proposals)) > 10
+
+
+def test_the_sampler_leaves_what_fails():
+    # GIVEN a study in which more than three workers crash and fewer do not
+    book, space = ledger(), Space(max_workers=64)
+    book = ledger(space=space)
+    for number in range(40):
+        asked, config = book.ask()
+        fails = config.num_workers > 20
+        book.tell(asked, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
+    # THEN the later proposals hardly crash
+    late = book.restored()[20:]
+    assert sum(trial.failure is not None for trial in late) < len(late) / 2
+
+
+def test_an_asked_config_comes_back_as_it_was():
+    config = workers(3, prefetch_factor=5, consumer_threads=1, in_order=False, multiprocessing_context="spawn")
+    asked, proposed = ledger().ask(config)
+    assert proposed == config
+    assert asked.params["num_workers"] == 3
+    assert asked.params["prefetch_factor"] == 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        workers(500),
+        workers(2, prefetch_factor=1000),
+        workers(2, multiprocessing_context="forkserver"),
+        LoaderConfig(consumer_threads=7),
+        LoaderConfig(consumer_threads=5000),
+        LoaderConfig(batch_size=17, device_prefetch=9, sharing_strategy="file_system"),
+    ],
+    ids=str,
+)
+def test_a_config_outside_the_space_is_taken_as_it_is(config):
+    # WHEN the user's own configuration is outside of what is searched
+    book = ledger()
+    asked, proposed = book.ask(config)
+    book.tell(asked, success(0, config))
+    # THEN it is recorded unchanged, and the sampler goes on from there
+    assert proposed == config
+    assert book.restored()[0].config == config
+    assert book.ask()[1] in set(SPACE.configs())
+
+
+def test_proposals_depend_on_the_seed_alone():
+    def proposals(seed):
+        book = ledger(seed=seed)
+        found = []
+        for number in range(12):
+            asked, config = book.ask()
+            book.tell(asked, success(number, config, rate=1.0 + config.num_workers))
+            found.append(config)
+        return found
+
+    assert proposals(1) == proposals(1) != proposals(2)
+
+
+# Storages
+
+
+def test_a_study_is_resumed_with_its_trials(tmp_path):
+    # GIVEN a journal with a success and a failure
+    trials = [success(0, workers(1), low=0.0, high=float("inf")), failure(1, workers(2))]
+    path = tmp_path / "study.journal"
+    first = ledger(path)
+    run(first, *trials)
+    first.close()
+    # WHEN it is opened again
+    again = ledger(path)
+    # THEN the trials are there, without traces
+    assert again.restored() == [lean(trial) for trial in trials]
+
+
+def test_a_repeated_trial_is_restored_once(tmp_path):
+    book = ledger(tmp_path / "study.journal")
+    trial = success(0, workers(1))
+    run(book, trial, trial)
+    assert book.restored() == [lean(trial)]
+
+
+def test_studies_of_other_names_do_not_mix(tmp_path):
+    path = tmp_path / "study.journal"
+    run(ledger(path, name="one"), success(0, workers(1)))
+    assert ledger(path, name="other").restored() == []
+
+
+def test_a_database_works_as_storage(tmp_path):
+    url = f"sqlite:///{tmp_path}/study.db"
+    first = ledger(url)
+    odd = _replace(failure(1, workers(2)), failure=_replace(CRASH, message="cannot open 'bad-\udcff.jpg'"))
+    run(first, success(0, workers(1)), odd)
+    first.close()
+    again = ledger(url)
+    assert [trial.config.num_workers for trial in again.restored()] == [1, 2]
+    again.close()
+
+
+def test_a_trial_that_a_killed_run_left_running_is_told(tmp_path):
+    # GIVEN a run that was killed in the middle of a trial
+    path = tmp_path / "study.journal"
+    ledger(path).ask(workers(1))
+    # WHEN the study is opened again
+    again = ledger(path)
+    # THEN the trial runs no more
+    assert [frozen.state for frozen in again.study.get_trials()] == [States.FAIL]
+
+
+def test_what_another_process_enqueued_is_never_mistaken_for_what_is_asked(tmp_path):
+    # GIVEN a trial that somebody else has enqueued
+    book = ledger(tmp_path / "study.journal")
+    book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
+    # WHEN a configuration is asked, and then a proposal
+    asked, config = book.ask(workers(3))
+    proposed = book.ask()[1]
+    # THEN each is what it should be
+    assert (config.num_workers, asked.params["num_workers"]) == (3, 3)
+    assert (proposed.num_workers, proposed.prefetch_factor) == (5, 2)
+
+
+# The journal beside loader.json
+
+
+def finished(path, *trials):
+    book = ledger(path, disposable=True)
+    run(book, *trials)
+    book.finish()
+    return book
+
+
+def test_an_interrupted_study_of_the_journal_beside_loader_json_is_resumed(tmp_path):
+    path = tmp_path / "loader.json.journal"
+    run(ledger(path, disposable=True), success(0, workers(1)))
+    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
+
+
+def test_a_finished_study_of_the_journal_beside_loader_json_is_started_over(tmp_path):
+    # GIVEN a run that came to its end
+    path = tmp_path / "loader.json.journal"
+    finished(path, success(0, workers(1)))
+    # WHEN the next one begins, and is cut off
+    again = ledger(path, disposable=True)
+    assert again.restored() == []
+    run(again, success(0, workers(2)))
+    # THEN the one after it goes on from there
+    assert [trial.config for trial in ledger(path, disposable=True).restored()] == [workers(2)]
+
+
+def test_a_finished_study_in_a_storage_of_the_users_own_is_kept(tmp_path):
+    path = tmp_path / "study.journal"
+    book = finished(path, success(0, workers(1)))
+    assert ledger(path).restored() == book.restored() != []
+
+
+def test_another_space_or_machine_never_resumes_the_journal(tmp_path):
+    path = tmp_path / "loader.json.journal"
+    run(ledger(path, name="autotune-a", disposable=True), success(0, workers(1)))
+    assert ledger(path, name="autotune-b", disposable=True).restored() == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"not json\n", b"\x00\xff\n" * 9, b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 0}\n']
+)
+def test_a_damaged_journal_beside_loader_json_is_started_over(tmp_path, caplog, content):
+    path = tmp_path / "loader.json.journal"
+    path.write_bytes(content)
+    book = ledger(path, disposable=True)
+    run(book, success(0, workers(1)))
+    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
+
+
+def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path, caplog):
+    (tmp_path / "loader.json.journal").mkdir()
+    book = ledger(tmp_path / "loader.json.journal", disposable=True)
+    run(book, success(0, workers(1)))
+    assert len(book.restored()) == 1
+    assert "in memory" in caplog.text
+
+
+def test_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
+    # GIVEN a dashboard that holds the database for a second
+    book = ledger(f"sqlite:///{tmp_path}/study.db")
+    asked, _ = book.ask(workers(1))
+    other = sqlite3.connect(tmp_path / "study.db", check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    release = threading.Timer(1.0, other.rollback)
+    release.start()
+    # WHEN a trial is told
+    book.tell(asked, success(0, workers(1)))
+    # THEN it is in the database
+    release.join()
+    other.close()
+    book.close()
+    again = ledger(f"sqlite:///{tmp_path}/study.db")
+    assert len(again.restored()) == 1
+    again.close()
+
+
+def test_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_run(tmp_path, caplog):
+    # GIVEN a journal that is lost for good while a trial runs
+    path = tmp_path / "study.journal"
+    book = ledger(path)
+    run(book, success(0, workers(1)))
+    asked, _ = book.ask(workers(2))
+    path.unlink()
+    path.mkdir()
+    # WHEN the run goes on
+    book.tell(asked, success(1, workers(2)))
+    run(book, success(2, workers(3)))
+    # THEN the study holds what was told since, and says what happened
+    assert {2, 3} <= {trial.config.num_workers for trial in book.restored()}
+    assert "in memory" in caplog.text
+
+
+def test_a_torn_last_line_is_mended_and_nothing_else_is_lost(tmp_path, caplog):
+    # GIVEN a journal whose last write was cut off
+    path = tmp_path / "study.journal"
+    run(ledger(path), success(0, workers(1)))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"op_code": 5, "trial_id')
+    # WHEN it is opened and written to
+    book = ledger(path)
+    run(book, success(1, workers(2)))
+    # THEN both trials are there, also for the next reader, and the loss was told
+    assert [trial.number for trial in ledger(path).restored()] == [0, 1]
+    assert "dropped" in caplog.text
+
+
+def test_a_file_that_is_one_torn_line_becomes_an_empty_study(tmp_path):
+    path = tmp_path / "study.journal"
+    path.write_bytes(b'{"op_co')
+    assert ledger(path).restored() == []
+
+
+@pytest.mark.process
+def test_a_lock_left_by_a_killed_run_holds_nobody_up_for_long(tmp_path):
+    # GIVEN the lock of a process that is no more
+    path = tmp_path / "study.journal"
+    run(ledger(path), success(0, workers(1)))
+    lock = tmp_path / "study.journal.lock"
+    lock.symlink_to(path)
+    # WHEN the study is opened
+    begun = time.monotonic()
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        again = ledger(path)
+    # THEN it takes a few seconds, not Optuna's thirty
+    assert time.monotonic() - begun < 10
+    assert len(again.restored()) == 1
+
+
+def test_a_journal_is_readable_by_its_owner_alone(tmp_path):
+    path = tmp_path / "new" / "study.journal"
+    before = os.umask(0)
+    try:
+        ledger(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+# Manners
+
+
+@pytest.mark.parametrize("level", [optuna.logging.DEBUG, optuna.logging.ERROR])
+def test_the_verbosity_of_optuna_is_put_back(level):
+    before = optuna.logging.get_verbosity()
+    try:
+        optuna.logging.set_verbosity(level)
+        run(ledger(), success(0, workers(1)))
+        assert optuna.logging.get_verbosity() == level
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+@pytest.mark.process
+def test_nothing_is_printed_or_warned_about(tmp_path):
+    # WHEN a program that turns every warning into an error uses a ledger with odd configurations
+    code = f"""
+import warnings; warnings.simplefilter("error")
+from autotune_loader.config import LoaderConfig
+from autotune_loader.space import Space
+from autotune_loader.study import Ledger
+from autotune_loader.trial import Failure, Trial
+book = Ledger(storage={str(tmp_path / "s.journal")!r}, name="n", space=Space(max_workers=4, pin_memory=(False, True)),
+              search="tpe", seed=0, default_threads=4)
+failure = Failure(kind="crashed", phase="start", message="m")
+for number, config in enumerate([LoaderConfig(num_workers=900, prefetch_factor=900), *[None] * 6]):
+    asked, config = book.ask(config)
+    book.tell(asked, Trial(number=number, config=config, role="search", failure=failure))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    # THEN it says nothing
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_roles():
+    own = workers(2)
+    assert role_of(own, own) == "baseline"
+    assert role_of(LoaderConfig(), own) == "default"
+    assert role_of(LoaderConfig(), LoaderConfig()) == "baseline"
+    assert role_of(workers(3), None) == "search"

@@ -1,0 +1,270 @@
+"""Changes that `allow=` opens and the twin knows nothing of: tried on the best, chosen only where they gain, and said."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import TuningResult, load_config, tune
+from autotune_loader.config import LoaderConfig
+from autotune_loader.findings import Found
+from autotune_loader.search import SearchRun
+from autotune_loader.settings import Settings
+from autotune_loader.space import BatchCost, Limits, Space
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+OWN_SIZE = 32
+# One worker keeps this step busy.
+MACHINE = SimulatedMachine(batch_size=OWN_SIZE, cpu_s=0.005, step_s=0.01, receive_s=1e-5)
+SIZES = (None, 64, 128, 16)
+
+
+@dataclass
+class Batches:
+    """A probe whose step takes a fixed time and some for each sample, and whose device has room for so many samples."""
+
+    per_batch_s: float
+    most_samples: int = 10**9
+    forkserver_gain: float = 1.0
+    clock: FakeClock = field(default_factory=FakeClock)
+    asked: list[LoaderConfig] = field(default_factory=list)
+    ceilings: list[int | None] = field(default_factory=list)
+
+    def _probe(self, batch_size: int | None) -> SimulatedProbe:
+        size = batch_size or OWN_SIZE
+        share = size / OWN_SIZE
+        step_s = self.per_batch_s + (MACHINE.step_s - self.per_batch_s) * share
+        return SimulatedProbe(replace(MACHINE, batch_size=size, cpu_s=MACHINE.cpu_s * share, step_s=step_s), self.clock)
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        self.asked.append(config)
+        if (config.batch_size or OWN_SIZE) > self.most_samples:
+            return Failure(kind="out_of_memory", phase="step", message="CUDA out of memory")
+        outcome = self._probe(config.batch_size).burst(replace(config, batch_size=None), plan)
+        assert isinstance(outcome, Measurement)
+        gain = self.forkserver_gain if config.multiprocessing_context == "forkserver" else 1.0
+        rate = outcome.samples_per_s
+        rate = replace(rate, value=rate.value * gain, low=rate.low * gain, high=rate.high * gain)
+        return replace(outcome, samples_per_s=rate, gpu=GpuUse(memory_bytes=1000 * (config.batch_size or OWN_SIZE)))
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        self.ceilings.append(plan.batch_size)
+        return self._probe(plan.batch_size).step_ceiling(consumer_threads, plan)
+
+
+class Silent:
+    def trial(self, *arguments: Any) -> None: ...
+    def finals_round(self, *arguments: Any) -> None: ...
+
+
+def searched(probe: Batches, space: Space, **options: Any) -> Found:
+    run = SearchRun(
+        probe,
+        space,
+        Settings(**{"budget_s": 60.0, **options}),
+        own_config=None,
+        usable_cores=4,
+        default_threads=4,
+        step_uses_cores=False,
+        clock=probe.clock,
+        started=0.0,
+        listener=Silent(),
+    )
+    return run.run()
+
+
+def space(**changes: Any) -> Space:
+    return Space(**{"max_workers": 4, "batch": BatchCost(bytes=1000, samples=OWN_SIZE), **changes})
+
+
+def winner(found: Found) -> LoaderConfig:
+    assert found.finals is not None
+    return found.finals.winner
+
+
+def test_a_larger_batch_is_chosen_where_it_gains_with_a_ceiling_of_its_own() -> None:
+    # GIVEN a step of which most is the same for every batch
+    probe = Batches(per_batch_s=0.009)
+    # WHEN the batch size may be tuned
+    found = searched(probe, space(batch_sizes=SIZES))
+    # THEN it is, with no more workers than feed it, and its ceiling is that of such batches
+    assert (winner(found).batch_size, winner(found).num_workers) == (128, 2)
+    ceiling = found.ceiling_of(winner(found))
+    assert ceiling is not None
+    assert ceiling.value == pytest.approx(128 / 0.013, rel=0.1)
+    assert found.ceiling is not None
+    assert found.ceiling.value == pytest.approx(32 / 0.01, rel=0.1)
+
+
+def test_the_users_batch_size_stays_where_another_gains_nothing() -> None:
+    # GIVEN a step whose time is that of its samples
+    probe = Batches(per_batch_s=0.0)
+    found = searched(probe, space(batch_sizes=SIZES))
+    assert winner(found).batch_size is None
+    assert {config.batch_size for config in probe.asked} >= {64, 128, 16}
+
+
+def test_without_leave_no_other_batch_size_is_ever_run() -> None:
+    probe = Batches(per_batch_s=0.009)
+    searched(probe, space())
+    assert {config.batch_size for config in probe.asked} == {None}
+    assert set(probe.ceilings) == {None}
+
+
+def test_a_batch_that_the_device_has_no_memory_for_ends_the_growth_and_nothing_else() -> None:
+    # GIVEN a device with room for the user's batch only
+    probe = Batches(per_batch_s=0.009, most_samples=OWN_SIZE)
+    found = searched(probe, space(batch_sizes=SIZES))
+    # THEN no larger size is tried twice, half of it is still, and the search has its winner
+    tried = [config.batch_size for config in probe.asked]
+    assert 1 <= tried.count(64) + tried.count(128) <= 2
+    assert 16 in tried
+    assert winner(found).batch_size is None
+    assert {trial.failure.kind for trial in found.trials if trial.failure} == {"out_of_memory"}
+
+
+def test_a_batch_that_fits_but_leaves_no_margin_is_refused() -> None:
+    # GIVEN a device of which twice the batch takes more than 90 %
+    probe = Batches(per_batch_s=0.009)
+    found = searched(probe, space(batch_sizes=SIZES, limits=Limits(device_bytes=70 * 1000)))
+    assert winner(found).batch_size is None
+    failures = [trial.failure.message for trial in found.trials if trial.failure]
+    assert failures
+    assert all("of device memory, more than 90%" in message for message in failures)
+
+
+def test_an_order_that_nothing_waits_for_is_chosen_where_some_batches_take_long() -> None:
+    # GIVEN a batch in ten that takes ten times as long, while the step needs every worker
+    tails = SimulatedMachine(cpu_s=0.005, wait_s=0.02, step_s=0.012, tail_share=0.1, tail_factor=10.0)
+    clock = FakeClock()
+    probe = Batches(per_batch_s=0.0, clock=clock)
+    probe._probe = lambda batch_size: SimulatedProbe(tails, clock)  # type: ignore[method-assign]
+    # WHEN the order may be given up THEN it is, and not otherwise
+    free = winner(searched(probe, space(in_order=(True, False), prefetch_factors=(1, 2))))
+    assert not free.in_order
+    assert winner(searched(probe, space(prefetch_factors=(1, 2)))).in_order
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(1.3, "forkserver"), (1.0, None)])
+def test_another_start_method_is_chosen_only_where_it_gains(gain: float, chosen: str | None) -> None:
+    probe = Batches(per_batch_s=0.0, forkserver_gain=gain)
+    found = searched(probe, space(multiprocessing_contexts=(None, "forkserver")))
+    assert winner(found).multiprocessing_context == chosen
+    assert "forkserver" in {config.multiprocessing_context for config in probe.asked}
+
+
+def test_some_trials_and_some_time_are_kept_for_the_variants() -> None:
+    # GIVEN few trials, or little time
+    for options in ({"max_trials": 6}, {"budget_s": 12.0}):
+        probe = Batches(per_batch_s=0.009)
+        found = searched(probe, space(batch_sizes=SIZES), **options)
+        # THEN other batch sizes are among them all the same
+        assert {trial.config.batch_size for trial in found.trials} > {None}
+        assert len(found.trials) <= options.get("max_trials", 99)
+
+
+@pytest.mark.parametrize("search", ["grid", "random", "tpe"])
+def test_the_other_searches_propose_them_like_any_other_knob(search: Any) -> None:
+    probe = Batches(per_batch_s=0.009)
+    searched(probe, space(batch_sizes=SIZES, max_workers=1), search=search, max_trials=25, budget_s=500.0)
+    assert {config.batch_size for config in probe.asked} > {None}
+
+
+# tune(), in this process
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, length: int = 4096) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    sleep_s = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.sleep_s)
+        return torch.full((3,), float(index))
+
+
+class Slow(Rows):
+    sleep_s = 0.002
+
+
+class Stamped(Slow):
+    """Is told the epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def fixed_step(model: Any, batch: Any) -> None:
+    time.sleep(0.004)
+
+
+def quick(dataset: Any, **options: Any) -> TuningResult:
+    given = {"budget": 4, "max_workers": 1, "isolation": "inline", "batch_size": 8, "train_step": fixed_step, **options}
+    return tune(dataset, None, **given)
+
+
+@pytest.mark.process
+def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path: Path) -> None:
+    # GIVEN a step that takes as long for any batch
+    result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=20)
+    # THEN a larger batch is chosen, and everything that comes of it has that size
+    size = result.best.batch_size
+    assert size in (16, 32)
+    assert (result.batch_size.value, result.batch_size.tuned) == (size, True)
+    content = json.loads((tmp_path / "loader.json").read_text())
+    assert content["batch_size"] == {"value": size, "tuned": True}
+    assert "batch_size" not in content["dataloader_kwargs"]
+    assert load_config(tmp_path / "loader.json") == result.best
+    assert len(next(iter(result.make_loader(Rows())))) == size
+    assert any(f"from 8 to {size}: the learning rate" in warning for warning in result.warnings)
+    assert result.ceiling is not None
+    assert result.ceiling.value == pytest.approx(size / 0.004, rel=0.3)
+
+
+@pytest.mark.process
+def test_a_batch_size_that_cannot_be_tuned_is_told(tmp_path: Path) -> None:
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Rows()), 8, False)
+    result = quick(
+        Rows(), batch_size=None, batch_sampler=sampler, allow=("batch_size",), budget=1, max_trials=1, train_step=None
+    )
+    assert not result.batch_size.tuned
+    assert any("batch_size is not tuned: a batch_sampler makes the batches" in warning for warning in result.warnings)
+
+
+@pytest.mark.process
+def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> None:
+    # GIVEN epochs of one whole batch and one sample more, each a step of its own
+    result = quick(Rows(length=9), allow=("drop_last",), budget=8)
+    # THEN dropping it is as good as twice as fast, is in the arguments, and its price is told
+    assert result.best.to_kwargs()["drop_last"] is True
+    assert any("leaves out the last 1 samples of every epoch" in warning for warning in result.warnings)
+    assert len(list(result.make_loader(Rows(length=9)))) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "dataset", "field_name", "values"),
+    [
+        ("multiprocessing_context", Slow(), "multiprocessing_context", {None, "forkserver"}),
+        ("sharing_strategy", Slow(), "sharing_strategy", {None, "file_system"}),
+        ("persistent_workers", Stamped(64), "persistent_workers", {False, True}),
+    ],
+)
+def test_what_is_allowed_is_tried_and_nothing_else(name: str, dataset: Any, field_name: str, values: set[Any]) -> None:
+    without = quick(dataset, reuse=False, budget=6)
+    allowed = quick(dataset, reuse=False, budget=12, allow=(name,))
+    assert {getattr(trial.config, field_name) for trial in without.trials} < values
+    assert {getattr(trial.config, field_name) for trial in allowed.trials} == values

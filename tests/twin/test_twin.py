@@ -1,0 +1,626 @@
+"""The twin against closed forms, an independent event simulation, and simulated machines."""
+
+import heapq
+import itertools
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_loader.config import LoaderConfig
+from autotune_loader.policy import TwinInputs, learn
+from autotune_loader.space import Space
+from autotune_loader.stats import Interval
+from autotune_loader.testing import SimulatedMachine, SimulatedProbe
+from autotune_loader.trial import BatchTrace, BurstPlan, Measurement, Trial
+from autotune_loader.twin import Observation, Twin, simulate, steady_rate
+from autotune_loader.twin.contention import fit_contention
+from autotune_loader.twin.levelling import level
+from autotune_loader.twin.residual import consumer_bound, prior_covariance
+from autotune_loader.twin.smoothing import smooth, smooth_by_kind
+
+seconds = st.floats(min_value=0.001, max_value=0.1)
+few_workers = st.integers(min_value=0, max_value=6)
+few_batches = st.integers(min_value=1, max_value=5)
+quick = settings(max_examples=30, derandomize=True)
+
+
+class StubClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+def constant(service, receive, step, *, workers, batches=400, **options):
+    done = simulate(
+        np.full((batches, 1), service), np.full((batches, 1), receive), np.full((batches, 1), step),
+        workers=workers, **options,
+    )  # fmt: skip
+    return float(steady_rate(done, workers)[0])
+
+
+def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahead=0):
+    """Step-end times by a queue of events, written without the recursion; whole-number times make it exact."""
+    queues = [deque() for _ in range(workers)]
+    idle, owner, ready, done = set(range(workers)), {}, [], []
+    events, order, sent = [], itertools.count(), 0
+    received = expected = 0
+    receiving = stepping = False
+    to_step = deque()
+
+    def hand_out(worker, now):
+        nonlocal sent
+        if sent < len(service):
+            owner[sent] = worker
+            queues[worker].append(sent)
+            sent += 1
+            begin(worker, now)
+
+    def begin(worker, now):
+        if worker in idle and queues[worker]:
+            idle.discard(worker)
+            index = queues[worker].popleft()
+            heapq.heappush(events, (now + service[index], 0, next(order), "fetched", index))
+
+    def consume(now):
+        nonlocal receiving, stepping, expected
+        if not stepping and to_step:
+            stepping = True
+            heapq.heappush(events, (now + step[to_step.popleft()], 1, next(order), "stepped", -1))
+        wanted = expected if in_order else (ready[0] if ready else None)
+        if not receiving and received <= len(done) + ahead and wanted in ready:
+            ready.remove(wanted)
+            receiving, expected = True, expected + 1
+            heapq.heappush(events, (now + receive[expected - 1], 2, next(order), "received", wanted))
+
+    for slot in range(workers * prefetch):
+        hand_out(slot % workers, 0)
+    while events:
+        now, _, _, what, index = heapq.heappop(events)
+        if what == "fetched":
+            ready.append(index)
+            idle.add(owner[index])
+            begin(owner[index], now)
+        elif what == "received":
+            receiving, received = False, received + 1
+            to_step.append(received - 1)
+            hand_out(sent % workers if in_order else owner[index], now)
+        else:
+            stepping = False
+            done.append(now)
+        if not events or events[0][0] > now or what != "fetched":
+            consume(now)
+    return done
+
+
+def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, busy=None, rate=None, cv=0.0, count=80):
+    rng = np.random.default_rng(workers)
+    varied = np.exp(cv * rng.standard_normal(count))
+    bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
+    return Observation(
+        num_workers=workers, prefetch_factor=2, service_s=service * varied, cpu_s=cpu * varied,
+        receive_s=np.full(count, receive), step_s=np.full(count, step), batch_size=8.0,
+        samples_per_s=rate or 8 * min(bound, 1 / (receive + step)),
+        busy_workers=(float(workers) if busy is None else busy), startup_s=0.1 * workers,
+    )  # fmt: skip
+
+
+def twin_of_a_machine(machine, *, seed=1, plan_seed=1):
+    """The twin from bursts at 0, 1 and as many workers as cores, and the probe that knows the truth."""
+    probe = SimulatedProbe(machine, StubClock(), seed=seed)
+    configs = [LoaderConfig(num_workers=n) for n in (0, 1, machine.cores)]
+    bursts = [(c, probe.burst(c, BurstPlan(seed=plan_seed))) for c in configs]
+    observed = [Observation.from_measurement(config, measured) for config, measured in bursts]
+    return Twin.fit(observed, cores=machine.cores, consumer_cores=machine.step_cores), probe
+
+
+def grid(workers):
+    return [
+        LoaderConfig(num_workers=n, prefetch_factor=p if n else None)
+        for n in workers
+        for p in ((2, 4, 8) if n else (2,))
+    ]
+
+
+class TestRecursion:
+    @quick
+    @given(service=seconds, receive=seconds, step=seconds, workers=st.integers(1, 8), prefetch=st.integers(2, 5))
+    def test_constant_times_give_the_closed_form(self, service, receive, step, workers, prefetch):
+        rate = constant(service, receive, step, workers=workers, prefetch=prefetch)
+        assert rate == pytest.approx(min(workers / service, 1 / (receive + step)), rel=0.02)
+
+    @quick
+    @given(service=seconds, receive=seconds, step=seconds)
+    def test_without_workers_everything_adds_up(self, service, receive, step):
+        assert constant(service, receive, step, workers=0, prefetch=1) == pytest.approx(1 / (service + receive + step))
+
+    @quick
+    @given(
+        st.data(), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2),
+    )  # fmt: skip
+    def test_it_agrees_with_an_event_simulation(self, data, workers, prefetch, in_order, ahead):
+        # GIVEN whole-number times without ties between workers, for 40 batches
+        count = 40
+        seed = data.draw(st.integers(0, 10_000))
+        rng = np.random.default_rng(seed)
+        service = rng.permutation(np.arange(1, count + 1)) * 10_007 + rng.integers(0, 5_000, count)
+        receive, step = rng.integers(1, 20_000, count), rng.integers(1, 200_000, count)
+        # WHEN both simulate them
+        expected = event_simulation(
+            [int(s) for s in service], [int(r) for r in receive], [int(s) for s in step],
+            workers=workers, prefetch=prefetch, in_order=in_order, ahead=ahead,
+        )  # fmt: skip
+        done = simulate(
+            service[:, None], receive[:, None], step[:, None],
+            workers=workers, prefetch=prefetch, in_order=in_order, device_prefetch=ahead,
+        )  # fmt: skip
+        # THEN every step ends at the same time; out of order, only until the last index was handed out
+        known = count if in_order else count - workers * prefetch
+        assert done[:known, 0].tolist() == expected[:known]
+
+    @quick
+    @given(seed=st.integers(0, 1000), workers=st.integers(1, 6), prefetch=st.integers(1, 4), slower=st.floats(1.0, 3.0))
+    def test_a_slower_service_never_ends_earlier(self, seed, workers, prefetch, slower):
+        service = np.random.default_rng(seed).exponential(0.02, (60, 1))
+        fixed = {"receive_s": np.full((60, 1), 0.001), "step_s": np.full((60, 1), 0.01)}
+        fast = simulate(service, workers=workers, prefetch=prefetch, **fixed)
+        slow = simulate(service * slower, workers=workers, prefetch=prefetch, **fixed)
+        assert np.all(slow >= fast)
+
+    @quick
+    @given(seed=st.integers(0, 1000), workers=st.integers(1, 6), prefetch=st.integers(1, 4))
+    def test_a_deeper_prefetch_never_ends_later(self, seed, workers, prefetch):
+        service = np.random.default_rng(seed).exponential(0.02, (60, 1))
+        fixed = {"receive_s": np.full((60, 1), 0.001), "step_s": np.full((60, 1), 0.01)}
+        shallow = simulate(service, workers=workers, prefetch=prefetch, **fixed)
+        deep = simulate(service, workers=workers, prefetch=prefetch + 1, **fixed)
+        assert np.all(deep <= shallow + 1e-12)
+
+    def test_the_pinning_thread_is_a_stage_of_its_own(self):
+        assert constant(0.01, 0.001, 0.002, workers=8, prefetch=2, pin_s=0.02) == pytest.approx(1 / 0.02, rel=0.01)
+
+    def test_travel_delays_but_does_not_limit(self):
+        # GIVEN two workers and batches that travel longer than they take to make
+        quick_one, far = (constant(0.02, 0.001, 0.002, workers=2, prefetch=8, transit_s=t) for t in (0.0, 0.05))
+        assert far == pytest.approx(quick_one, rel=0.01)
+        # THEN only a loader that hands out too few orders is slowed down
+        few = constant(0.02, 0.001, 0.002, workers=2, prefetch=1, transit_s=0.05)
+        assert few == pytest.approx(2 / (0.02 + 0.05 + 0.001), rel=0.05)
+
+    def test_columns_do_not_disturb_each_other(self):
+        # GIVEN serial, ordered and unordered columns in one call
+        service = np.random.default_rng(0).exponential(0.02, (80, 4))
+        rest = {"receive_s": np.full((80, 4), 0.001), "step_s": np.full((80, 4), 0.01)}
+        workers, prefetch, in_order = [0, 3, 2, 5], [1, 2, 4, 3], [True, True, False, False]
+        together = simulate(service, workers=workers, prefetch=prefetch, in_order=in_order, **rest)
+        # THEN each is as if simulated alone
+        for i in range(4):
+            alone = simulate(
+                service[:, i], 0.001 * np.ones(80), 0.01 * np.ones(80),
+                workers=workers[i], prefetch=prefetch[i], in_order=in_order[i],
+            )  # fmt: skip
+            np.testing.assert_array_equal(together[:, i], alone[:, 0])
+
+
+class TestObservation:
+    def measured(self, traces):
+        return Measurement(
+            samples_per_s=Interval(value=80.0, low=79.0, high=81.0, count=10), samples=80, window_s=1.0, batch_size=8.0,
+            first_batch_s=1.5, wait_share=0.0, service_s=0.04, service_cpu_s=0.03, receive_s=0.002, step_s=0.01,
+            traces=tuple(traces),
+        )  # fmt: skip
+
+    def trace(self, i, *, service, worker=0, tail=0.0):
+        """Delivered so late that the next order is never there when the worker is free."""
+        start = i * 0.1
+        end = start + service + tail
+        return BatchTrace(
+            worker=worker, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=end + 1.001,
+            received=end + 1.002, step_end=end + 1.01, samples=8,
+        )  # fmt: skip
+
+    def delivered_at_once(self, i, *, period, service):
+        start = i * period
+        end = start + service
+        return BatchTrace(
+            worker=0, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=start + 0.01,
+            received=end + 0.002, step_end=end + 0.005, samples=8,
+        )  # fmt: skip
+
+    def test_the_first_batch_of_each_worker_is_left_out(self):
+        # GIVEN two workers, each of which is slow at first
+        traces = [self.trace(i, worker=i % 2, service=0.5 if i < 2 else 0.04) for i in range(8)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=2), self.measured(traces))
+        assert seen.service_s == pytest.approx(np.full(6, 0.04))
+
+    def test_what_happens_while_the_queues_fill_is_left_out(self):
+        # GIVEN four workers that take the step's cores only until the queues are full
+        machine = SimulatedMachine(cpu_s=0.05, step_s=0.06, step_cores=4, service_cv=0.0, step_cv=0.0)
+        config = LoaderConfig(num_workers=4, prefetch_factor=4)
+        measured = SimulatedProbe(machine, StubClock()).burst(config, BurstPlan(max_s=2.0, min_s=2.0))
+        # WHEN
+        seen = Observation.from_measurement(config, measured)
+        # THEN the step is as it is later on, not as it is on average
+        steps = [trace.step_s for trace in measured.traces]
+        later = np.mean(steps[len(steps) // 2 :])
+        assert seen.step_s.mean() == pytest.approx(later, rel=0.02)
+        assert np.mean(steps) > 1.05 * later
+
+    def test_a_worker_that_has_its_order_shows_what_it_does_between_batches(self):
+        # GIVEN one worker that begins 3 ms after it ended, its next orders long there
+        traces = [self.delivered_at_once(i, period=0.043, service=0.04) for i in range(20)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1, prefetch_factor=4), self.measured(traces))
+        # THEN a batch occupies the worker for the whole period
+        assert seen.between_s == pytest.approx(0.003)
+        assert Twin.fit([seen], cores=4).predict(1, 4).samples_per_s.value == pytest.approx(8 / 0.043, rel=0.01)
+
+    def test_travelling_is_told_from_receiving(self):
+        # GIVEN a loop that waits for each batch, which arrives 2 ms after it was whole
+        traces = [self.delivered_at_once(i, period=0.043, service=0.04) for i in range(20)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1, prefetch_factor=4), self.measured(traces))
+        assert not seen.saw_ready
+        assert seen.waited_s == pytest.approx(0.002)
+
+    def test_a_heavy_tail_stays(self):
+        traces = [self.trace(i, service=0.03, tail=0.06 if i == 7 else 0.0) for i in range(12)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1), self.measured(traces))
+        assert seen.service_s.max() == pytest.approx(0.09)
+
+    def test_means_stand_in_for_missing_traces(self):
+        seen = Observation.from_measurement(LoaderConfig(num_workers=1), self.measured([]))
+        assert (seen.service_s.mean(), seen.cpu_s.mean(), seen.step_s.mean()) == (0.04, 0.03, 0.01)
+
+    def test_busy_workers_are_those_that_fetch_at_the_same_time(self):
+        # GIVEN three workers that start each round together, and then rest
+        traces = [self.trace(i // 3, worker=i % 3, service=0.04) for i in range(30)]
+        seen = Observation.from_measurement(LoaderConfig(num_workers=3), self.measured(traces))
+        assert seen.busy_workers == pytest.approx(3.0)
+
+    def test_samples_have_to_make_sense(self):
+        with pytest.raises(ValueError, match="service_s needs one finite sample"):
+            observation(1, service=float("nan"))
+
+
+class TestTwin:
+    def test_it_passes_through_its_bursts(self):
+        twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
+        rates = [twin.predict(n, 2).samples_per_s.value for n in (0, 1, 4)]
+        assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
+
+    def test_what_the_longest_burst_knows_of_the_batches_corrects_the_others(self):
+        # GIVEN two bursts over the same heavy-tailed samples, of which the slow one met few and light ones
+        weights = np.array([1.0] * 40 + [1.0, 6.0] * 40)
+        slow, fast = (
+            replace(observation(n), service_s=0.02 * w, cpu_s=0.02 * w, positions=tuple(range(len(w))))
+            for n, w in ((1, weights[:40] * (1 + 0.01 * np.arange(40))), (4, weights * (1 + 0.01 * np.arange(120))))
+        )
+        # THEN its mean is what it would have been over all
+        assert level([slow, fast])[0].service_s.mean() == pytest.approx(fast.service_s.mean())
+
+    def test_luck_with_heavy_batches_is_evened_out(self):
+        # GIVEN one batch in five that takes 16 times as long
+        service = np.array([0.01, 0.01, 0.01, 0.01, 0.16] * 8)
+        twin = Twin.fit(
+            [replace(observation(1, step=0.001, receive=0.0001), service_s=service, cpu_s=service / 100, at_work=1.0)],
+            cores=16,
+        )
+        rates = [twin.predict(n, 8).samples_per_s.value for n in range(1, 7)]
+        # THEN each further worker helps about as much as the one before
+        gains = np.diff(rates) / rates[0]
+        assert gains.min() > 0.6
+        assert gains.max() < 0.8
+
+    @quick
+    @given(
+        service=seconds,
+        share=st.floats(0, 1),
+        step=seconds,
+        workers=few_workers,
+        prefetch=few_batches,
+        slower=st.floats(1.05, 3),
+    )
+    def test_a_slower_service_is_never_faster(self, service, share, step, workers, prefetch, slower):
+        def rate(wall):
+            seen = [observation(n, service=wall, cpu=wall * share, step=step) for n in (0, 1, 4)]
+            return Twin.fit(seen, cores=8).predict(workers, prefetch).samples_per_s.value
+
+        assert rate(service * slower) <= rate(service) * 1.001
+
+    @quick
+    @given(cv=st.floats(0, 1), share=st.floats(0, 1), step=seconds, workers=few_workers, prefetch=few_batches)
+    def test_nothing_exceeds_the_ceiling(self, cv, share, step, workers, prefetch):
+        seen = [observation(n, cpu=0.04 * share, step=step, cv=cv) for n in (0, 1, 4)]
+        twin = Twin.fit(seen, cores=4)
+        assert twin.predict(workers, prefetch).samples_per_s.value <= twin.ceiling().samples_per_s * (1 + 1e-9)
+
+    @quick
+    @given(workers=few_workers, prefetch=few_batches, epoch=st.integers(1, 2000), startup=st.floats(0, 5))
+    def test_an_epoch_is_never_faster_than_the_sustained_rate(self, workers, prefetch, epoch, startup):
+        twin = Twin.fit([observation(0), observation(1, cv=0.3), observation(4, cv=0.3)], cores=4)
+        predicted = twin.predict(workers, prefetch, epoch_batches=epoch, startup_s=startup)
+        assert predicted.epoch_samples_per_s <= predicted.samples_per_s.value * (1 + 1e-9)
+
+    def test_persistent_workers_start_once(self):
+        twin = Twin.fit([observation(1), observation(4)], cores=4)
+        again, once = (twin.predict(2, 2, epoch_batches=20, persistent_workers=p) for p in (False, True))
+        assert again.startup_s == pytest.approx(0.2)
+        assert 20 * 8 / again.epoch_samples_per_s - 20 * 8 / once.epoch_samples_per_s == pytest.approx(0.2)
+
+    def test_beyond_the_bursts_it_is_less_sure(self):
+        # GIVEN bursts with up to two workers in front of a step that never limits
+        twin = Twin.fit([observation(n, step=0.0001, receive=0.0001) for n in (1, 2)], cores=16)
+        near, far = (twin.predict(n, 2).samples_per_s for n in (2, 16))
+        assert far.high / far.low > 1.3 * near.high / near.low
+
+    def test_one_burst_is_less_sure_than_two(self):
+        one = Twin.fit([observation(1, step=0.0001)], cores=8).predict(8, 2).samples_per_s
+        two = Twin.fit([observation(1, step=0.0001), observation(8, step=0.0001)], cores=8).predict(8, 2).samples_per_s
+        assert one.high / one.low > two.high / two.low
+
+    @pytest.mark.parametrize(
+        ("machine", "workers", "options", "binding"),
+        [
+            (SimulatedMachine(cpu_s=0.04, step_s=0.001, cores=4), 8, {}, "cpu"),
+            (SimulatedMachine(cpu_s=0.001, wait_s=0.08, step_s=0.001), 2, {}, "workers"),
+            (SimulatedMachine(cpu_s=0.01, step_s=0.03), 4, {}, "consumer"),
+            (SimulatedMachine(cpu_s=0.01, step_s=0.001, receive_s=0.02), 4, {}, "transport"),
+            (SimulatedMachine(cpu_s=0.004, step_s=0.001, batch_bytes=1 << 27), 4, {"pin_memory": True}, "pinning"),
+        ],
+    )  # fmt: skip
+    def test_it_names_what_limits(self, machine, workers, options, binding):
+        twin, _ = twin_of_a_machine(machine)
+        assert twin.predict(workers, 4, **options).binding == binding
+
+    def test_storage_that_saturates_is_named(self):
+        # GIVEN waiting that triples with four workers
+        seen = [observation(1, service=0.04, cpu=0.001), observation(4, service=0.12, cpu=0.001)]
+        assert Twin.fit(seen, cores=8).predict(4, 2).binding == "storage"
+
+    def test_out_of_order_helps_where_one_batch_holds_up_the_rest(self):
+        machine = SimulatedMachine(wait_s=0.04, cpu_s=0.0, step_s=0.012, tail_share=0.05, tail_factor=20)
+        twin, _ = twin_of_a_machine(machine)
+        ordered, free = (twin.predict(4, 2, in_order=o).samples_per_s.value for o in (True, False))
+        assert free > 1.1 * ordered
+
+    def test_fewer_step_threads_change_the_step(self):
+        twin = Twin.fit([observation(1, step=0.05)], cores=4, consumer_cores=4, step_s_by_threads={None: 0.05, 1: 0.02})
+        assert twin.predict(4, 2, consumer_threads=1).samples_per_s.value > 2 * twin.predict(4, 2).samples_per_s.value
+
+    def test_it_needs_an_observation_and_a_core(self):
+        with pytest.raises(ValueError, match="at least one observation"):
+            Twin.fit([], cores=4)
+        with pytest.raises(ValueError, match="cores=0 is not positive"):
+            Twin.fit([observation(1)], cores=0)
+
+
+MACHINES = {
+    "cpu": SimulatedMachine(),
+    "contended": SimulatedMachine(alpha=0.12, step_s=0.004),
+    "wait": SimulatedMachine(cpu_s=0.005, wait_s=0.06),
+    "mixed": SimulatedMachine(cpu_s=0.02, wait_s=0.03, service_cv=0.3),
+    "step on the cpu": SimulatedMachine(cpu_s=0.05, step_s=0.02, step_cores=4),
+    "step-bound": SimulatedMachine(step_s=0.05, step_cores=2),
+    "in memory": SimulatedMachine(cpu_s=0.001, step_s=0.0002, receive_s=0.0003, first_batch_extra_s=0.001),
+}
+
+
+@pytest.mark.acceptance
+class TestFidelity:
+    @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+    def test_three_bursts_predict_every_configuration_up_to_the_cores(self, machine):
+        twin, probe = twin_of_a_machine(machine)
+        configs = grid(range(machine.cores + 1))
+        errors = [p.samples_per_s.value / probe.truth(p.config, batches=800) - 1 for p in twin.predict_all(configs)]
+        assert np.median(np.abs(errors)) < 0.05
+
+    def test_the_goals_hold_over_machines_without_heavy_tails(self):
+        errors = []
+        for machine, plan_seed in itertools.product(MACHINES.values(), (1, 2)):
+            twin, probe = twin_of_a_machine(machine, plan_seed=plan_seed)
+            predicted = twin.predict_all(grid(range(machine.cores + 1)))
+            errors += [p.samples_per_s.value / probe.truth(p.config, batches=800) - 1 for p in predicted]
+        assert np.median(np.abs(errors)) < 0.03
+        assert np.quantile(np.abs(errors), 0.95) < 0.08
+
+    def test_a_space_is_predicted_in_a_blink(self):
+        twin, _ = twin_of_a_machine(SimulatedMachine(cores=16))
+        configs = [LoaderConfig(num_workers=n, prefetch_factor=p) for n in range(1, 17) for p in (1, 2, 4, 8)]
+        twin.predict_all(configs)
+        begun = time.perf_counter()
+        twin.predict_all(configs)
+        assert time.perf_counter() - begun < 0.2
+
+
+def test_workers_that_have_not_delivered_yet_are_seen_at_work():
+    # GIVEN eight workers whose deep queues are far from full when the burst ends
+    machine = SimulatedMachine(cores=16, cpu_s=0.1, service_cv=0.3, step_s=0.001)
+    config = LoaderConfig(num_workers=8, prefetch_factor=8)
+    # WHEN it is observed
+    burst = SimulatedProbe(machine, StubClock()).burst(config, BurstPlan(max_s=0.6, min_s=0.3))
+    # THEN all of them were at work, whatever the loop had received by then
+    assert Observation.from_measurement(config, burst).workers_at_work > 7.5
+
+
+def test_slight_contention_shows_on_many_cores():
+    # GIVEN processes that hardly slow one another down, but 64 of them do
+    machine = SimulatedMachine(cores=64, cpu_s=0.1, step_s=0.001, alpha=0.02, beta=0.0005, service_cv=0.05)
+    clock = StubClock()
+    probe, plan = SimulatedProbe(machine, clock), BurstPlan(max_s=3.0, min_s=3.0)
+    seen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16, 64)]
+    # WHEN the twin is fitted to three bursts
+    twin = Twin.fit([Observation.from_measurement(config, probe.burst(config, plan)) for config in seen], cores=64)
+    # THEN it knows where more workers begin to cost more than they bring
+    unseen = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (8, 32, 48)]
+    rates = [prediction.samples_per_s.value for prediction in twin.predict_all(unseen)]
+    assert rates == pytest.approx([probe.truth(config) for config in unseen], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "expected"),
+    [
+        # threads of the step, of 4: all, 2 and 1
+        ({None: 2.5, 2: 1.6, 1: 1.0}, 1.0),
+        ({None: 2.5, 2: 1.0, 1: 1.6}, 1.6),
+    ],
+    ids=["one thread is hardly slowed", "one thread is slowed most"],
+)
+def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number_of_threads(slowdowns, expected):
+    # GIVEN bursts in which workers slow the step by what no law of free cores says: with two threads or one, cores are free
+    alone = {None: 0.012, 2: 0.016, 1: 0.02}
+    seen = [
+        replace(
+            observation(workers, service=0.01, cpu=0.01, step=alone[threads] * slowdowns[threads], busy=1.0),
+            consumer_threads=threads,
+            at_work=0.7,
+        )
+        for workers, threads in ((1, None), (4, None), (2, 2), (3, 1))
+    ]
+    twin = Twin.fit(
+        [observation(0, service=0.01, cpu=0.01, step=alone[None]), *seen],
+        cores=4,
+        consumer_cores=4.0,
+        step_s_by_threads=alone,
+    )
+    # THEN with other workers beside it a step of one thread is expected to take about as long as it did
+    rate = twin.predict(2, 2, consumer_threads=1).samples_per_s.value
+    assert rate == pytest.approx(8 / (alone[1] * expected + 0.001), rel=0.08)
+
+
+def test_kinds_that_do_not_differ_have_no_offset():
+    load, noise = np.array([0.0, 0.5, 0.5, 1.0]), np.full(4, 0.03**2)
+    values = np.array([[0.1, 0.11, 0.1, 0.12]]).T
+    curve, offsets = smooth_by_kind(load, np.array([1.0, 1.0, 2.0, np.nan]), values, noise)
+    assert not offsets.any()
+    assert curve == pytest.approx(smooth(load, values, noise))
+
+
+def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():
+    # GIVEN bursts of one and 16 workers, which many pairs of alpha and beta explain equally well
+    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.0001, alpha=0.05, service_cv=0.1)
+    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
+    configs = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16)]
+    seen = [Observation.from_measurement(config, probe.burst(config, plan)) for config in configs]
+    # WHEN the contention of the CPU is fitted
+    fit = fit_contention(seen, [1.0, 1.0], 16.0, best=1, draws=4000, seed=0)
+    # THEN the best fit is the mean of the draws, and not the likeliest pair, which lies at the edge
+    for values in (fit.alpha, fit.beta, np.log(fit.cpu_s)):
+        error = values[1:].std() / np.sqrt(len(values) - 1)
+        assert abs(values[0] - values[1:].mean()) <= 4 * error + 1e-9
+
+
+def test_who_waits_for_the_same_step_shares_its_error():
+    # GIVEN a step that two workers keep busy
+    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05)
+    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
+    seen = [LoaderConfig(), *(LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16))]
+    twin = Twin.fit([Observation.from_measurement(config, probe.burst(config, plan)) for config in seen], cores=16)
+    configs = [LoaderConfig(num_workers=workers, prefetch_factor=8) for workers in (1, 3, 16)]
+    # WHEN it is asked how far that step sets the rate of one, three and sixteen workers
+    predictions = twin.predict_all(configs)
+    bound = consumer_bound([p.headroom for p in predictions], [p.consumer_use for p in predictions], twin.variation)
+    # THEN not of one, and of three as of sixteen
+    assert bound[0] < 0.1
+    assert min(bound[1:]) > 0.8
+    # THEN these two are known to be equally fast, and the one may be slower by more than the twin's usual error
+    covariance = prior_covariance(configs, 1.0, bound)
+    ratio_sd = np.sqrt(covariance[1, 1] + covariance[2, 2] - 2 * covariance[1, 2])
+    assert ratio_sd < 0.2 * np.sqrt(covariance[0, 0])
+
+
+@pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
+def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
+    # GIVEN 18 workers that can deliver 1.04 times what the loop takes, every 33rd batch perhaps much slower
+    seen = observation(18, service=0.04, cpu=0.001, cv=0.25, count=396)
+    seen.service_s[::33] *= tail
+    loop_s = 1.04 * seen.service_s.mean() / 18
+    twin = Twin.fit([replace(seen, receive_s=np.full(396, loop_s / 4), step_s=np.full(396, loop_s * 3 / 4))], cores=32)
+    predicted = twin.predict(18, 8, epoch_batches=200, persistent_workers=True)
+    assert predicted.headroom == pytest.approx(1.04, rel=0.01)
+    # THEN the loop hardly waits in the long run, unless for the slow ones; in a short epoch it waits, too
+    assert (predicted.consumer_use < 0.95) == waits
+    assert predicted.epoch_samples_per_s < 0.97 * predicted.samples_per_s.value
+
+
+RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
+
+
+@pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
+def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(workers, is_wide):
+    # GIVEN a twin that knows one batch in 33 to take five times as long
+    scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
+    plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
+    known = SimulatedProbe(RARELY_SLOW, StubClock()).burst(scout, plan)
+    twin = Twin.fit([Observation.from_measurement(scout, known)], cores=16)
+    # AND short bursts that each read other batches
+    plans = [BurstPlan(max_s=0.4, min_s=0.4, seed=seed) for seed in range(24)]
+    rates = [SimulatedProbe(RARELY_SLOW, StubClock()).burst(config, plan).samples_per_s for plan in plans]
+    scatter = np.log([rate.value for rate in rates]).std()
+    # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
+    count = int(np.median([rate.count for rate in rates]))
+    predicted, of_longer, of_very_long = twin.burst_scatter([(config, n) for n in (count, 10 * count, 1000)])
+    assert (scatter > 0.2) == is_wide
+    assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
+    assert of_longer < 0.7 * predicted + 0.002
+    # AND very long ones, or without workers, tell of themselves
+    assert of_very_long == twin.burst_scatter([(LoaderConfig(), count)])[0] == 0.0
+
+
+def test_bursts_of_even_batches_need_no_simulated_scatter():
+    steady = replace(RARELY_SLOW, tail_share=0.0)
+    config = LoaderConfig(num_workers=8, prefetch_factor=2)
+    burst = SimulatedProbe(steady, StubClock()).burst(config, BurstPlan(max_s=1.0, min_s=1.0))
+    twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
+    assert list(twin.burst_scatter([(config, 40)])) == [0.0]
+    assert len(twin.burst_scatter([])) == 0
+
+
+def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():
+    # GIVEN workers that wait, rare slow batches, and one burst of 10 workers that by bad luck saw several of them
+    clock, space = StubClock(), Space(max_workers=16)
+    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.012})
+    probe = SimulatedProbe(replace(RARELY_SLOW, cores=8, step_s=0.012), clock)
+    trials = []
+    for workers, seconds in ((0, 1.0), (1, 1.0), (8, 4.0)):
+        config = LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None)
+        burst = probe.burst(config, BurstPlan(max_s=seconds, min_s=seconds, deadline_s=100.0))
+        trials.append(Trial(number=len(trials), config=config, role="search", measurement=burst))
+    more = LoaderConfig(num_workers=10, prefetch_factor=8)
+    bursts = [probe.burst(more, BurstPlan(max_s=0.4, min_s=0.4, seed=seed)) for seed in range(24)]
+    unlucky = min(bursts, key=lambda burst: burst.samples_per_s.value)
+    before = learn(space, trials, inputs)
+    after = learn(space, [*trials, Trial(number=3, config=more, role="search", measurement=unlucky)], inputs)
+    # THEN it is far below what is believed of them, and changes that little
+    believed = np.exp(before.mean[before.configs.index(more)])
+    assert unlucky.samples_per_s.value < 0.75 * believed
+    assert np.exp(after.mean[after.configs.index(more)]) > 0.93 * believed
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "epoch"),
+    [
+        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 16, 20),
+        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 12, 32),
+        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 4, 8),
+        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 8, 16),
+        ({"cores": 4, "cpu_s": 0.0, "wait_s": 0.05, "step_s": 0.005}, 6, 15),
+    ],
+    ids=["few batches are left", "rounds that do not add up", "done early", "more workers", "waiting"],
+)
+def test_an_epoch_of_few_rounds_is_predicted_from_who_works_when(machine, workers, epoch):
+    # GIVEN epochs that workers fetch in a few rounds, in the last of which fewer of them share the cores
+    machine = SimulatedMachine(**machine, service_cv=0.05, noise_sd=0.0)
+    twin, _ = twin_of_a_machine(machine)
+    config = LoaderConfig(num_workers=workers, prefetch_factor=2, persistent_workers=True)
+    # WHEN the twin predicts their rate THEN it is as near as a steady rate would be
+    predicted = twin.predict_all([config], epoch_batches=epoch)[0].epoch_samples_per_s
+    truth = SimulatedProbe(machine, StubClock(), epoch_batches=epoch).truth_of_epochs(config, epochs=40)
+    assert predicted == pytest.approx(truth, rel=0.08)
