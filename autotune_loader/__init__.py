@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
-    from autotune_loader.config import LoaderConfig
-    from autotune_loader.errors import TunerError
-    from autotune_loader.loading import load_config
-    from autotune_loader.prefetch import DevicePrefetcher
-    from autotune_loader.result import TuningResult
-    from autotune_loader.tuner import tune
+    from autotune_loader.pipeline.prefetch import DevicePrefetcher
+    from autotune_loader.results.load import load_config
+    from autotune_loader.results.result import TuningResult
+    from autotune_loader.tuning.tune import tune
+    from autotune_loader.values.config import LoaderConfig
+    from autotune_loader.values.errors import TunerError
 
 __all__ = ["DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__", "load_config", "tune"]
 
 _HOMES = {
-    "DevicePrefetcher": "prefetch",
-    "LoaderConfig": "config",
-    "TunerError": "errors",
-    "TuningResult": "result",
-    "load_config": "loading",
-    "tune": "tuner",
+    "DevicePrefetcher": "pipeline.prefetch",
+    "LoaderConfig": "values.config",
+    "TunerError": "values.errors",
+    "TuningResult": "results.result",
+    "load_config": "results.load",
+    "tune": "tuning.tune",
 }
 
 

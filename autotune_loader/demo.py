@@ -21,17 +21,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import MissingExtraError, TunerError
 from autotune_loader.machine.host import host_cpu
 from autotune_loader.machine.limits import affinity
-from autotune_loader.prefetch import move, prefetched_as_tuned
+from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import MissingExtraError, TunerError
 
 try:
     from PIL import Image, ImageDraw
 except ImportError as error:
     raise MissingExtraError("the demo", "Pillow", "demo") from error
-
 BATCH_SIZE = 32
 CLASSES = 10
 IMAGES = 1200

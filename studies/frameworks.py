@@ -24,8 +24,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig, tune
-from autotune_loader.rebuild import rebuild
-from autotune_loader.stats import Round, paired_ratio
+from autotune_loader.pipeline.build import rebuild
+from autotune_loader.values.statistics import Round, paired_ratio
 from studies.workloads import SleepDataset
 
 SAMPLES, BATCH, SKIPPED = 2048, 16, 40

@@ -16,15 +16,16 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import load_config, tune
-from autotune_loader.errors import ConfigFileError
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
+from autotune_loader.values.errors import ConfigFileError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autotune_loader"
 # Where bytes become objects: all of them come from our own parent process, through memory or a private socket pair.
-UNPICKLING = {"probe/child.py": {"loads"}, "probe/traced.py": {"loads"}}
+UNPICKLING = {"probe/child.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
 NEVER = {"eval", "exec", "compile", "__import__"}
 
 

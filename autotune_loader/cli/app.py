@@ -16,7 +16,7 @@ from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
 from autotune_loader.cli.files import apply_command, report_command, schema_command, show_command
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.errors import TunerError
+from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 
 NAME = "autotune-loader"

@@ -33,8 +33,8 @@ def add_command(fleet: str, paths: tuple[str, ...]) -> None:
     Example:
       autotune-loader fleet add /shared/fleet.json loader.json
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.fleet import add_to_fleet, read_entries
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.fleet import add_to_fleet, read_entries
+    from autotune_loader.results.result import TuningResult
 
     for path in paths:
         result = TuningResult.load(path)
@@ -57,9 +57,9 @@ def show_command(fleet: str, dataset: str | None) -> None:
     Example:
       autotune-loader fleet show /shared/fleet.json
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.fleet import nearest_entry, read_entries
     from autotune_loader.machine.facts import inspect_machine
-    from autotune_loader.report.collection import render_fleet
+    from autotune_loader.report.fleet_table import render_fleet
+    from autotune_loader.results.fleet import nearest_entry, read_entries
 
     entries = read_entries(fleet)
     click.echo(render_fleet(entries, nearest_entry(entries, inspect_machine(), dataset=dataset)))

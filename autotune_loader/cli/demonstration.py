@@ -25,7 +25,8 @@ def demo_command(output: str, budget: str) -> int:
       autotune-loader demo
       autotune-loader demo -o loader.json --budget 30s
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader import demo, tuner
+    from autotune_loader import demo
+    from autotune_loader.tuning import tune as tuner
 
     click.echo(
         f"The training job: JPEG files in {demo.cache_folder()}, decoded and augmented, and a small CNN.", err=True

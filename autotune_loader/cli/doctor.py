@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from autotune_loader.machine.limits import Cores
 
 State = Literal["ok", "low", "note"]
-
 SMALL_SHM_BYTES = 64 << 20
 """Docker's default size of `/dev/shm`: a few large batches fill it, and a worker dies of a bus error."""
 SMALL_MEMORY_BYTES = 2 << 30
@@ -25,7 +24,6 @@ FEW_CORES = 4
 MUCH_LARGER_HOST = 2
 FEW_OPEN_FILES = 4096
 """Each tensor in flight takes a descriptor; the usual soft limit of 1024 is reached by 16 workers with large dicts."""
-
 _MARKS = {"ok": "ok  ", "low": "LOW ", "note": "    "}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.result import TuningResult
 
 FINE = 0
 BAD_INPUT = 2

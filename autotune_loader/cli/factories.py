@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autotune_loader.errors import WorkloadError
+from autotune_loader.values.errors import WorkloadError
 
 _EXAMPLE = "train.py:make_loader or package.module:make_loader"
 
@@ -136,7 +136,7 @@ def as_tune_arguments(made: Any, target: str) -> dict[str, Any]:
 
 
 def _check_names(arguments: dict[Any, Any], target: str) -> None:
-    from autotune_loader import tuner
+    from autotune_loader.tuning import tune as tuner
 
     known = [*inspect.signature(tuner.tune).parameters]
     for name in arguments:

@@ -11,16 +11,16 @@ import click
 from autotune_loader.cli.recipes import RECIPES
 
 if TYPE_CHECKING:
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.result import TuningResult
 
 _FILE = click.Path(dir_okay=False)
 
 
 def _load(path: str) -> TuningResult:
     """The result in a file; of a collection, the one for this machine."""
-    from autotune_loader.fleet import entry_for
     from autotune_loader.machine.facts import inspect_machine
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.fleet import entry_for
+    from autotune_loader.results.result import TuningResult
 
     return TuningResult.from_file(entry_for(path, inspect_machine()))
 
@@ -36,7 +36,7 @@ def show_command(path: str) -> None:
     Example:
       autotune-loader show loader.json
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.report.comparison import render_machines
+    from autotune_loader.report.machines import render_machines
 
     result = _load(path)
     click.echo(result.report())
@@ -95,6 +95,6 @@ def schema_command() -> None:
     Example:
       autotune-loader schema > loader.schema.json
     """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.loader_file import loader_schema
+    from autotune_loader.results.loader_file import loader_schema
 
     click.echo(json.dumps(loader_schema(), indent=2))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.result import TuningResult
 
 PREFIX = "AUTOTUNE_LOADER_"
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune_loader.cli.exits import exit_code_of
-from autotune_loader.settings import ALLOWABLE, ISOLATIONS, SEARCHES
+from autotune_loader.probe.opening import ISOLATIONS
+from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
 
 if TYPE_CHECKING:
-    from autotune_loader.result import TuningResult
+    from autotune_loader.results.result import TuningResult
 
 
 @click.command("tune")
@@ -60,9 +61,9 @@ def tune_command(factory: str, as_json: bool, quiet: bool, **options: Any) -> in
       autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
       autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
     """  # noqa: D301 - click's mark is the character itself
-    # The word and not the function: tests and users may replace autotune_loader.tuner.tune.
-    from autotune_loader import tuner
+    # The word and not the function: tests and users may replace autotune_loader.tuning.tune.tune.
     from autotune_loader.cli.factories import load_workload
+    from autotune_loader.tuning import tune as tuner
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
     with _stdout_kept_for_us(as_json):
@@ -78,7 +79,7 @@ def _progress(arguments: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
-    from autotune_loader.tuner import NOT_WRITTEN
+    from autotune_loader.tuning.tune import NOT_WRITTEN
 
     if as_json:
         click.echo(result_json(result))

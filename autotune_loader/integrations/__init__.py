@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from autotune_loader.errors import MissingExtraError
+from autotune_loader.values.errors import MissingExtraError
 
 
 def require(module: str, *, feature: str, extra: str) -> ModuleType:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.distributed import run_on_rank_0
 from autotune_loader.integrations import require
-from autotune_loader.lockstep import from_bytes, to_bytes
-from autotune_loader.rebuild import rebuild
-from autotune_loader.result import TuningResult
-from autotune_loader.tuner import tune
+from autotune_loader.pipeline.build import rebuild
+from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.lockstep import from_bytes, to_bytes
+from autotune_loader.tuning.ranks import run_on_rank_0
+from autotune_loader.tuning.tune import tune
+from autotune_loader.values.config import LoaderConfig
 
 # Rank 0 tunes while the others wait; its budget is 60 s unless the caller says otherwise.
 WAIT_FOR_RANK_0_S = 1800.0

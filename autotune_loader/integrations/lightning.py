@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations import require
-from autotune_loader.rebuild import rebuild
-from autotune_loader.result import TuningResult
-from autotune_loader.tuner import tune
+from autotune_loader.pipeline.build import rebuild
+from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.tune import tune
+from autotune_loader.values.config import LoaderConfig
 
 
 def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> Any:

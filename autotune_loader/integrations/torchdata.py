@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations import require
+from autotune_loader.pipeline.build import build_loader
+from autotune_loader.values.config import LoaderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,13 @@ def measure_snapshot_cost(
     seconds: dict[int, list[float]] = {every: [] for every in every_n_steps}
     for _ in range(rounds):
         for every in every_n_steps:
-            arguments = {**parts, **replace(config, persistent_workers=False).to_kwargs()}
-            loader = module.StatefulDataLoader(
-                dataset, batch_size=batch_size, snapshot_every_n_steps=every, **arguments
+            loader = build_loader(
+                dataset,
+                replace(config, persistent_workers=False),
+                loader_class=module.StatefulDataLoader,
+                batch_size=batch_size,
+                snapshot_every_n_steps=every,
+                **parts,
             )
             seconds[every].append(_batch_seconds(iter(loader), batches))
     medians = {every: statistics.median(values) for every, values in seconds.items()}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations import require
-from autotune_loader.result import TuningResult
-from autotune_loader.tuner import tune
+from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.tune import tune
+from autotune_loader.values.config import LoaderConfig
 
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
@@ -54,13 +54,15 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
 
 def plain_loader(trainer: Any) -> Any:
     """The Trainer's training loader before Accelerate wraps it: same dataset and collator, without unused columns."""
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
+
+    from autotune_loader.pipeline.build import build_loader
 
     args = trainer.args
     own = trainer.get_train_dataloader()
     shuffle = None if isinstance(own.dataset, IterableDataset) else True
     workers = args.dataloader_num_workers
-    return DataLoader(
+    return build_loader(
         own.dataset,
         batch_size=args.train_batch_size,
         shuffle=shuffle,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 UNIFIED = ""
 """Name under which cgroup v2, which has no controller list, is kept beside the controllers of v1."""
-
 # v1 says "unlimited" as the largest page-aligned int64, which depends on the page size; nothing real comes near.
 _UNLIMITED_BYTES = 1 << 60
 

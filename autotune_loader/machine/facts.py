@@ -32,7 +32,6 @@ from autotune_loader.machine.limits import (
 )
 
 __all__ = ["Difference", "Fingerprint", "Machine", "differences", "inspect_machine"]
-
 _MIB = 2**20
 
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
 
 logger = logging.getLogger(__name__)
-
 THROTTLE_REASONS = {
     0x4: "software power cap",
     0x8: "hardware slowdown",
@@ -27,7 +26,6 @@ THROTTLE_REASONS = {
     0x80: "hardware power brake",
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that slow a busy GPU, without idling and chosen clocks."""
-
 SampleField = Literal[
     "util", "memory_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "sm_clock_hz", "throttle", "foreign_processes"
 ]

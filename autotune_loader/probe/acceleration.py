@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, build_step, loss_of
-from autotune_loader.probe.workload import TrainingSide
-from autotune_loader.stats import Interval, Round, paired_ratio
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval, Round, paired_ratio
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 # Steps whose losses are compared: the first one sees forward alone, the later ones what backward and optimizer did.
 COMPARED_STEPS = 4
@@ -35,11 +37,9 @@ NOISE_FACTOR = 2.0
 TURN_S = 0.05
 ROUNDS = 12
 FEWEST_ROUNDS = 4
-
 _NO_MODULE = "there is no model to compile: pass model=, and use the model that train_step is given"
 _NOTHING_COMPILED = "nothing was compiled: train_step does not call the model that it is given"
 _NEEDS_SCALER = "this device has no bfloat16, so training needs torch.amp.GradScaler besides"
-
 Forward = Callable[[Any], Any]
 
 

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.probe.burst import make_traced_loader, run_burst, run_step_ceiling, step_threads
-from autotune_loader.probe.canary import workers_read_otherwise, workers_repeat_each_other
+from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
+from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.null import null_data, pausing_step
-from autotune_loader.probe.run import Announce, BatchShape
+from autotune_loader.probe.null_data import null_data, pausing_step
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.probe.traced import forget_open_batch
-from autotune_loader.probe.workload import DataSide, TrainingSide
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +40,7 @@ SETTLED = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
+class WarmupReport:
     """What a bench knows once it has seen one batch and run the step on it."""
 
     step: str
@@ -61,9 +64,9 @@ class Readiness:
     """CUDA's UUID of the device that the step runs on; None for a CPU."""
 
 
-def gpus_of(readiness: Readiness | None) -> Gpus | None:
+def gpus_of(warmup: WarmupReport | None) -> Gpus | None:
     """The one GPU that a bench trains on, as its meter wants it; None for a CPU."""
-    uuid = readiness.device_uuid if readiness is not None else None
+    uuid = warmup.device_uuid if warmup is not None else None
     return None if uuid is None else _gpus(uuid)
 
 
@@ -113,7 +116,7 @@ class Bench:
         self._batch: Any = None
         self._samples = 0
 
-    def prepare(self, announce: Announce = lambda phase: None) -> Readiness | Failure:
+    def prepare(self, announce: Announce = lambda phase: None) -> WarmupReport | Failure:
         """Fetch one batch in this process, build the step from it and warm the step up."""
         import torch
 
@@ -147,7 +150,7 @@ class Bench:
         differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
-        return Readiness(
+        return WarmupReport(
             step=self._step.description,
             samples=self._samples,
             batch_bytes=shape.bytes,

@@ -10,87 +10,35 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.meters.history import Fetch
-from autotune_loader.prefetch import prefetched
-from autotune_loader.probe.device import Timeline
-from autotune_loader.probe.epochs import measure_epochs
-from autotune_loader.probe.failures import deaths_of, failure_of
-from autotune_loader.probe.run import Announce, DeviceRun, Run
-from autotune_loader.probe.step import TrainingStep
-from autotune_loader.probe.traced import (
-    EndlessBatches,
-    TracedCollate,
-    TracedDataset,
-    TracedIterable,
-    TracedWorkerInit,
+from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.pipeline.tracing import (
     forget_open_batch,
 )
-from autotune_loader.probe.workload import DataSide
-from autotune_loader.trial import MAIN_PROCESS, BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.burst_loop import Announce, DeviceRun, Run
+from autotune_loader.probe.device import Timeline
+from autotune_loader.probe.epoch_burst import measure_epochs
+from autotune_loader.probe.failures import deaths_of, failure_of
+from autotune_loader.probe.step import TrainingStep
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trace import MAIN_PROCESS
 
 # Workers get this long to finish the batch they are on; then they are terminated. Torch alone waits 5 s for each in turn.
 SHUTDOWN_GRACE_S = 1.0
 # A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this.
 NEWS_OF_DEATH_S = 0.3
-
-
-def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True) -> DataLoader[Any]:
-    """A DataLoader of the user's parts that never ends and whose batches carry their history.
-
-    Args:
-        data: the user's parts; they are used, not copied.
-        config: what to tune.
-        seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
-        endless: False lets a map-style dataset's epochs end as they do in training.
-    """
-    again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
-    _seed_everything(data, seed)
-    batched = data.batch_size is not None or data.batch_sampler is not None
-    default = default_collate if batched else default_convert
-    parts: dict[str, Any] = {
-        "collate_fn": TracedCollate(data.collate_fn or default, batched),
-        "worker_init_fn": TracedWorkerInit(data.worker_init_fn),
-        "generator": data.generator or torch.Generator().manual_seed(seed),
-    }
-    drop_last = data.drop_last if config.drop_last is None else config.drop_last
-    batch_size = config.batch_size or data.batch_size
-    if data.is_iterable:
-        parts |= {"dataset": TracedIterable(data.dataset), "batch_size": batch_size}
-        parts |= {"drop_last": drop_last} if batched else {}
-    elif not batched:
-        parts |= {"dataset": TracedDataset(data.dataset), "sampler": again(data.sampler), "batch_size": None}
-    else:
-        batches = data.batch_sampler
-        if batches is None:
-            assert batch_size is not None
-            batches = BatchSampler(data.sampler, batch_size, drop_last)
-        parts |= {"dataset": TracedDataset(data.dataset), "batch_sampler": again(batches)}
-    kwargs = config.to_kwargs()
-    kwargs.pop("drop_last", None)
-    return DataLoader(**parts, **kwargs)
-
-
-def _seed_everything(data: DataSide, seed: int) -> None:
-    """Seed whatever a sampler may draw from: torch, Python, numpy, and the generators that the user's parts hold."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - what samplers draw from is the global generator
-    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    for generator in (getattr(holder, "generator", None) for holder in holders):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
 
 
 def run_burst(

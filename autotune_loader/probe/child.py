@@ -17,10 +17,11 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_loader.probe.bench import Bench, Readiness
-    from autotune_loader.probe.run import Announce
+    from autotune_loader.probe.bench import Bench, WarmupReport
+    from autotune_loader.probe.burst_loop import Announce
     from autotune_loader.probe.wire import Message, Request
-    from autotune_loader.trial import Acceleration, Failure, FailurePhase, Measurement
+    from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+    from autotune_loader.values.trial import Acceleration
 
 # A data side larger than this is not copied for bursts that fetch in the main process: it shares the one workers inherit.
 PRIVATE_COPY_BYTES = 256 << 20
@@ -54,18 +55,18 @@ def _greet(connection: Connection) -> None:
 
 def _serve(connection: Connection) -> None:
     from autotune_loader.probe.wire import Message, receive_request, send
-    from autotune_loader.trial import Failure
+    from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
         send(connection, Message(phase=phase))
 
     data, training = connection.recv_bytes(), connection.recv_bytes()
-    bench, readiness = _load(data, training, announce)
-    if bench is None or isinstance(readiness, Failure):
-        assert isinstance(readiness, Failure)
-        send(connection, Message(failure=readiness))
+    bench, warmup = _load(data, training, announce)
+    if bench is None or isinstance(warmup, Failure):
+        assert isinstance(warmup, Failure)
+        send(connection, Message(failure=warmup))
         return
-    send(connection, Message(ready=readiness))
+    send(connection, Message(ready=warmup))
     while True:
         request = receive_request(connection)
         send(connection, _answer(bench, request, announce))
@@ -73,7 +74,8 @@ def _serve(connection: Connection) -> None:
 
 def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     from autotune_loader.probe.wire import Message
-    from autotune_loader.trial import Acceleration, Failure
+    from autotune_loader.values.measurement import Failure
+    from autotune_loader.values.trial import Acceleration
 
     outcome: Measurement | Acceleration | Failure
     if request.what == "burst":
@@ -89,13 +91,13 @@ def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, Readiness | Failure]:
+def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, WarmupReport | Failure]:
     """Unpickle and warm up; a workload that cannot be unpickled here is a failure like any other."""
     import pickle
 
     from autotune_loader.probe.bench import Bench
     from autotune_loader.probe.failures import failure_of
-    from autotune_loader.trial import Failure
+    from autotune_loader.values.measurement import Failure
 
     try:
         shared = pickle.loads(data)
@@ -104,8 +106,8 @@ def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | Non
         bench = Bench(data=lambda: shared, private_data=private, training=lambda: pickle.loads(training))
     except Exception as error:
         return None, failure_of(error, "start")
-    readiness = bench.prepare(announce)
-    return (None if isinstance(readiness, Failure) else bench), readiness
+    warmup = bench.prepare(announce)
+    return (None if isinstance(warmup, Failure) else bench), warmup
 
 
 def _keep_sockets_in(folder: str) -> None:

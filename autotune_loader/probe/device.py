@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from autotune_loader.meters.history import Fetch
-from autotune_loader.prefetch import CudaLane, Lane
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace
+from autotune_loader.pipeline.prefetch import CudaLane, Lane
+from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 # Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
 # steps that are still to be waited for when the burst is over; this many keep any device busy.

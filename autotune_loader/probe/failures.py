@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Failure, FailureKind, FailurePhase
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-
 DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
-
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),

@@ -21,19 +21,20 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import WorkloadError
 from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.processes import die_with_parent, tree_pss_bytes, tree_rss_bytes
-from autotune_loader.meters.memory import TreeMeter
-from autotune_loader.probe.bench import Bench, Readiness, gpus_of
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import failure_of_memory_guard
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
-
 # A data side larger than this is not copied: bursts without workers then use it as it is.
 MAX_COPY_BYTES = 256 << 20
 
@@ -53,7 +54,7 @@ class InlineProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
-        self._readiness: Readiness | None = None
+        self._warmup: WarmupReport | None = None
         self.notes: list[str] = []
         data = self._copied_data(workload.data)
         for_workers = replace(data, worker_init_fn=DyingWithParent(data.worker_init_fn))
@@ -63,7 +64,7 @@ class InlineProbe:
             training=lambda: self._copied_training(workload.training),
         )
 
-    def start(self) -> Readiness:
+    def start(self) -> WarmupReport:
         """Warm the workload up.
 
         Raises:
@@ -73,7 +74,7 @@ class InlineProbe:
             outcome = self._bench.prepare()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
-        self._readiness = outcome
+        self._warmup = outcome
         return outcome
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
@@ -84,7 +85,7 @@ class InlineProbe:
             memory_budget_bytes=self._memory_budget_bytes,
             memory_held_bytes=self._held_bytes,
             on_memory_limit=stop.now,
-            gpus=gpus_of(self._readiness),
+            gpus=gpus_of(self._warmup),
         )
         outcome: Measurement | Failure | None = None
         try:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.probe.bench import Readiness
+from autotune_loader.pipeline.workload import TrainingSide, Workload
+from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
-from autotune_loader.probe.workload import Payload, PayloadTooLargeError, TrainingSide, UnpicklableError, Workload
-from autotune_loader.settings import Isolation
+
+Isolation = Literal["auto", "process", "inline"]
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
 # A workload larger than this share of the available memory would be copied more often than is polite.
 PAYLOAD_MEMORY_SHARE = 0.15
 LARGEST_PAYLOAD_BYTES = 4 << 30
-
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id"
 )
-
 OTHER_SAMPLES = (
     "{dataset}: two workers read other samples than one process does, at the same indices. Most often they share a file or "
     "database handle that was opened before they were started (open(), h5py, LMDB), and training gets wrong data without a "
@@ -36,7 +38,7 @@ class OpenProbe:
     """A warm probe and what is known of the workload."""
 
     probe: ProcessProbe | InlineProbe
-    readiness: Readiness
+    warmup: WarmupReport
     notes: list[str] = field(default_factory=list)
     """What the user should know about how it runs."""
 
@@ -65,14 +67,14 @@ def open_probe(
     """
     probe, notes = _make_probe(workload, machine, isolation, memory_budget_bytes, start_deadline_s)
     try:
-        readiness = probe.start()
+        warmup = probe.start()
         if isinstance(probe, InlineProbe):
             notes = [*notes, *probe.notes]
-        if not readiness.shardable:
+        if not warmup.shardable:
             notes = [*notes, REPEATED_SAMPLES]
-        if not readiness.same_in_workers:
+        if not warmup.same_in_workers:
             notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
-        yield OpenProbe(probe=probe, readiness=readiness, notes=notes)
+        yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
     finally:
         probe.close()
 

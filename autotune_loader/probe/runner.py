@@ -23,20 +23,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import WorkloadError
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.host import process_group_members
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.shm import remove_segments_of
-from autotune_loader.meters.memory import TreeMeter
 from autotune_loader.probe import wire
-from autotune_loader.probe.bench import Readiness, gpus_of
+from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
-from autotune_loader.probe.workload import Payload
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.probe.payload import Payload
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
-
 # Generous: torch may come from a network file system, and the first sample from a cold bucket.
 START_DEADLINE_S = 180.0
 # A process that has not read a byte for so long hangs before it serves (an import that waits, say).
@@ -72,7 +73,7 @@ class ProcessProbe:
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
 
-    def start(self) -> Readiness:
+    def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm.
 
         Raises:
@@ -81,8 +82,8 @@ class ProcessProbe:
         outcome = self._started_child()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
-        assert outcome.readiness is not None
-        return outcome.readiness
+        assert outcome.warmup is not None
+        return outcome.warmup
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         return _rate(self._run(wire.Request(what="burst", plan=plan, config=config)))
@@ -145,7 +146,7 @@ class ProcessProbe:
             usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
             on_memory_limit=on_memory_limit,
-            gpus=gpus_of(child.readiness),
+            gpus=gpus_of(child.warmup),
         )
         with meter:
             outcome = child.ask(request)
@@ -186,7 +187,7 @@ class _Child:
         self._connection = Connection(ours.detach())
         self._payload = payload
         self._phase: FailurePhase = "start"
-        self.readiness: Readiness | None = None
+        self.warmup: WarmupReport | None = None
         self.is_lost = False
 
     @property
@@ -205,7 +206,7 @@ class _Child:
         message = self._answer(deadline_s)
         if isinstance(message, Failure):
             return message
-        self.readiness = message.ready
+        self.warmup = message.ready
         return message.failure
 
     def ask(self, request: wire.Request) -> Measurement | Acceleration | Failure:

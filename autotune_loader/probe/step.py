@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autotune_loader.prefetch import move
-from autotune_loader.probe.workload import TrainingSide
+from autotune_loader.pipeline.prefetch import move
+from autotune_loader.pipeline.workload import TrainingSide
 
 
 @dataclass(frozen=True, slots=True)

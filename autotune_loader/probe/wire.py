@@ -14,9 +14,11 @@ from typing import Literal
 
 import msgspec
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.probe.bench import Readiness
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Message:
     """One message of the child; exactly one field is set."""
 
     phase: FailurePhase | None = None
-    ready: Readiness | None = None
+    ready: WarmupReport | None = None
     measurement: Measurement | None = None
     acceleration: Acceleration | None = None
     failure: Failure | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.result import TuningResult
-from autotune_loader.trial import Failure, Measurement, Trial
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.tables import STATUS_SENTENCES, render_findings, render_trials
-from autotune_loader.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _PICTURES: tuple[tuple[Callable[[TuningResult], Figure], str], ...] = (
     (plots.plot_history, "The line shows what would have been found had the search stopped there."),
     (plots.plot_failures, "Configurations that cannot be used here, and why."),
 )
-
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem; }

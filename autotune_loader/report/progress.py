@@ -13,16 +13,17 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
-from autotune_loader import settings
-from autotune_loader.config import LoaderConfig
 from autotune_loader.report.units import rate_text, relative_error_text, seconds_text
-from autotune_loader.settings import require_choice
-from autotune_loader.trial import Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.trial import Trial
+from autotune_loader.values.validation import require_choice
 
 log = logging.getLogger(__name__)
 
+ProgressMode = Literal["auto", "on", "off"]
+PROGRESS_MODES: tuple[ProgressMode, ...] = get_args(ProgressMode)
 _CONFIG_WIDTH = 50
 _RATE_WIDTH = 20
 
@@ -114,7 +115,7 @@ class LiveProgress(Progress):
             self._is_open = False
 
 
-def make_progress(mode: settings.Progress, *, stream: TextIO | None = None) -> Progress:
+def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progress:
     """The progress for this process.
 
     Args:
@@ -124,7 +125,7 @@ def make_progress(mode: settings.Progress, *, stream: TextIO | None = None) -> P
     Raises:
         ValueError: `mode` is none of the three.
     """
-    require_choice("progress", mode, settings.PROGRESSES)
+    require_choice("progress", mode, PROGRESS_MODES)
     stream = sys.stderr if stream is None else stream
     if not _is_first_rank():
         return Progress(logging.DEBUG)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Finals
 from autotune_loader.report.units import is_telling
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval, mean_interval
-from autotune_loader.trial import Failure, Measurement
+from autotune_loader.results.loader_file import Finals
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.statistics import Interval, mean_interval
 
 TOLERANCE = 0.02
 """Rates this close count as equal where the result does not tell what it was tuned with: the default of `tune()`."""

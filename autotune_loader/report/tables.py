@@ -10,9 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autotune_loader.advice.acceleration import acceleration_sentence
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Advice
+from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
     UNKNOWN,
@@ -25,8 +23,10 @@ from autotune_loader.report.units import (
     seconds_text,
     share_text,
 )
-from autotune_loader.result import TuningResult
-from autotune_loader.trial import Failure, Measurement
+from autotune_loader.results.loader_file import Advice
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +35,6 @@ MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 LEGEND = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
-
 STATUS_SENTENCES = {
     "complete": "",
     "partial": "Interrupted: this is the best so far.",

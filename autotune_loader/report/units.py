@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from autotune_loader.stats import Interval
+from autotune_loader.values.statistics import Interval
 
 UNKNOWN = "-"
 """What stands where nothing was measured."""
-
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 

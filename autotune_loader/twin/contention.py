@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune_loader.twin.observation import Observation
-from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.queue import Floats
 
 BURST_SD = 0.02
 """Relative standard deviation between bursts of one configuration on a quiet machine; more batches do not reduce it."""
@@ -33,7 +33,6 @@ GAMMA_PRIOR = (0.0, 0.03)
 """Mean and sd of the stretch of waiting per further busy worker: storage that still scales is the common case."""
 STEP_CORES_PRIOR = (1.0, 0.3)
 """Mean and sd of the step's true core use relative to its thread count; OpenMP threads also spin between regions."""
-
 ALPHAS = np.linspace(0.0, 0.6, 121)
 BETAS = np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)])
 GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 30)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune_loader.twin.calibration import Calibration
-from autotune_loader.twin.recursion import Floats, simulate_in_order
+from autotune_loader.twin.queue import Floats, simulate_in_order
 from autotune_loader.twin.stages import Columns, Load, Stages, at_columns
 
 TURNS = 4

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
 
 # What a worker takes before it has loaded anything, where bursts with one number of workers alone cannot tell.
 UNSEEN_WORKER_BYTES = 60 << 20

@@ -8,28 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Z_95, Interval
-from autotune_loader.twin.calibration import BEST, DRAWS, Calibration
+from autotune_loader.twin.calibration import Calibration, calibrate
 from autotune_loader.twin.contention import BURST_SD
 from autotune_loader.twin.epoch import epoch_ends
-from autotune_loader.twin.fitting import calibrate
-from autotune_loader.twin.levelling import level, whole_cycles
-from autotune_loader.twin.observation import Observation
-from autotune_loader.twin.orders import relative, sequences
+from autotune_loader.twin.observation import Observation, level, whole_cycles
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
-from autotune_loader.twin.recursion import (
+from autotune_loader.twin.queue import (
+    BEST,
+    DRAWS,
     LIGHT_VARIATION,
     MOST_STEADY_BATCHES,
     Floats,
     Ints,
     batches_needed,
     burst_rate,
+    relative,
+    sequences,
     simulate,
     steady_batches,
     steady_rate,
 )
 from autotune_loader.twin.stages import Columns, Load, Stages, at_columns, loop_s
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Z_95, Interval
 
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""

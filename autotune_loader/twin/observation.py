@@ -1,15 +1,209 @@
-"""What one traced burst tells the twin: raw samples of each stage, and how many workers were busy meanwhile."""
+"""What one traced burst tells the twin: samples of each stage, and how many workers were busy meanwhile.
+
+    worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
+                                └─ transit ─► receive ── step    transit   travelling, while nobody works on it
+
+`read_stages` chooses the batches that count; `level` and `whole_cycles` correct bursts by what others of the workload show.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Measurement
-from autotune_loader.twin.readings import mean_stages, read_stages, split_pinning
-from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.queue import Floats
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.trace import BatchTrace, after_first_of_each
+
+MIN_WARM_SAMPLES = 4
+"""Below so many samples warm-up batches are kept: a biased estimate beats none."""
+MIN_STEADY = 8
+"""So many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
+MANY = 1024
+"""Records of fewer batches are complete."""
+LEFT_OUT = 20.0
+"""So many mean periods between one step and the next request, and batches were left out there."""
+MIN_QUEUED = 4
+"""So many batches that were ready when asked for tell the receive time; else those that were waited for do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """Samples of each stage, as far as one burst shows them; the fields are those of `Observation`."""
+
+    service_s: Floats
+    cpu_s: Floats
+    receive_s: Floats
+    step_s: Floats
+    busy_workers: float
+    first_fetch_s: float
+    positions: tuple[int, ...] = ()
+    waited_s: float | None = None
+    saw_ready: bool = True
+    at_work: float | None = None
+    between_s: float | None = None
+
+
+def mean_stages(config: LoaderConfig, measurement: Measurement) -> Reading:
+    batches_per_s = measurement.samples_per_s.value / measurement.batch_size
+    busy = min(float(config.num_workers), batches_per_s * measurement.service_s)
+    return Reading(
+        service_s=np.array([measurement.service_s]),
+        cpu_s=np.array([measurement.service_cpu_s]),
+        receive_s=np.array([measurement.receive_s]),
+        step_s=np.array([measurement.step_s]),
+        busy_workers=busy,
+        first_fetch_s=measurement.service_s + measurement.receive_s,
+    )
+
+
+def read_stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> Reading:
+    serial = config.num_workers == 0
+    first_fetch_s = traces[0].service_s + traces[0].receive_s
+    whole, traces = len(traces), _after_the_gap(traces)
+    positions, steady = _steady(traces, config)
+    kept = [traces[i] for i in positions]
+    # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
+    begins = [t.requested if serial else t.fetch_start for t in kept]
+    service_s = np.array([t.collate_end - begin for t, begin in zip(kept, begins, strict=True)])
+    waited = [t.receive_s for t in kept if t.collate_end > t.requested]
+    waited_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED and not serial else None
+    # A batch that is whole still has to travel: ready is what had the time to arrive.
+    ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
+    saw_ready = serial or len(ready) >= MIN_QUEUED
+    period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
+    at_work = float(service_s.mean()) / max(period_s, 1e-9)
+    if not serial and not steady:
+        # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
+        at_work = _visibly_at_work(traces) or at_work
+    return Reading(
+        service_s=service_s,
+        cpu_s=np.array([t.cpu_s for t in kept]),
+        receive_s=np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0),
+        step_s=_steps(traces[steady:]),
+        busy_workers=0.0 if serial else _busy_workers(traces, kept),
+        at_work=min(at_work, float(config.num_workers)),
+        first_fetch_s=first_fetch_s,
+        positions=tuple(positions) if len(traces) == whole else (),
+        between_s=_between_batches_s(traces, config),
+        waited_s=waited_s,
+        saw_ready=saw_ready,
+    )
+
+
+def _after_the_gap(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
+    """The batches after the middle ones that the record of a burst of very many batches leaves out."""
+    idle = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    if len(traces) < MANY or max(idle) < LEFT_OUT * (traces[-1].step_end - traces[0].requested) / len(traces):
+        return traces
+    return traces[idle.index(max(idle)) + 1 :]
+
+
+def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[int], int]:
+    """Positions of the batches that were fetched after the queues had first filled, and of the first step after that.
+
+    While they fill, all workers are busy and the step has to share the cores with them; behind a slow step that is how
+    no later batch is made. A burst that hardly gets beyond keeps all batches but the first of each worker.
+    """
+    warm = _warm(traces)
+    handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
+    later, enough = [i for i in warm if i >= handed_out], max(MIN_STEADY, config.num_workers)
+    if not 0 < handed_out < len(traces) or len(later) < enough:
+        return warm, 0
+    filled_at = max(trace.collate_end for trace in traces[:handed_out])
+    first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
+    return later, first if len(traces) - first >= enough else 0
+
+
+def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
+    """Seconds from one batch to the next in a worker that had its next order already: the median.
+
+    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. A
+    worker spends this time on handing the batch to the queue; in a burst that is limited by the loop most orders are not
+    there in time, those that are say more of hiccups than of workers, and nothing is known.
+    """
+    if not config.in_order or config.num_workers == 0:
+        return None
+    lag = config.num_workers * (config.prefetch_factor or 1)
+    before: dict[int, float] = {}
+    pauses = []
+    for i, trace in enumerate(traces):
+        ended = before.get(trace.worker)
+        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
+        if ended is not None and i >= lag and traces[i - lag].received <= ended:
+            pauses.append(max(0.0, trace.fetch_start - ended))
+        before[trace.worker] = trace.collate_end
+    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
+
+
+def _warm(traces: Sequence[BatchTrace]) -> list[int]:
+    """Positions of the batches that were not the first of their worker, where there are enough of them."""
+    warm = after_first_of_each(traces)
+    return warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
+
+
+def _steps(traces: Sequence[BatchTrace]) -> Floats:
+    between = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    # The median: a burst may pause once to look at the clock or at memory.
+    loop_s = max(0.0, float(np.median(between))) if between else 0.0
+    steps = np.array([t.step_s for t in traces])
+    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
+
+
+def split_pinning(traces: Sequence[BatchTrace]) -> tuple[Floats, float | None]:
+    """Hand-over seconds of batches that were pinned before they were asked for, and the thread's seconds per batch."""
+    waited = [t.receive_s for t in traces if t.collate_end > t.requested]
+    latency_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED else None
+    rested = [t.receive_s for t in traces if t.requested - t.collate_end > (latency_s or 0.0)]
+    if len(rested) < MIN_QUEUED:
+        return np.array([0.0]), latency_s
+    hand_over_s = float(np.median(rested))
+    return np.maximum(rested, 0.0), None if latency_s is None else max(0.0, latency_s - hand_over_s)
+
+
+def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
+    """Mean number of workers at work while all of them could be seen; None where they never could."""
+    begun: dict[int, float] = {}
+    for trace in traces:
+        begun.setdefault(trace.worker, trace.fetch_start)
+    since, until = max(begun.values()), _all_seen_until(traces)
+    if until <= since:
+        return None
+    done = np.interp([since, until], *_work_done(traces))
+    return float((done[1] - done[0]) / (until - since))
+
+
+def _all_seen_until(traces: Sequence[BatchTrace]) -> float:
+    """When the first of the workers ended its last delivered batch: what it did later left no trace."""
+    return min({trace.worker: trace.collate_end for trace in traces}.values())
+
+
+def _work_done(traces: Sequence[BatchTrace]) -> tuple[Floats, Floats]:
+    """Times at which a worker began or ended a batch, and the seconds that all had worked until then."""
+    times = np.array([t.fetch_start for t in traces] + [t.collate_end for t in traces])
+    order = np.argsort(times, kind="stable")
+    active = np.cumsum(np.repeat([1.0, -1.0], len(traces))[order])
+    times = times[order]
+    return times, np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(times))])
+
+
+def _busy_workers(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> float:
+    """Mean over batches of how many workers were fetching during them.
+
+    A worker's work after its last delivered batch leaves no trace, so only batches count that ended while all workers
+    could still be seen.
+    """
+    times, busy_seconds = _work_done(traces)
+    until = _all_seen_until(traces)
+    visible = [t for t in warm if t.collate_end <= until] or list(warm)
+    begin = np.array([t.fetch_start for t in visible])
+    end = np.array([t.collate_end for t in visible])
+    during = np.interp(end, times, busy_seconds) - np.interp(begin, times, busy_seconds)
+    return max(1.0, float(np.mean(during / np.maximum(end - begin, 1e-9))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,3 +318,56 @@ class Observation:
     def consumer_share(self) -> float:
         """Share of the time in which the training loop received or stepped."""
         return min(1.0, self.batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))
+
+
+MIN_COMMON = 8
+"""Two bursts need so many batches in common before the one may correct the other."""
+
+
+def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]:
+    """The same bursts, their service with what a worker does between two batches, as far as any burst shows it.
+
+    Handing a batch over occupies a worker as fetching does, but only a worker with an order at hand shows how long.
+    """
+    known = [o.between_s for o in observations if o.between_s is not None]
+    typical_s = float(np.mean(known)) if known else 0.0
+    return tuple(o if o.num_workers == 0 else _cycle(o, typical_s) for o in observations)
+
+
+def _cycle(seen: Observation, typical_s: float) -> Observation:
+    between_s = typical_s if seen.between_s is None else seen.between_s
+    longer = 1.0 + between_s / max(float(seen.service_s.mean()), 1e-12)
+    return replace(
+        seen,
+        service_s=seen.service_s + between_s,
+        cpu_s=seen.cpu_s + between_s,
+        at_work=min(seen.workers_at_work * longer, float(seen.num_workers)),
+        between_s=None,
+    )
+
+
+def level(observations: Sequence[Observation]) -> tuple[Observation, ...]:
+    """The same bursts, as if each had seen all the batches that the longest one saw.
+
+    Bursts read the same samples in the same order, but a slow one fewer of them; by chance those may be light or heavy.
+    How heavy, the longest burst knows: it saw them too. So its mean over all batches against its mean over the common
+    ones corrects the slow one (a control variate), as far as the two agree on which batches are heavy. As far as they do
+    not, its own mean stands, which has seen batches that the longest burst left out while its queues filled.
+    """
+    longest = max(observations, key=lambda o: len(o.positions))
+    return tuple(o if o is longest else _levelled(o, longest) for o in observations)
+
+
+def _levelled(seen: Observation, longest: Observation) -> Observation:
+    where = {position: i for i, position in enumerate(longest.positions)}
+    pairs = [(i, where[p]) for i, p in enumerate(seen.positions) if p in where]
+    if len(pairs) < MIN_COMMON:
+        return seen
+    mine, theirs = (np.array(indices) for indices in zip(*pairs, strict=True))
+    own, reference = seen.service_s[mine], longest.service_s[theirs]
+    if min(own.std(), reference.std(), own.mean(), reference.mean()) <= 0:
+        return seen
+    agreement = max(0.0, float(np.corrcoef(own, reference)[0, 1]))
+    mean_s = own.mean() / reference.mean() * longest.service_s.mean()
+    factor = (mean_s / seen.service_s.mean()) ** agreement
+    return replace(seen, service_s=seen.service_s * factor, cpu_s=seen.cpu_s * factor)

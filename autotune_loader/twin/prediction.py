@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Interval
 from autotune_loader.twin.calibration import Calibration
 from autotune_loader.twin.stages import Columns, Load, Stages, loop_s
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
 
 Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
-
 STRETCHED = 1.1
 """From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autotune_loader.twin.observation import Observation
-from autotune_loader.twin.recursion import Floats
+from autotune_loader.twin.queue import Floats
 
 MODEL_SD = 0.12
 """What the contention model gets wrong, as the standard deviation of a logarithm, and over which distance in e-folds of

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune_loader.twin.recursion import Floats, Ints
+from autotune_loader.twin.queue import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,14 +23,16 @@ from pathlib import Path
 
 import psutil
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.host import process_group_members
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import Payload
-from autotune_loader.space import BatchCost, Limits, Space
-from autotune_loader.study import Ledger
-from autotune_loader.trial import BurstPlan, Failure, Measurement, Trial
+from autotune_loader.tuning.study import OptunaStudy
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
 from studies.endurance.faults import MIX, workload
 
 TRIALS_PER_STUDY = 50
@@ -102,7 +104,7 @@ def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> N
         tally.leftovers += left_behind(before, pids)
 
 
-def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: Ledger, fault: Path, tally: Tally) -> None:
+def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy, fault: Path, tally: Tally) -> None:
     name, right, config = drawn
     fault.write_text(name)
     asked, _ = book.ask(config)
@@ -142,8 +144,8 @@ def draw(rng: random.Random, only: str = "") -> Drawn:
     return name, right, LoaderConfig(num_workers=workers, prefetch_factor=rng.choice([1, 2, 4]) if workers else None)
 
 
-def open_ledger(journal: Path) -> Ledger:
-    return Ledger(
+def open_ledger(journal: Path) -> OptunaStudy:
+    return OptunaStudy(
         storage=str(journal), name="endurance", space=SPACE, search="random", seed=0, default_threads=1, disposable=True
     )
 

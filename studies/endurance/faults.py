@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 
 FINE_UNTIL = 20
 """Index of the first sample that may be in trouble."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from autotune_loader import TuningResult, load_config
-from autotune_loader.errors import TunerError
+from autotune_loader.values.errors import TunerError
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "AUTOTUNE_ENDURANCE"

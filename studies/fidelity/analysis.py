@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import Measurement
 from autotune_loader.twin import Observation, Prediction, Twin
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
 from studies.fidelity.grid import LONG_SCOUTS, WORKLOAD_NAMES, Task
 from studies.fidelity.records import read, unpack
 
@@ -62,7 +62,7 @@ class Cell:
 class Raw:
     """All records, by what they are for."""
 
-    scouts: Mapping[tuple[str, int], Mapping[int, Measurement]]
+    initial_design: Mapping[tuple[str, int], Mapping[int, Measurement]]
     """By workload and repeat, then by workers."""
     ceilings: Mapping[tuple[str, int], Measurement]
     threads: Mapping[str, int]
@@ -74,7 +74,7 @@ class Raw:
 
 def load(files: Mapping[str, Path]) -> Raw:
     """The records of all files; failures are left out."""
-    scouts: dict[tuple[str, int], dict[int, Measurement]] = defaultdict(dict)
+    initial_design: dict[tuple[str, int], dict[int, Measurement]] = defaultdict(dict)
     ceilings, threads, sustained, at = {}, {}, [], {}
     for path in dict.fromkeys(files.values()):
         for record in read(path):
@@ -83,13 +83,13 @@ def load(files: Mapping[str, Path]) -> Raw:
             task = Task(**record["task"])
             threads[task.workload] = record["threads"]
             if task.kind == "scout":
-                scouts[task.workload, task.repeat][task.num_workers] = unpack(record["measurement"])
+                initial_design[task.workload, task.repeat][task.num_workers] = unpack(record["measurement"])
                 at[task.workload, task.repeat, task.num_workers] = record["at"]
             elif task.kind == "ceiling":
                 ceilings[task.workload, task.repeat] = unpack(record["measurement"])
             else:
                 sustained.append((task, record))
-    return Raw(scouts=scouts, ceilings=ceilings, threads=threads, sustained=sustained, at=at)
+    return Raw(initial_design=initial_design, ceilings=ceilings, threads=threads, sustained=sustained, at=at)
 
 
 def step_cores(ceiling: Measurement) -> float:
@@ -99,7 +99,7 @@ def step_cores(ceiling: Measurement) -> float:
 
 def observed(raw: Raw, workload: str, repeat: int, design: Sequence[int]) -> list[Observation] | None:
     """What the twin is told of one set of scouts; None where one of them is missing."""
-    seen = raw.scouts.get((workload, repeat), {})
+    seen = raw.initial_design.get((workload, repeat), {})
     if (workload, repeat % LONG_SCOUTS) not in raw.ceilings or any(workers not in seen for workers in design):
         return None
     configs = [LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None) for workers in design]
@@ -123,14 +123,14 @@ def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None, 
         long: whether to fit the long scouts instead.
     """
     found = []
-    for workload, repeat in sorted(raw.scouts):
-        scouts = observed(raw, workload, repeat, design)
+    for workload, repeat in sorted(raw.initial_design):
+        initial_design = observed(raw, workload, repeat, design)
         runs = [(task, record) for task, record in raw.sustained if task.workload == workload]
-        if scouts is None or not runs or long != (repeat >= LONG_SCOUTS):
+        if initial_design is None or not runs or long != (repeat >= LONG_SCOUTS):
             continue
         ceiling = raw.ceilings[workload, repeat % LONG_SCOUTS]
         for (task, record), prediction in zip(
-            runs, _predictions(raw, scouts, ceiling, runs, repeat, slowness), strict=True
+            runs, _predictions(raw, initial_design, ceiling, runs, repeat, slowness), strict=True
         ):
             found.append(
                 Cell(task=task, repeat=repeat, prediction=prediction, truth=record["truth"], design=tuple(design))
@@ -140,20 +140,20 @@ def cells(raw: Raw, design: Sequence[int], *, slowness: Slowness | None = None, 
 
 def _predictions(
     raw: Raw,
-    scouts: Sequence[Observation],
+    initial_design: Sequence[Observation],
     ceiling: Measurement,
     runs: Sequence[tuple[Task, dict[str, Any]]],
     repeat: int,
     slowness: Slowness | None,
 ) -> list[Prediction]:
     if slowness is None:
-        return fit(scouts, ceiling).predict_all([task.config for task, _ in runs])
+        return fit(initial_design, ceiling).predict_all([task.config for task, _ in runs])
     predictions = []
     for task, record in runs:
         now = slowness.at(record["at"], without=task)
         moved = [
             _slowed(scout, math.exp(now - slowness.at(raw.at[task.workload, repeat, scout.num_workers])), ceiling)
-            for scout in scouts
+            for scout in initial_design
         ]
         predictions.append(fit(moved, ceiling).predict_all([task.config])[0])
     return predictions

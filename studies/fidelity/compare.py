@@ -22,14 +22,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import FINAL_BURST
+from autotune_loader.decision.selection import modelled
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.policy import modelled
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.stats import correlated_mean_interval
 from autotune_loader.testing import FakeClock, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.tuning.finals import FINAL_BURST
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import correlated_mean_interval
 from studies.fidelity import tracing
 from studies.fidelity.measure import workload_of
 from studies.quiet import QuietTurns

@@ -21,12 +21,20 @@ from pathlib import Path
 
 from torch import nn
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.stats import MAX_ROUNDS, Interval, mean_interval, sequential_interval, sequential_verdict
+from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Probe
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import (
+    MAX_ROUNDS,
+    Interval,
+    mean_interval,
+    sequential_interval,
+    sequential_verdict,
+)
 from studies.fidelity.measure import workload_of
 from studies.fidelity.records import RESULTS, append, read
 from studies.quiet import QuietTurns
@@ -99,7 +107,7 @@ def burst_coverage(count: int) -> tuple[int, float]:
         probe = probes[number % len(probes)]
         measured = probe.burst(config, BurstPlan(max_s=1.0, min_s=0.4, relative_error=0.01, seed=number))
         assert not isinstance(measured, Failure)
-        from autotune_loader.meters.trace import summarise
+        from autotune_loader.pipeline.throughput import summarise
 
         rate = summarise(measured.traces, workers=config.num_workers, started=0.0).samples_per_s
         covered += rate.low <= probe.truth(config) <= rate.high

@@ -50,11 +50,11 @@ def tasks(order: int = 20261121) -> list[Task]:
 
 
 def _visit(name: str, number: int) -> list[Task]:
-    scouts = [("scout", workers, 2 if workers else None) for workers in SCOUTS]
+    design = [("scout", workers, 2 if workers else None) for workers in SCOUTS]
     runs = [("sustained", *cell) for cell in VISITS[number]]
     return [
         Task(workload=name, kind=kind, num_workers=workers, prefetch_factor=prefetch, repeat=number)  # type: ignore[arg-type]
-        for kind, workers, prefetch in [("ceiling", 0, None), *scouts, *runs]
+        for kind, workers, prefetch in [("ceiling", 0, None), *design, *runs]
     ]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.trial import BurstPlan
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.plan import BurstPlan
 
 WORKLOAD_NAMES = (
     "wait_light_tail",

@@ -15,14 +15,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from autotune_loader import ceilings
-from autotune_loader.ceilings import Limit
-from autotune_loader.config import LoaderConfig
 from autotune_loader.demo import cache_folder
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.search import CEILING_BURST, SEARCH_BURST
-from autotune_loader.trial import Failure, Measurement
+from autotune_loader.report.advice import limits as ceilings
+from autotune_loader.report.advice.limits import Limit
+from autotune_loader.tuning.session import CEILING_BURST, SEARCH_BURST
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
 from studies.fidelity.grid import WORKLOAD_NAMES
 from studies.fidelity.measure import workload_of
 from studies.fidelity.records import RESULTS, append

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.arguments import make_workload
 from autotune_loader.machine.facts import Machine, inspect_machine
+from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.probe.workload import Workload
-from autotune_loader.trial import Failure, Measurement
+from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.twin import Observation
+from autotune_loader.values.measurement import Failure, Measurement
 from studies.fidelity.grid import Task
 from studies.fidelity.records import append, pack, read
 from studies.quiet import QuietTurns
@@ -98,7 +98,7 @@ def run(opened: OpenProbe, task: Task, seconds: float) -> dict[str, Any]:
     plan = task.plan(seconds)
     is_ceiling = task.kind == "ceiling"
     outcome = opened.probe.step_ceiling(None, plan) if is_ceiling else opened.probe.burst(task.config, plan)
-    record: dict[str, Any] = {"task": asdict(task), "threads": opened.readiness.default_threads}
+    record: dict[str, Any] = {"task": asdict(task), "threads": opened.warmup.default_threads}
     if isinstance(outcome, Failure):
         return {**record, "failure": f"{outcome.kind}: {outcome.message}"}
     kept = task.kind == "scout"

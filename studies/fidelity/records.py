@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from autotune_loader.trial import BatchTrace, Measurement
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.trace import BatchTrace
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 6

@@ -19,15 +19,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import FINAL_BURST
+from autotune_loader.decision.acquisition import initial_design
+from autotune_loader.decision.belief import TwinInputs, fit_twin
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.policy import TwinInputs, fit_twin, scouts
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.search import CEILING_BURST
-from autotune_loader.space import Space
-from autotune_loader.trial import Failure, Measurement, Trial
+from autotune_loader.tuning.finals import FINAL_BURST
+from autotune_loader.tuning.session import CEILING_BURST
 from autotune_loader.twin import smoothing
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.trial import Trial
 from studies.fidelity.measure import workload_of
 from studies.regret.bench import regret_workload
 from studies.workloads import DOCUMENTS, WORKLOADS
@@ -42,7 +44,7 @@ def main() -> None:
     workload = parser.parse_args().workload
     machine = inspect_machine()
     cores = machine.usable_cores
-    first = scouts(Space(max_workers=2 * cores, consumer_threads=THREADS), cores)
+    first = initial_design(Space(max_workers=2 * cores, consumer_threads=THREADS), cores)
     others = [
         LoaderConfig(num_workers=workers, prefetch_factor=2, consumer_threads=threads)
         for threads in THREADS

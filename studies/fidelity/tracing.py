@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.probe.burst import make_traced_loader
-from autotune_loader.probe.run import Run
+from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.tracing import EndlessBatches, TracedCollate, TracedDataset, TracedWorkerInit
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.burst_loop import Run
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.probe.traced import EndlessBatches, TracedCollate, TracedDataset, TracedWorkerInit
-from autotune_loader.probe.workload import DataSide
-from autotune_loader.trial import BurstPlan
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.plan import BurstPlan
 from studies.fidelity.measure import workload_of
 from studies.workloads import WORKLOADS, SpinDataset
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from autotune_loader import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.meters.memory import TreeMeter
-from autotune_loader.prefetch import move, prefetched_as_tuned
+from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
 from studies.gpu.jobs import Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.

@@ -12,12 +12,16 @@ import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune_loader import policy
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import Space
+from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.selection import modelled
+from autotune_loader.decision.space import Space
+from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import SimulatedMachine
-from autotune_loader.trial import BurstPlan, Failure, Measurement, Probe, Trial
-from autotune_loader.twin.residual import Knowledge
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
 from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR
 from studies.regret.simulated import by_search
@@ -44,7 +48,7 @@ class _Recorder:
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         outcome = self.probe.burst(config, plan)
         if isinstance(outcome, Measurement):
-            plain = policy.modelled(config)
+            plain = modelled(config)
             self.trials.append(Trial(number=len(self.trials), config=plain, role="search", measurement=outcome))
         return outcome
 
@@ -74,10 +78,10 @@ def look(seed: int, oracles: Path | None) -> Looked:
     oracle = oracle_of(seed, machine, space, oracles)
     recorder = _Recorder()
     chosen = by_search("auto", 60.0, recorder.of)(machine, space, kind, seed, math.inf).config
-    known = policy.learn(space, recorder.trials, _inputs(kind, machine, recorder))
+    known = learn(space, recorder.trials, _inputs(kind, machine, recorder))
     assert known is not None
-    plain = policy.modelled(chosen)
-    loss = known.shortfalls()[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
+    plain = modelled(chosen)
+    loss = known.regret_samples()[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
     errors = {}
     if kind in ("cpu", "mixed") and machine.cores >= LARGE_CORES:
         for share in FEWER:
@@ -88,12 +92,12 @@ def look(seed: int, oracles: Path | None) -> Looked:
     return Looked(regret=oracle.regret(chosen), expected_loss=float(loss), errors=errors)
 
 
-def _inputs(kind: str, machine: SimulatedMachine, recorder: _Recorder) -> policy.TwinInputs:
+def _inputs(kind: str, machine: SimulatedMachine, recorder: _Recorder) -> TwinInputs:
     cores = float(machine.cores) if kind == "cpu step" else 1.0
-    return policy.TwinInputs(usable_cores=machine.cores, consumer_cores=cores, step_s_by_threads=recorder.step_s)
+    return TwinInputs(usable_cores=machine.cores, consumer_cores=cores, step_s_by_threads=recorder.step_s)
 
 
-def _pair(known: Knowledge, space: Space, share: float) -> tuple[LoaderConfig, LoaderConfig]:
+def _pair(known: Posterior, space: Space, share: float) -> tuple[LoaderConfig, LoaderConfig]:
     """The most workers with the deepest queue, and so many times as many."""
     deepest = [config for config in known.configs if config.prefetch_factor == max(space.prefetch_factors)]
     most = max(deepest, key=lambda config: config.num_workers)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 
 ROOT = Path(__file__).parents[2]
 # Beyond this a request hangs: the slowest start-up and window here take seconds.
@@ -187,8 +187,8 @@ class TimedJob:
 
     def __init__(self, name: str) -> None:
 
+        from autotune_loader.pipeline.workload import TrainingSide
         from autotune_loader.probe.step import build_step
-        from autotune_loader.probe.workload import TrainingSide
 
         self._study = regret_workload(name)
         self._has_short_epochs = name in SHORT_EPOCHS

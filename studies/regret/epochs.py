@@ -13,9 +13,9 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import Space
+from autotune_loader.decision.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.values.config import LoaderConfig
 from studies.regret import OURS
 from studies.regret.machines import TRUTH_BATCHES, Oracle, random_machine, space_of
 from studies.regret.simulated import Outcome, by_search, table

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.step import build_step
-from autotune_loader.probe.workload import TrainingSide
 from studies.regret.bench import regret_workload
 
 

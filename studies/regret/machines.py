@@ -10,9 +10,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.decision.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.values.config import LoaderConfig
 from studies.regret.plateaus import PLATEAU_LOSS
 
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.

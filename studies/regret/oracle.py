@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Interval, Round, log_ratios, paired_ratio
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval, Round, log_ratios, paired_ratio
 from studies.regret.bench import Bench, BenchError, Timing
 from studies.regret.plateaus import are_far_fewer
 from studies.regret.strategies import Lattice

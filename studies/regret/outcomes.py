@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 from studies.regret import OURS
 from studies.regret.oracle import Regret, config_of, leader_of, surveyed_regret
 from studies.regret.over_time import NEAR, seconds_to_share, share_curve

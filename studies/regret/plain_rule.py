@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 
 PLAIN_RULE = "plain rule"
 """What tables and records call it."""

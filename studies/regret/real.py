@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.stats import Round
+from autotune_loader.values.statistics import Round
 from studies.quiet import QuietTurns
 from studies.regret import OURS, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.stats import Round
+from autotune_loader.values.statistics import Round
 from studies.regret import oracle
 
 

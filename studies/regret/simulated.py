@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.search import SEARCH_BURST, SearchRun
-from autotune_loader.settings import Settings
-from autotune_loader.space import Space
+from autotune_loader.decision.space import Space
+from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Measurement, Probe, Trial
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.session import SEARCH_BURST, TuningSession
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
 from studies.regret import OURS
 from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR, held_at
@@ -106,10 +109,10 @@ def by_search(
         probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
         watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
-        found = SearchRun(
+        found = TuningSession(
             seen_by(probe),
             space,
-            Settings(budget_s=budget_s, search=search, seed=seed),
+            TuneOptions(budget_s=budget_s, search=search, seed=seed),
             own_config=None,
             usable_cores=machine.cores,
             default_threads=machine.cores,

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 from studies.regret import OURS
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
 from studies.regret.plain_rule import LOOK_S, LOOK_WORKERS, PLAIN_RULE, plain_rule

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from autotune_loader import TuningResult, tune
-from autotune_loader.plain import to_plain
+from autotune_loader.values.serialization import to_plain
 from studies.regret.bench import regret_workload
 
 

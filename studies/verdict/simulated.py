@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from autotune_loader import policy
-from autotune_loader.advice import Evidence, advise, judge
-from autotune_loader.config import LoaderConfig
-from autotune_loader.findings import Found
-from autotune_loader.loader_file import Advice, Verdict
-from autotune_loader.search import SearchRun
-from autotune_loader.settings import Settings
-from autotune_loader.space import Space, max_useful_workers
+from autotune_loader.decision.belief import fit_twin
+from autotune_loader.decision.space import Space, max_useful_workers
+from autotune_loader.report.advice import Evidence, advise, judge
+from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import SearchState
+from autotune_loader.values.config import LoaderConfig
 from studies.verdict.outcomes import Outcome
 
 CORES = (4, 8, 16, 32)
@@ -80,15 +80,17 @@ class _Nobody:
     def finals_round(self, *_: object) -> None: ...
 
 
-def searched(machine: SimulatedMachine, seed: int, max_workers: int | None = None) -> tuple[Found, SimulatedProbe]:
+def searched(
+    machine: SimulatedMachine, seed: int, max_workers: int | None = None
+) -> tuple[SearchState, SimulatedProbe]:
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed)
     clock.advance(START_S)
     useful = max_useful_workers(machine.cores, machine.cpu_s + machine.wait_s, machine.cpu_s)
-    found = SearchRun(
+    found = TuningSession(
         probe,
         Space(max_workers=max_workers or useful),
-        Settings(budget_s=60.0, seed=seed),
+        TuneOptions(budget_s=60.0, seed=seed),
         own_config=None,
         usable_cores=machine.cores,
         default_threads=machine.cores,
@@ -100,7 +102,7 @@ def searched(machine: SimulatedMachine, seed: int, max_workers: int | None = Non
     return found, probe
 
 
-def judged(found: Found, cores: int) -> tuple[Verdict, tuple[Advice, ...], LoaderConfig]:
+def judged(found: SearchState, cores: int) -> tuple[Verdict, tuple[Advice, ...], LoaderConfig]:
     assert found.finals is not None
     best = found.finals.winner
     evidence = Evidence(
@@ -113,7 +115,7 @@ def judged(found: Found, cores: int) -> tuple[Verdict, tuple[Advice, ...], Loade
         epoch_batches=None,
         trials=found.trials,
         has_batched_fetch=False,
-        twin=policy.fit_twin(found.trials, found.inputs),
+        twin=fit_twin(found.trials, found.inputs),
         cached_steps=tuple(found.ceilings.values()),
     )
     verdict = judge(evidence)

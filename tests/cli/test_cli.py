@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from report.example import BEST, synthetic_result
 
-import autotune_loader.tuner
+import autotune_loader.tuning.tune
 from autotune_loader import cli
 from autotune_loader.cli.recipes import RECIPES
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import WorkloadError
-from autotune_loader.loader_file import loader_schema
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.result import TuningResult
+from autotune_loader.results.loader_file import loader_schema
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.version import __version__
 
 COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")
@@ -95,10 +95,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch, result: TuningResult) -> FakeTune:
-    real = autotune_loader.tuner.tune
+    real = autotune_loader.tuning.tune.tune
     fake = FakeTune(result)
     fake.__signature__ = __import__("inspect").signature(real)
-    monkeypatch.setattr(autotune_loader.tuner, "tune", fake)
+    monkeypatch.setattr(autotune_loader.tuning.tune, "tune", fake)
     return fake
 
 
@@ -237,7 +237,7 @@ def test_every_option_of_tune_that_a_command_line_can_give_has_one() -> None:
     from autotune_loader.cli.tuning import tune_command
 
     names = {parameter.name for parameter in tune_command.params}
-    assert set(inspect.signature(autotune_loader.tuner.tune).parameters) - objects <= names
+    assert set(inspect.signature(autotune_loader.tuning.tune.tune).parameters) - objects <= names
 
 
 def test_prints_the_report_and_what_to_do_next(tune: FakeTune, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,14 +257,14 @@ def test_exit_code_tells_how_it_ended(status: str, code: int, tune: FakeTune) ->
 def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
     # GIVEN a factory, a tune() and a child process that all print
     (folder / "noisy.py").write_text(
-        "import os, subprocess, autotune_loader.tuner\n"
-        "from autotune_loader.result import TuningResult\n"
+        "import os, subprocess, autotune_loader.tuning.tune\n"
+        "from autotune_loader.results.result import TuningResult\n"
         "def tune(*args, **options):\n"
         "    print('tune prints')\n"
         "    subprocess.run(['echo', 'a child prints'])\n"
         "    os.write(1, b'C prints\\n')\n"
         "    return TuningResult.load('loader.json')\n"
-        "autotune_loader.tuner.tune = tune\n"
+        "autotune_loader.tuning.tune.tune = tune\n"
         "def make():\n"
         "    print('the factory prints')\n"
         "    return [1, 2]\n"
@@ -329,7 +329,7 @@ def test_a_workload_that_fails_shows_the_users_traceback(
         raise WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
 
     fail.__signature__ = tune.__signature__
-    monkeypatch.setattr(autotune_loader.tuner, "tune", fail)
+    monkeypatch.setattr(autotune_loader.tuning.tune, "tune", fail)
     assert cli.main(["tune", "train:make_numbers"]) == 2
     assert capsys.readouterr().err.endswith("Traceback ...\nRuntimeError: shapes do not fit\n")
 

@@ -12,8 +12,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from autotune_loader import demo
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import ConfigFileError, MissingExtraError
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError, MissingExtraError
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation
-from autotune_loader.twin.feeding import Feeding
-from autotune_loader.twin.residual import Knowledge
+from autotune_loader.values.config import LoaderConfig
 
 SERVICE_S, LOOP_S = 0.04, 0.0105
 TOO_FEW, ENOUGH, MANY = (LoaderConfig(num_workers=count, prefetch_factor=8) for count in (2, 5, 16))
@@ -35,23 +35,23 @@ def observed(config, *, batches=200, slow=0):
     )
 
 
-def feeding(configs=CONFIGS, seen=CONFIGS[:3], use=(0.5, 1.0, 1.0, 0.2), **options):
-    return Feeding.of(configs, [observed(config, **options) for config in seen], use[: len(configs)])
+def sufficiency(configs=CONFIGS, seen=CONFIGS[:3], use=(0.5, 1.0, 1.0, 0.2), **options):
+    return Sufficiency.of(configs, [observed(config, **options) for config in seen], use[: len(configs)])
 
 
 def known(rates, sd=0.05):
     size = len(rates)
-    return Knowledge(
+    return Posterior(
         configs=CONFIGS[:size],
         mean=np.log(rates),
         covariance=sd**2 * np.eye(size),
         noise_sd=0.05,
-        feeding=feeding(CONFIGS[:size]),
+        sufficiency=sufficiency(CONFIGS[:size]),
     )
 
 
 def test_headroom_is_what_the_workers_could_deliver_over_what_the_loop_takes():
-    seen = feeding()
+    seen = sufficiency()
     expected = np.log([config.num_workers * LOOP_S / SERVICE_S for config in CONFIGS[:3]])
     assert seen.log_headroom[:3] == pytest.approx(expected)
     assert seen.log_headroom[3] == -np.inf
@@ -59,7 +59,7 @@ def test_headroom_is_what_the_workers_could_deliver_over_what_the_loop_takes():
 
 def test_every_prefetch_shares_what_was_seen_of_the_workers_but_other_threads_do_not():
     shallow, threads = replace(ENOUGH, prefetch_factor=1), replace(ENOUGH, consumer_threads=2)
-    seen = feeding((ENOUGH, shallow, threads), seen=[ENOUGH], use=(1.0, 1.0, 1.0))
+    seen = sufficiency((ENOUGH, shallow, threads), seen=[ENOUGH], use=(1.0, 1.0, 1.0))
     assert seen.log_headroom[1] == seen.log_headroom[0]
     assert seen.log_headroom[2] == -np.inf
 
@@ -70,7 +70,7 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough():
     costs = [(float(config.num_workers),) for config in belief.configs]
     # THEN the 5 are chosen, and without what the bursts showed of the feeding the 16
     assert belief.configs[belief.choice(costs, 0.02)[0]] == ENOUGH
-    blind = replace(belief, feeding=None)
+    blind = replace(belief, sufficiency=None)
     assert blind.configs[blind.choice(costs, 0.02)[0]] == MANY
     # THEN they are as fast in every truth that may be
     paths = belief.paths()
@@ -80,7 +80,7 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough():
 
 def test_irregular_batches_take_from_what_fed_workers_are_worth():
     # GIVEN a twin that says that the loop waits 8 % of the time behind slow batches
-    irregular = replace(known([50.0, 100.0, 110.0]), feeding=feeding(CONFIGS[:3], use=(0.5, 0.92, 1.0)))
+    irregular = replace(known([50.0, 100.0, 110.0]), sufficiency=sufficiency(CONFIGS[:3], use=(0.5, 0.92, 1.0)))
     paths = irregular.paths()
     # THEN 5 workers may be that much slower
     assert not irregular.is_as_fast(1, 2, 0.02)
@@ -89,9 +89,9 @@ def test_irregular_batches_take_from_what_fed_workers_are_worth():
 
 def test_rare_slow_batches_in_any_burst_make_all_headroom_uncertain():
     # GIVEN the same bursts, and slow batches in another one
-    calm = feeding(CONFIGS[:3], seen=[ENOUGH], batches=30)
+    calm = sufficiency(CONFIGS[:3], seen=[ENOUGH], batches=30)
     seen = [observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)]
-    rough = Feeding.of(CONFIGS[:3], seen, (0.5, 1.0, 1.0))
+    rough = Sufficiency.of(CONFIGS[:3], seen, (0.5, 1.0, 1.0))
     assert calm.is_as_fast(1, 2, 0.02)
     assert not rough.is_as_fast(1, 2, 0.02)
 
@@ -100,18 +100,18 @@ def test_a_batch_that_travels_while_the_loop_waits_is_no_work_of_the_loop():
     # GIVEN 3 workers for whose batches the loop waits while these travel, and a burst in which they lay ready
     few = LoaderConfig(num_workers=3, prefetch_factor=8)
     waited = replace(observed(few), receive_s=np.full(200, 0.004))
-    assert Feeding.of((few,), [waited], (1.0,)).log_headroom[0] > 0
+    assert Sufficiency.of((few,), [waited], (1.0,)).log_headroom[0] > 0
     # THEN the 3 are not enough: with more workers that time would be hidden
-    assert Feeding.of((few, MANY), [waited, observed(MANY)], (1.0, 1.0)).log_headroom[0] < 0
+    assert Sufficiency.of((few, MANY), [waited, observed(MANY)], (1.0, 1.0)).log_headroom[0] < 0
 
 
 @pytest.mark.parametrize(("receive_s", "enough"), [(0.0006, True), (0.003, False)], ids=["by chance", "busy workers"])
 def test_workers_that_are_enough_but_hand_over_slowly_may_be_slower_than_more_of_them(receive_s, enough):
     # GIVEN 5 workers that could feed the loop, whose batches take some time to fetch, and 16 who are quick at that
     slow = replace(observed(ENOUGH), receive_s=np.full(200, receive_s))
-    seen = Feeding.of(CONFIGS[:3], [slow, observed(MANY)], (0.5, 1.0, 1.0))
+    seen = Sufficiency.of(CONFIGS[:3], [slow, observed(MANY)], (0.5, 1.0, 1.0))
     # THEN the 5 are as fast, unless that is much of the loop's time: 1 - (10 + 1.25 x 0.5) / (10 + 3) of it
-    assert 1 in seen.fed()
+    assert 1 in seen.sufficient()
     assert seen.is_as_fast(1, 2, 0.02) is enough
     assert seen.least_loss[1] == pytest.approx(0.0 if enough else 1 - 10.625 / 13)
 
@@ -121,25 +121,25 @@ def test_a_burst_in_which_everything_was_quicker_shows_the_same_headroom():
     usual, lucky = observed(ENOUGH), observed(MANY)
     quicker = {name: getattr(lucky, name) / 1.3 for name in ("service_s", "cpu_s", "receive_s", "step_s")}
     # THEN that is no quicker receipt, and the 5 have the headroom that they have
-    seen = Feeding.of(CONFIGS[:3], [usual, replace(lucky, **quicker)], (0.5, 1.0, 1.0))
-    assert seen.log_headroom == pytest.approx(feeding(CONFIGS[:3], seen=[ENOUGH, MANY]).log_headroom)
+    seen = Sufficiency.of(CONFIGS[:3], [usual, replace(lucky, **quicker)], (0.5, 1.0, 1.0))
+    assert seen.log_headroom == pytest.approx(sufficiency(CONFIGS[:3], seen=[ENOUGH, MANY]).log_headroom)
 
 
 def test_a_loop_that_was_seen_not_to_wait_need_not_wait():
     # GIVEN a twin that says that the loop waits 8 % of the time, and a burst of 5 workers in which it waited for 1 %
     busy = replace(observed(ENOUGH), samples_per_s=8.0 * 0.99 / LOOP_S)
     shallow, deep = replace(ENOUGH, prefetch_factor=2), replace(ENOUGH, prefetch_factor=16)
-    seen = Feeding.of((ENOUGH, shallow, deep), [busy], (0.92, 0.92, 0.92))
+    seen = Sufficiency.of((ENOUGH, shallow, deep), [busy], (0.92, 0.92, 0.92))
     # THEN so it is with as deep a queue or a deeper one, and with a shallower one as the twin says
     assert seen.least_loss == pytest.approx([0.01, 0.08, 0.01])
     # THEN where rare slow batches may be missing the twin is believed
     rough = [replace(busy, service_s=busy.service_s[:20], cpu_s=busy.cpu_s[:20]), observed(MANY, batches=20, slow=2)]
-    assert Feeding.of((ENOUGH,), rough, (0.92,)).least_loss == pytest.approx([0.08])
+    assert Sufficiency.of((ENOUGH,), rough, (0.92,)).least_loss == pytest.approx([0.08])
     # THEN bursts of which only means are left, such as a resumed study's, say nothing either
     means = {name: getattr(busy, name)[:1] for name in ("service_s", "cpu_s", "receive_s", "step_s")}
-    assert Feeding.of((ENOUGH,), [replace(busy, **means)], (0.92,)).least_loss == pytest.approx([0.08])
+    assert Sufficiency.of((ENOUGH,), [replace(busy, **means)], (0.92,)).least_loss == pytest.approx([0.08])
     # THEN where the twin says less, too
-    assert Feeding.of((ENOUGH,), [busy], (0.995,)).least_loss == pytest.approx([0.005])
+    assert Sufficiency.of((ENOUGH,), [busy], (0.995,)).least_loss == pytest.approx([0.005])
 
 
 def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
@@ -156,22 +156,26 @@ def test_workers_that_compute_on_all_cores_are_enough_although_the_loop_waits():
     quick = {"step_s": np.full(200, 0.0005)}
     seen = [replace(observed(LoaderConfig(num_workers=1)), **quick), replace(observed(many), **quick)]
     configs, use = (few, eight, many), (0.1, 0.2, 0.2)
-    full = Feeding.of(configs, seen, use, cores=8)
-    belief = Knowledge(
-        configs=configs, mean=np.log([50.0, 100.0, 105.0]), covariance=0.05**2 * np.eye(3), noise_sd=0.05, feeding=full
+    full = Sufficiency.of(configs, seen, use, cores=8)
+    belief = Posterior(
+        configs=configs,
+        mean=np.log([50.0, 100.0, 105.0]),
+        covariance=0.05**2 * np.eye(3),
+        noise_sd=0.05,
+        sufficiency=full,
     )
     costs = [(float(config.num_workers),) for config in configs]
     # THEN the 8 are chosen, and the 16 where the step computes on the same cores
     assert full.free == pytest.approx([0.5, 0.0, 0.0])
     assert configs[belief.choice(costs, 0.02)[0]] == eight
-    shared = replace(belief, feeding=Feeding.of(configs, seen, use))
+    shared = replace(belief, sufficiency=Sufficiency.of(configs, seen, use))
     assert configs[shared.choice(costs, 0.02)[0]] == many
     # THEN workers that wait for half of their time leave cores free, and more of them take these
     waiting = [replace(each, cpu_s=each.service_s / 2) for each in seen]
-    assert Feeding.of(configs, waiting, use, cores=8).free[1] > 0.3
+    assert Sufficiency.of(configs, waiting, use, cores=8).free[1] > 0.3
     # THEN so do workers whose batches take so different times that they wait for their turn
     rough = [replace(each, service_s=np.tile([0.004, 0.076], 100)) for each in seen]
-    assert Feeding.of(configs, rough, use, cores=8).free[1] > 0.1
+    assert Sufficiency.of(configs, rough, use, cores=8).free[1] > 0.1
     # THEN a rate beyond all luck refutes it
     beaten = replace(belief, mean=np.log([50.0, 100.0, 130.0]), covariance=0.02**2 * np.eye(3))
     assert configs[beaten.choice(costs, 0.02)[0]] == many
@@ -179,26 +183,26 @@ def test_workers_that_compute_on_all_cores_are_enough_although_the_loop_waits():
 
 def test_only_more_workers_of_the_same_kind_are_no_faster():
     threads = replace(MANY, consumer_threads=2)
-    seen = feeding((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))
+    seen = sufficiency((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))
     assert [seen.is_as_fast(1, other, 0.02) for other in range(4)] == [False, False, True, False]
 
 
 def test_a_shallow_queue_is_not_believed_to_be_faster_than_a_deep_one():
     # GIVEN a twin that flatters a queue of one batch
     shallow, middle = replace(MANY, prefetch_factor=1), replace(MANY, prefetch_factor=2)
-    belief = Knowledge(
+    belief = Posterior(
         configs=(MANY, shallow, middle, ENOUGH), mean=np.log([90.0, 140.0, 80.0, 100.0]), covariance=1e-4 * np.eye(4),
         noise_sd=0.05,
     )  # fmt: skip
     # THEN the deeper ones do not inherit what it was flattered by
     assert np.exp(belief.without_flattered_queues().mean) == pytest.approx([90.0, 80.0, 80.0, 100.0])
-    assert belief.without_flattered_queues().shortfalls().mean(axis=0)[3] < 0.01
+    assert belief.without_flattered_queues().regret_samples().mean(axis=0)[3] < 0.01
 
 
 @pytest.mark.parametrize(("rounds", "chosen"), [(0, 8), (6, 2)])
 def test_a_deeper_queue_is_as_fast_until_bursts_show_that_it_is_not(rounds: int, chosen: int) -> None:
     # GIVEN four workers with large batches, whose queues of 8 are 20 % slower than those of 2
-    belief = Knowledge(
+    belief = Posterior(
         configs=tuple(LoaderConfig(num_workers=4, prefetch_factor=depth) for depth in (2, 4, 8)),
         mean=np.log([100.0, 100.0, 100.0]),
         covariance=0.06**2 * np.array([[1.0, 0.9, 0.8], [0.9, 1.0, 0.9], [0.8, 0.9, 1.0]]),
@@ -219,13 +223,13 @@ def test_a_part_of_what_is_known_keeps_what_it_owes_to_the_rest():
     # WHEN only the 2 and the 5 are looked at THEN their rates are still what they were
     part = belief.at([TOO_FEW, ENOUGH])
     assert np.array_equal(part.paths(), belief.paths()[:, :2])
-    assert part.feeding.larger == ((1,), ())
+    assert part.sufficiency.larger == ((1,), ())
     # WHEN a burst is added THEN they are drawn anew
     after = part.updated([1], [np.log(100.0)], [1e-6])
-    assert (after.drawn, after.fed) == (None, None)
+    assert (after.drawn, after.sufficient) == (None, None)
 
 
 def test_a_newcomer_is_known_by_its_burst_alone():
     more = known([50.0, 100.0, 110.0]).including({LoaderConfig(num_workers=3): 70.0})
-    assert more.feeding.log_headroom[3] == -np.inf
+    assert more.sufficiency.log_headroom[3] == -np.inf
     assert not more.is_as_fast(3, 2, 0.02)

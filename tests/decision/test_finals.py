@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.finals import (
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.sufficiency import Sufficiency
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.tuning.finals import (
     ADMITTING_ROUNDS,
     DOUBTFUL_PATIENCE,
     LONGER_PATIENCE,
@@ -19,11 +21,10 @@ from autotune_loader.finals import (
     PATIENT_ROUNDS,
     run_finals,
 )
-from autotune_loader.stats import MAX_ROUNDS, Interval
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure
-from autotune_loader.twin.feeding import Feeding
-from autotune_loader.twin.residual import Knowledge
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import MAX_ROUNDS, Interval
 
 BASELINE = LoaderConfig()
 FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
@@ -147,7 +148,7 @@ def test_patience_leaves_some_of_the_budget_unspent_but_for_the_first_rounds():
 
 def believing(bursts):
     """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
-    return Knowledge(
+    return Posterior(
         configs=(FEW, SOME, BASELINE), mean=np.log([100.0, 110.0, 50.0]), covariance=4e-3 * np.eye(3), noise_sd=0.02
     )
 
@@ -240,7 +241,7 @@ def unsure(bursts):
 def sure(bursts):
     """The same without doubt."""
     rates = np.log([80.0, 100.0, 100.0, 50.0])
-    return Knowledge(configs=(FEW, SOME, MANY, BASELINE), mean=rates, covariance=1e-8 * np.eye(4), noise_sd=0.02)
+    return Posterior(configs=(FEW, SOME, MANY, BASELINE), mean=rates, covariance=1e-8 * np.eye(4), noise_sd=0.02)
 
 
 def test_the_rounds_go_on_while_the_choice_is_in_doubt():
@@ -288,7 +289,7 @@ def test_who_ran_only_once_does_not_win():
 
 def _known(configs):
     size = len(configs)
-    return Knowledge(
+    return Posterior(
         configs=tuple(configs), mean=np.log([80.0, 100.0, 50.0]), covariance=1e-4 * np.eye(size), noise_sd=0.02
     )
 
@@ -302,7 +303,7 @@ def in_turns(*rates):
 def feeding_known(rates, sd):
     """A belief in FEW, SOME, MANY and BASELINE that saw FEW's workers starve the loop, and those of SOME and MANY feed it."""
     configs = (FEW, SOME, MANY, BASELINE)
-    feeding = Feeding(
+    sufficiency = Sufficiency(
         log_headroom=np.array([*np.log([0.525, 1.3125, 4.2]), -np.inf]),
         headroom_sd=np.array([0.02, 0.02, 0.02, 0.0]),
         least_loss=np.array([0.5, 0.0, 0.0, 0.8]),
@@ -311,7 +312,7 @@ def feeding_known(rates, sd):
         larger=((1, 2), (2,), (), ()),
     )
     covariance = sd**2 * np.eye(len(configs))
-    return Knowledge(configs=configs, mean=np.log(rates), covariance=covariance, noise_sd=0.05, feeding=feeding)
+    return Posterior(configs=configs, mean=np.log(rates), covariance=covariance, noise_sd=0.05, sufficiency=sufficiency)
 
 
 def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_say_so():
@@ -325,7 +326,7 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
 
     # WHEN they are 1 % faster THEN they run once, where without what was seen of the feeding they run to the end
     assert run(belief, many=(102.0, 101.0)) == (SOME, 1)
-    assert run(replace(belief, feeding=None), many=(102.0, 101.0))[1] > 1
+    assert run(replace(belief, sufficiency=None), many=(102.0, 101.0))[1] > 1
     # WHEN they are 5 % faster in every round THEN they win, whatever was seen
     assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
 
@@ -334,7 +335,7 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
 def test_rounds_that_contradict_a_belief_are_heard_out(others):
     # GIVEN a belief that is sure of SOME, and of FEW that they are much slower
     def believe(bursts):
-        return Knowledge(
+        return Posterior(
             configs=(FEW, SOME, MANY, BASELINE),
             mean=np.log([60.0, 100.0, 100.5, 50.0]),
             covariance=np.diag([1e-4, 1e-3, 1e-3, 1e-4]),
@@ -369,7 +370,7 @@ def test_a_burst_that_should_have_begun_with_full_queues_is_run_again():
 def test_no_belief_stands_against_rounds_that_prove_somebody_faster():
     # GIVEN a belief that hardly any burst can change, in SOME
     def believe(bursts):
-        return Knowledge(
+        return Posterior(
             configs=(MANY, SOME, BASELINE), mean=np.log([99.0, 103.0, 50.0]), covariance=4e-4 * np.eye(3), noise_sd=0.02
         )
 
@@ -391,7 +392,7 @@ def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
 
     # THEN SOME win nevertheless; without what was seen of the feeding the cheaper would
     assert winner(belief) == SOME
-    assert winner(replace(belief, feeding=None)) == FEW
+    assert winner(replace(belief, sufficiency=None)) == FEW
     # THEN rounds that prove it are believed, whatever was seen
     assert winner(belief, some=(86.0, 85.0)) == FEW
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.decision.sufficiency import at_their_turn, free_share, taken_share
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation
-from autotune_loader.twin.saturation import at_their_turn, free_share, taken_share
+from autotune_loader.values.config import LoaderConfig
 
 CPU_S = 0.05
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import (
+from autotune_loader.decision.space import (
     MAX_WORKERS,
     RESERVED_DESCRIPTORS,
     SAFE_SHARE,
@@ -23,7 +22,9 @@ from autotune_loader.space import (
     max_useful_workers,
 )
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, GpuUse, Memory
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import GpuUse, MemoryUse
+from autotune_loader.values.plan import BurstPlan
 
 MIB = 2**20
 
@@ -133,7 +134,9 @@ def test_no_worker_is_never_vetoed():
 @pytest.mark.process
 def test_the_hash_is_the_same_in_another_process():
     space = Space(max_workers=5, pin_memory=(False, True))
-    code = "from autotune_loader.space import Space; print(Space(max_workers=5, pin_memory=(False, True)).hash)"
+    code = (
+        "from autotune_loader.decision.space import Space; print(Space(max_workers=5, pin_memory=(False, True)).hash)"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == space.hash
 
@@ -186,10 +189,10 @@ def test_plain_configs_have_the_first_value_of_every_knob_that_the_twin_does_not
         sharing_strategies=(None, "file_system"),
         multiprocessing_contexts=("spawn", "fork"),
     )
-    plain = space.plain_configs()
+    plain = space.modelled_configs()
     assert len(plain) * 2**4 > len(space.configs()) > len(plain)
     assert {(config.batch_size, config.drop_last, config.sharing_strategy) for config in plain} == {(None, None, None)}
-    assert all(space.is_plain(config) for config in plain)
+    assert all(space.is_modelled(config) for config in plain)
     assert {config.multiprocessing_context for config in plain if config.num_workers} == {"spawn"}
 
 
@@ -224,7 +227,7 @@ def test_a_tuned_batch_size_leaves_a_margin_of_memory(limits, kind):
     space = Space(max_workers=1, limits=limits)
     probe = SimulatedProbe(SimulatedMachine(), FakeClock())
     burst = replace(
-        probe.burst(LoaderConfig(), BurstPlan()), memory=Memory(rss_bytes=950), gpu=GpuUse(memory_bytes=950)
+        probe.burst(LoaderConfig(), BurstPlan()), memory=MemoryUse(rss_bytes=950), gpu=GpuUse(memory_bytes=950)
     )
     failure = space.over_margin(LoaderConfig(batch_size=64), burst)
     assert (failure is None) == (kind is None)

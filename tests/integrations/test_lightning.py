@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations.lightning import tuned
+from autotune_loader.values.config import LoaderConfig
 
 lightning = pytest.importorskip("lightning.pytorch")
 # Lightning warns about small machines and short runs, which is what a test is.

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from autotune_loader import tune
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations.torchdata import for_resume, measure_snapshot_cost, workers_in
-from autotune_loader.rebuild import rebuild
+from autotune_loader.pipeline.build import rebuild
+from autotune_loader.values.config import LoaderConfig
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 # torchdata 0.11 calls what torch 2.13 has deprecated.

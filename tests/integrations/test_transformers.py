@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.integrations.transformers import training_arguments, tune_trainer
+from autotune_loader.values.config import LoaderConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
+from autotune_loader.machine.comparison import differences
+from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.testing import FakeGpu, FakeGpus
 

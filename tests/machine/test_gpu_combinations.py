@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from autotune_loader.machine.gpus import Gpus, GpuSample
-from autotune_loader.meters.memory import TreeMeter
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.testing import FakeGpu, FakeGpus
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-bbbb2222-0000", "GPU-cccc3333-0000"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from autotune_loader.meters.history import History
-from autotune_loader.meters.trace import relative_error
-from autotune_loader.trial import BatchTrace
+from autotune_loader.pipeline.throughput import relative_error
+from autotune_loader.pipeline.trace_log import History
+from autotune_loader.values.trace import BatchTrace
 
 
 def noted(batches: int) -> tuple[History, list[BatchTrace]]:

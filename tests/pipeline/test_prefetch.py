@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
+from autotune_loader.pipeline.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
+from autotune_loader.values.config import LoaderConfig
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.meters.trace import queued_share, relative_error, summarise
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace
+from autotune_loader.pipeline.throughput import queued_share, relative_error, summarise
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 SAMPLES = 8
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.probe import traced as traced_module
-from autotune_loader.probe.burst import make_traced_loader
-from autotune_loader.probe.run import BatchShape
-from autotune_loader.probe.traced import forget_open_batch
-from autotune_loader.probe.workload import DataSide
+from autotune_loader.pipeline import tracing as traced_module
+from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.values.config import LoaderConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autotune_loader.prefetch import move
+from autotune_loader.pipeline.prefetch import move
 from autotune_loader.testing import FakeClock
-from autotune_loader.trial import MAIN_PROCESS
+from autotune_loader.values.trace import MAIN_PROCESS
 
 
 class FakeTimeline:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from autotune_loader.probe.workload import DataSide
+from autotune_loader.pipeline.workload import DataSide
 
 LOCK = threading.Lock()
 KEPT: list[Any] = []

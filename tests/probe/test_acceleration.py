@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.acceleration import is_same_loss, measure_acceleration, relative_difference
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.step import build_step
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.trial import Acceleration, AccelerationKind, BurstPlan, Failure, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 QUICK = BurstPlan(max_s=0.2, min_s=0.1, relative_error=0.1, deadline_s=120.0)
 NUMBERS = torch.Generator().manual_seed(0)

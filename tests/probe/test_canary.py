@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
 from autotune_loader import tune
-from autotune_loader.probe import canary
-from autotune_loader.probe.bench import Bench, Readiness
-from autotune_loader.probe.canary import digest, workers_read_otherwise
-from autotune_loader.probe.workload import DataSide, TrainingSide
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe import worker_checks as canary
+from autotune_loader.probe.bench import Bench, WarmupReport
+from autotune_loader.probe.worker_checks import digest, workers_read_otherwise
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -195,7 +195,7 @@ def test_a_slow_first_sample_does_not_keep_the_canary_from_looking(path: Path) -
         TrainingSide,
     ).prepare()
 
-    assert isinstance(ready, Readiness)
+    assert isinstance(ready, WarmupReport)
     assert not ready.same_in_workers
 
 

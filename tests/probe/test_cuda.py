@@ -16,16 +16,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.prefetch import DevicePrefetcher
-from autotune_loader.probe.bench import Bench, Readiness
+from autotune_loader.pipeline.prefetch import DevicePrefetcher
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.device import CudaTimeline
 from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.result import TuningResult
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -172,7 +174,7 @@ def test_a_model_and_an_optimizer_from_the_host_are_both_moved() -> None:
     side = workload(model=model, optimizer=optimizer)
     # WHEN they are warmed up on the GPU THEN the step works there
     bench = Bench(lambda: side.data, lambda: side.data, lambda: side.training)
-    assert isinstance(bench.prepare(), Readiness)
+    assert isinstance(bench.prepare(), WarmupReport)
     bench.close()
 
 

@@ -9,22 +9,23 @@ import torch
 from fake_device import FakeLane, FakeStep, FakeTimeline, made_here, made_in_time
 from torch.utils.data import TensorDataset
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.meters.gpu import NO_GPU
-from autotune_loader.meters.memory import TreeReading
-from autotune_loader.prefetch import prefetched
-from autotune_loader.probe.bench import Bench, Readiness, gpus_of, warm_up
+from autotune_loader.machine.meters.gpu import NO_GPU
+from autotune_loader.machine.meters.process_tree import TreeReading
+from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of, warm_up
 from autotune_loader.probe.burst import run_burst, run_step_ceiling
+from autotune_loader.probe.burst_loop import DeviceRun
 from autotune_loader.probe.device import timeline_of
 from autotune_loader.probe.failures import is_device_broken
 from autotune_loader.probe.opening import model_on_device_notes
-from autotune_loader.probe.run import DeviceRun
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.probe.workload import DataSide, TrainingSide
 from autotune_loader.testing import FakeClock
-from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement
 from autotune_loader.twin import Twin
 from autotune_loader.twin.observation import Observation
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, GpuUse, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2)
@@ -306,7 +307,7 @@ def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
     watched = weakref.ref(model)
     sides = [TrainingSide(model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())]
     bench = Bench(rows, rows, sides.pop)
-    assert isinstance(bench.prepare(), Readiness)
+    assert isinstance(bench.prepare(), WarmupReport)
     # WHEN it is closed and the caller's own model is gone
     bench.close()
     del model
@@ -345,9 +346,9 @@ def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
 @pytest.mark.process
 def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     bench = Bench(rows, rows, TrainingSide)
-    readiness = bench.prepare()
-    assert isinstance(readiness, Readiness)
-    assert (timeline_of(torch.device("cpu")), gpus_of(readiness), readiness.device_uuid) == (None, None, None)
+    warmup = bench.prepare()
+    assert isinstance(warmup, WarmupReport)
+    assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)
     assert GpuUse(reason="the step does not run on an NVIDIA GPU") == NO_GPU
 
 

@@ -17,13 +17,15 @@ import torch
 from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.host import process_group_members
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = pytest.mark.process
 
@@ -200,7 +202,7 @@ class HangsAtOnce(Trouble):
 
 
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(tmp_path: Path) -> None:
-    from autotune_loader.errors import WorkloadError
+    from autotune_loader.values.errors import WorkloadError
 
     probe = ProcessProbe(payload_of(HangsAtOnce(tmp_path)), inspect_machine(), start_deadline_s=8.0)
     try:

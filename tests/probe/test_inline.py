@@ -18,11 +18,12 @@ from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader import TuningResult
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 

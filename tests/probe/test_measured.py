@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from autotune_loader import LoaderConfig
-from autotune_loader.advice.steps import LEAKING_BYTES_PER_S
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Measurement
+from autotune_loader.report.advice.steps import LEAKING_BYTES_PER_S
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = pytest.mark.process
 

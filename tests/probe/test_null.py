@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotune_loader.ceilings import transport_limit
-from autotune_loader.config import LoaderConfig
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench
-from autotune_loader.probe.workload import DataSide, TrainingSide
-from autotune_loader.trial import BurstPlan, Measurement
+from autotune_loader.report.advice.limits import transport_limit
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 PLAN = BurstPlan(max_s=0.4, min_s=0.2, relative_error=0.1, null_dataset=True)

@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from autotune_loader.probe.workload import (
-    DataSide,
-    Payload,
-    PayloadTooLargeError,
-    TrainingSide,
-    UnpicklableError,
-    Workload,
-)
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 
 MIB = 1 << 20
 

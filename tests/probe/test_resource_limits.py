@@ -20,11 +20,11 @@ BURST = """
 import json, resource, sys, threading
 import torch
 from torch.utils.data import DataLoader
-from autotune_loader.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.workload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Failure
+from autotune_loader.probe.payload import DataSide, Payload, TrainingSide, Workload
+from autotune_loader.values.trace import BurstPlan, Failure
 import limited
 
 def told(case):

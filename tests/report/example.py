@@ -6,12 +6,23 @@ import math
 import random
 from dataclasses import replace
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Advice, BatchSizeChoice, Finals, Measured, Predicted, Spent, TwinBasis, Verdict
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval, mean_interval
+from autotune_loader.results.loader_file import (
+    Advice,
+    BatchSizeChoice,
+    Finals,
+    Measured,
+    Predicted,
+    Spent,
+    TwinBasis,
+    Verdict,
+)
+from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement, Memory, Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.trial import Trial
 
 BASELINE = LoaderConfig()
 BEST = LoaderConfig(num_workers=4, prefetch_factor=4, consumer_threads=1)
@@ -43,8 +54,8 @@ def _grid() -> list[LoaderConfig]:
 
 
 def _with_memory(measurement: Measurement, config: LoaderConfig) -> Measurement:
-    rss = (measurement.memory or Memory(rss_bytes=0)).rss_bytes
-    memory = Memory(
+    rss = (measurement.memory or MemoryUse(rss_bytes=0)).rss_bytes
+    memory = MemoryUse(
         rss_bytes=rss, pss_bytes=int(rss * 0.7), shm_bytes=measurement.batch_bytes * (config.prefetch_factor or 0)
     )
     gpu = GpuUse(reason="no NVIDIA driver on this machine")

@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.advice import Evidence, advise, judge
-from autotune_loader.advice.acceleration import acceleration_sentence, budget_of_search, measure_allowed
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Verdict
-from autotune_loader.policy import TwinInputs, fit_twin
-from autotune_loader.space import Limits, Space
-from autotune_loader.stats import Interval
+from autotune_loader.decision.belief import TwinInputs, fit_twin
+from autotune_loader.decision.space import Limits, Space
+from autotune_loader.report.advice import Evidence, advise, judge
+from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.results.loader_file import Verdict
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import MAIN_PROCESS, Acceleration, BatchTrace, BurstPlan, Failure, Measurement, Memory, Trial
+from autotune_loader.tuning.experiments import budget_of_search, measure_allowed
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trial import Acceleration, Trial
 
 BEST = LoaderConfig(num_workers=4)
 
@@ -328,7 +332,7 @@ def test_an_even_loader_is_not_told_about_its_order():
 
 
 def test_growing_memory_is_named():
-    found = evidence(measured(memory=Memory(rss_bytes=1 << 30, pss_slope_bytes_per_s=float(20 << 20))))
+    found = evidence(measured(memory=MemoryUse(rss_bytes=1 << 30, pss_slope_bytes_per_s=float(20 << 20))))
     (advice,) = [advice for advice in advise(found, judge(found)) if "numpy" in advice.action]
     assert "20 MiB/s" in advice.reason
 

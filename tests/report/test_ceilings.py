@@ -4,12 +4,14 @@ import math
 
 import pytest
 
-from autotune_loader import ceilings
-from autotune_loader.ceilings import Limit
-from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Interval
+from autotune_loader.report.advice import limits as ceilings
+from autotune_loader.report.advice.limits import Limit
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace, BurstPlan, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 BATCH = 32
 RECOGNISED_WITHIN_S = 3.0

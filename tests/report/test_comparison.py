@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.report.comparison import render_machines
+from autotune_loader.report.machines import render_machines
 
 TUNED_ON = Fingerprint(
     usable_cores=8,

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from report.example import BEST, synthetic_result
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.report.frame import trials_frame
-from autotune_loader.result import TuningResult
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
 
 
 @pytest.fixture(scope="module")

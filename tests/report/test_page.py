@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 import pytest
 from report.example import synthetic_result
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.report.page import render_html
-from autotune_loader.result import TuningResult
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
 
 VOID = {"meta", "img", "link", "br"}
 

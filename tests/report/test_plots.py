@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 from report.example import BASELINE, BEST, synthetic_result
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import MissingExtraError, TunerError
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.failures import failures_info
@@ -22,9 +20,11 @@ from autotune_loader.report.plots.memory import labelled, memory_info
 from autotune_loader.report.plots.speedup import speedup_info
 from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
 from autotune_loader.report.plots.workers import workers_info
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
-from autotune_loader.trial import MAIN_PROCESS
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import MissingExtraError, TunerError
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import MAIN_PROCESS
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 PICTURES = [getattr(plots, name) for name in plots.__all__]

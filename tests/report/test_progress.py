@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from report.example import BASELINE, BEST, KILLED, synthetic_result
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.report.progress import LiveProgress, PlainProgress, Progress, make_progress
-from autotune_loader.stats import Interval
-from autotune_loader.trial import Measurement, Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
 
 
 class Terminal(io.StringIO):

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 from report.example import BASELINE, BEST, synthetic_result
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Finals
 from autotune_loader.report.standings import standings
 from autotune_loader.report.tables import render_report, render_trials
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
-from autotune_loader.trial import Failure, Measurement, Memory, Trial
+from autotune_loader.results.loader_file import Finals
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
 
 FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
 
@@ -28,7 +29,7 @@ def measurement(rate: float, half: float = 10.0) -> Measurement:
         service_cpu_s=0.07,
         receive_s=0.001,
         step_s=0.02,
-        memory=Memory(rss_bytes=900 << 20, pss_bytes=640 << 20),
+        memory=MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20),
     )
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from autotune_loader.report import units
-from autotune_loader.stats import Interval
+from autotune_loader.values.statistics import Interval
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from autotune_loader import cache, load_config
-from autotune_loader.cache import CACHE_VARIABLE, MOST_ENTRIES, Identity, cache_folder, find, keep
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import Measured
+from autotune_loader import load_config
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.result import TuningResult
-from autotune_loader.settings import Settings
-from autotune_loader.stats import Interval
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.results import cache
+from autotune_loader.results.cache import CACHE_VARIABLE, MOST_ENTRIES, Identity, cache_folder, find, keep
+from autotune_loader.results.loader_file import Measured
+from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
 
 HERE = Fingerprint(usable_cores=4, dataset="rows[64]", gpus=("A100",))
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4)
@@ -49,7 +50,7 @@ def identity(
 ) -> Identity:
     data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=collate_fn)
     workload = Workload(data=data, training=TrainingSide(model=model, loss_fn=loss_fn), own_config=own)
-    return Identity.of(workload, machine, Settings(**options), step=step, ranks=ranks)
+    return Identity.of(workload, machine, TuneOptions(**options).limits(), step=step, ranks=ranks)
 
 
 def a_result(**changes: Any) -> TuningResult:
@@ -67,7 +68,7 @@ def a_result(**changes: Any) -> TuningResult:
 def kept(folder: Path, who: Identity | None = None, result: TuningResult | None = None, **settings: Any) -> Path:
     """The file of an entry that was just kept."""
     who = who or identity()
-    keep(who, result or a_result(), Settings(**settings), folder, cut_short=False)
+    keep(who, result or a_result(), folder, **{"budget_s": 60.0, **settings})
     return folder / f"{who.key}.json"
 
 
@@ -278,7 +279,7 @@ def test_the_variable_moves_the_cache_which_is_the_users_own_otherwise(tmp_path:
 def test_a_search_that_was_cut_short_is_not_enough_for_a_caller_who_grants_more(
     cut_short: bool, had: dict[str, Any], wants: dict[str, Any], enough: bool, tmp_path: Path
 ) -> None:
-    keep(identity(), a_result(), Settings(**had), tmp_path, cut_short=cut_short)
+    keep(identity(), a_result(), tmp_path, cut_short=cut_short, **had)
     entry = find(identity(), tmp_path)
     assert entry is not None
-    assert entry.is_enough_for(Settings(**wants)) is enough
+    assert entry.is_enough_for(**wants) is enough

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import ConfigFileError
-from autotune_loader.fleet import add_to_fleet, entry_for, read_entries
-from autotune_loader.loading import load_config
 from autotune_loader.machine.facts import Machine, inspect_machine
-from autotune_loader.result import TuningResult
+from autotune_loader.results.fleet import add_to_fleet, entry_for, read_entries
+from autotune_loader.results.load import load_config
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError
 
 
 def a_machine(cores: int) -> Machine:

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotune_loader import LoaderConfig, TuningResult, cli, load_config
-from autotune_loader.errors import ConfigFileError
-from autotune_loader.loader_file import loader_schema
+from autotune_loader.results.loader_file import loader_schema
+from autotune_loader.values.errors import ConfigFileError
 
 SAVED = json.loads((Path(__file__).parent / "data" / "loader-1.0.json").read_text())
 quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import ConfigFileError
-from autotune_loader.loading import load_config
-from autotune_loader.lookup import find_loader_file, user_file
-from autotune_loader.result import TuningResult
+from autotune_loader.results.load import find_loader_file, load_config, user_file
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader import loading
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import ConfigFileError, MachineMismatchError
-from autotune_loader.loader_file import (
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.results import load as loading
+from autotune_loader.results.load import clamp, load_config
+from autotune_loader.results.loader_file import (
     MAX_FILE_BYTES,
     Advice,
     BatchSizeChoice,
@@ -33,13 +33,15 @@ from autotune_loader.loader_file import (
     Verdict,
     loader_schema,
 )
-from autotune_loader.loading import clamp, load_config
-from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.plain import to_plain
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
+from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.serialization import to_plain
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
 
 REPOSITORY = Path(__file__).parents[2]
 OLD_FILE = Path(__file__).parent / "data" / "loader-1.0.json"
@@ -489,7 +491,7 @@ def test_clamping_never_scales_up_and_always_stays_legal(workers, cores_then, co
 
 def test_the_schema_in_docs_is_the_one_of_the_code():
     assert json.loads(SCHEMA_FILE.read_text()) == json.loads(json.dumps(loader_schema())), (
-        "write it again with: python -c 'import json; from autotune_loader.loader_file import loader_schema; "
+        "write it again with: python -c 'import json; from autotune_loader.results.loader_file import loader_schema; "
         "print(json.dumps(loader_schema(), indent=2))' > docs/loader.schema.json"
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.stats import Round
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Round
 
 ROOT = Path(__file__).parents[2]
 FAST, NEAR, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 1))

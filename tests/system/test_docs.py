@@ -31,7 +31,7 @@ dist.init_process_group = lambda backend: join("gloo")  # no GPU is needed to re
 """,
         "dist.destroy_process_group()\ntune = lambda *a, storage, **o: autotune_loader.tune(*a, **o)  # no server here",
         """
-import autotune_loader.fleet as fleet
+import autotune_loader.results.fleet as fleet
 add, load = fleet.add_to_fleet, load_config
 fleet.add_to_fleet = lambda path, result: add(path.replace("/shared/", ""), result)
 load_config = lambda path: load(path.replace("/shared/", ""))
@@ -92,7 +92,7 @@ PRELUDE = """
 import functools
 import torch
 import autotune_loader
-import autotune_loader.tuner as _tuner
+import autotune_loader.tuning.tune as _tuner
 
 _tune = _tuner.tune
 

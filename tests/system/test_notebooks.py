@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = ("quickstart", "inspect_study")
 BRIEFLY = """
 import functools
-import autotune_loader, autotune_loader.tuner as tuner
+import autotune_loader, autotune_loader.tuning.tune as tuner
 whole = tuner.tune
 tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 8, "max_trials": 5}))
 """

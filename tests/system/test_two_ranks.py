@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_loader.config import LoaderConfig
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.values.config import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.

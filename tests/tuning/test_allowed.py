@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from autotune_loader.allowed import batch_sizes, consequences, drop_lasts, start_methods, unmet
-from autotune_loader.config import LoaderConfig
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import start_method
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.report.semantics import consequences, unmet
+from autotune_loader.tuning.search_space import batch_sizes, drop_lasts, start_methods
+from autotune_loader.values.config import LoaderConfig
 
 
 def rows(length: int) -> TensorDataset:
@@ -65,12 +67,12 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own(side: DataSide, size
     ids=["short last", "full last", "only one", "dropped already", "own batches", "a stream"],
 )
 def test_drop_last_is_searched_only_where_a_short_batch_costs_something(side: DataSide, why: str | None) -> None:
-    workload = Workload(data=side, training=TrainingSide())
+    space = Space(max_workers=1)
     assert drop_lasts(side, {"drop_last"}) == ((None, True) if why is None else (None,))
     assert drop_lasts(side, set()) == (None,)
-    said = unmet(workload, {"drop_last"})
+    said = unmet(side, {"drop_last"}, space)
     assert (said == []) if why is None else (why in said[0])
-    assert unmet(workload, set()) == []
+    assert unmet(side, set(), space) == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_drop_last_is_searched_only_where_a_short_batch_costs_something(side: Da
     ids=["own batches", "no batches", "one sample"],
 )
 def test_why_the_batch_size_cannot_be_tuned_is_said(side: DataSide, why: str) -> None:
-    (said,) = unmet(Workload(data=side, training=TrainingSide()), {"batch_size"})
+    (said,) = unmet(side, {"batch_size"}, Space(max_workers=1, batch_sizes=batch_sizes(side, {"batch_size"})))
     assert said.startswith("batch_size is not tuned: ")
     assert why in said
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import tune
-from autotune_loader.arguments import make_workload
-from autotune_loader.probe.workload import Workload
+from autotune_loader.pipeline.workload import Workload
+from autotune_loader.tuning.arguments import make_workload
 
 SAMPLES = TensorDataset(torch.zeros(10, 2))
 DEFAULTS: dict[str, Any] = {

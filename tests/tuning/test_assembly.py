@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from autotune_loader import assembly
-from autotune_loader.stats import Interval
+from autotune_loader.tuning import assemble as assembly
+from autotune_loader.values.statistics import Interval
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,15 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.distributed import (
-    is_distributed,
-    own_device,
-    slowest,
-    tuning_alone,
-    unwrapped,
-)
-from autotune_loader.lockstep import common_space, environment, within_cores
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.result import TuningResult
-from autotune_loader.space import Space
+from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.tuning.lockstep import common_space, environment, within_cores
+from autotune_loader.tuning.ranks import is_distributed, own_device, slowest, tuning_alone, unwrapped
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for torch's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
@@ -91,10 +86,10 @@ SIMULATED_JOB = """
     import json, os, signal, sys, time
     from dataclasses import replace
     import torch.distributed as dist
-    from autotune_loader.config import LoaderConfig
-    from autotune_loader.distributed import LockstepProbe, joined_ranks, serve
+    from autotune_loader.values.config import LoaderConfig
+    from autotune_loader.tuning.ranks import LockstepProbe, joined_ranks, serve
     from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-    from autotune_loader.trial import BurstPlan, Failure
+    from autotune_loader.values.trace import BurstPlan, Failure
 
     class Probe(SimulatedProbe):
         def burst(self, config, plan):

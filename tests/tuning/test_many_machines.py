@@ -22,12 +22,12 @@ from typing import Any
 import optuna
 import pytest
 
-from autotune_loader.config import LoaderConfig
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
-from autotune_loader.persistence import is_abandoned, is_connection_loss, open_database, owner, patiently
-from autotune_loader.space import Space
-from autotune_loader.study import Ledger
 from autotune_loader.testing import FakeClock
+from autotune_loader.tuning.study import OptunaStudy
+from autotune_loader.tuning.study_storage import is_abandoned, is_connection_loss, open_database, owner, patiently
+from autotune_loader.values.config import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,8 +114,10 @@ def test_a_process_that_was_given_the_id_of_a_dead_owner_is_not_that_owner() -> 
     assert is_abandoned(f"{host}:{os.getpid()}@0", datetime.now())
 
 
-def a_ledger(url: str) -> Ledger:
-    return Ledger(storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0, default_threads=4)
+def a_ledger(url: str) -> OptunaStudy:
+    return OptunaStudy(
+        storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0, default_threads=4
+    )
 
 
 def test_what_another_host_runs_is_neither_dropped_nor_taken(tmp_path: Path) -> None:
@@ -201,9 +203,9 @@ def _exists(name: str) -> bool:
 
 HOST = """
     import json, sys, time
-    from autotune_loader.search import SearchRun
-    from autotune_loader.settings import Settings
-    from autotune_loader.space import Space
+    from autotune_loader.tuning.session import SearchRun
+    from autotune_loader.tuning.options import Settings
+    from autotune_loader.decision.space import Space
     from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 
     class Probe(SimulatedProbe):

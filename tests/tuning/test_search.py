@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from autotune_loader import policy
-from autotune_loader.config import LoaderConfig
-from autotune_loader.findings import FAILURES_TO_STOP_GROWING
-from autotune_loader.pacing import deadline_s
-from autotune_loader.search import SearchRun
-from autotune_loader.settings import Settings
-from autotune_loader.space import Space, max_useful_workers
-from autotune_loader.stats import Interval
+from autotune_loader.decision.acquisition import initial_design
+from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Trial
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.schedule import deadline_s
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import FAILURES_TO_STOP_GROWING
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
 
 OWN = LoaderConfig(num_workers=2)
 
@@ -62,10 +65,10 @@ def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, l
     probe = probe or SimulatedProbe(machine, clock, seed=seed)
     simulated = getattr(probe, "probe", probe)
     simulated._clock = clock
-    run = SearchRun(
+    run = TuningSession(
         probe,
         space or space_of(machine),
-        Settings(budget_s=budget_s, seed=seed, **options),
+        TuneOptions(budget_s=budget_s, seed=seed, **options),
         own_config=own,
         usable_cores=machine.cores,
         default_threads=machine.cores,
@@ -185,10 +188,10 @@ def test_trials_are_numbered_from_zero():
 
 def test_without_a_step_there_is_no_ceiling():
     clock = FakeClock()
-    run = SearchRun(
+    run = TuningSession(
         SimulatedProbe(FAST_STEP, clock),
         space_of(FAST_STEP),
-        Settings(),
+        TuneOptions(),
         own_config=None,
         usable_cores=4,
         default_threads=4,
@@ -369,17 +372,17 @@ def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
     # GIVEN scouts, and bursts of 4 workers at half the rate that the scouts expect, each of too few batches to know its error
     probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
     space, few = space_of(probe.machine), LoaderConfig(num_workers=4, prefetch_factor=2)
-    scouts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
+    design = [(config, probe.burst(config, BurstPlan())) for config in initial_design(space, usable_cores=8)]
     usual = probe.burst(few, BurstPlan())
     rate = usual.samples_per_s.value / 2
     slow = replace(usual, samples_per_s=Interval(value=rate, low=rate / 1e5, high=rate * 1e5, count=5))
     trials = [
         Trial(number=number, config=config, role="search", measurement=burst)
-        for number, (config, burst) in enumerate([*scouts, *[(few, slow)] * 4])
+        for number, (config, burst) in enumerate([*design, *[(few, slow)] * 4])
     ]
     # WHEN it is learnt from them
-    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
-    known = policy.learn(space, trials, inputs)
+    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    known = learn(space, trials, inputs)
     # THEN they pull the belief most of the way to what they say
     believed = math.exp(known.mean[known.configs.index(few)])
     assert believed < 1.4 * rate
@@ -389,8 +392,8 @@ def test_bursts_beside_neighbours_say_less():
     # GIVEN scouts during which processes of others took a quarter of the cores, or none
     probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
     space = space_of(probe.machine)
-    bursts = [(config, probe.burst(config, BurstPlan())) for config in policy.scouts(space, usable_cores=8)]
-    inputs = policy.TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
+    bursts = [(config, probe.burst(config, BurstPlan())) for config in initial_design(space, usable_cores=8)]
+    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
     most = bursts[-1][0]
 
     def sd_beside(foreign):
@@ -398,7 +401,7 @@ def test_bursts_beside_neighbours_say_less():
         trials = [
             Trial(number=i, config=each, role="search", measurement=burst) for i, (each, burst) in enumerate(seen)
         ]
-        known = policy.learn(space, trials, inputs)
+        known = learn(space, trials, inputs)
         return known.sd()[known.configs.index(most)]
 
     # THEN with neighbours less is known of what was measured; where nobody counted them as much as if there were none

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.bench import Readiness
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.settings import Settings
-from autotune_loader.space import Space
-from autotune_loader.tuner import make_space
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.search_space import make_space
 
-READY = Readiness(
+READY = WarmupReport(
     step="nothing",
     samples=8,
     batch_bytes=2048,
@@ -45,7 +45,7 @@ class ToldItsEpoch(Rows):
 def space_of(dataset: Any, *allow: str) -> Space:
     data = DataSide.from_dataset(dataset, batch_size=8)
     workload = Workload(data=data, training=TrainingSide())
-    return make_space(workload, READY, inspect_machine(), Settings(allow=frozenset(allow)))
+    return make_space(workload, READY, inspect_machine(), TuneOptions(allow=frozenset(allow)))
 
 
 def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allowed() -> None:

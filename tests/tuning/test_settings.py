@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_loader.settings import ALLOWABLE, Settings, parse_bytes, parse_seconds, parse_settings
+from autotune_loader.tuning.options import ALLOWABLE, TuneOptions, parse_bytes, parse_options, parse_seconds
 
 OPTIONS = {
     "budget": "60s",
@@ -30,11 +30,11 @@ OPTIONS = {
 
 
 def parsed(**changes):
-    return parse_settings({**OPTIONS, **changes})
+    return parse_options({**OPTIONS, **changes})
 
 
 def test_the_defaults_of_tune_are_the_defaults_of_settings():
-    assert parsed() == Settings()
+    assert parsed() == TuneOptions()
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,27 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader import TuningResult, policy, tune
-from autotune_loader.config import LoaderConfig
-from autotune_loader.epochs import SHORT_EPOCH_S, are_short, kept_for_epochs_s, noise_of_epochs, with_fewer_rounds
-from autotune_loader.finals import TYPICAL_NOISE
-from autotune_loader.findings import OUT_OF_BUDGET, Found
+from autotune_loader import TuningResult, tune
+from autotune_loader.decision.acquisition import initial_design
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.search import SearchRun
-from autotune_loader.settings import Settings
-from autotune_loader.space import Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Measurement
+from autotune_loader.tuning.epochs import (
+    SHORT_EPOCH_S,
+    are_short,
+    kept_for_epochs_s,
+    noise_of_epochs,
+    with_fewer_rounds,
+)
+from autotune_loader.tuning.finals import TYPICAL_NOISE
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import OUT_OF_BUDGET, SearchState
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -123,14 +131,14 @@ MACHINE = SimulatedMachine(cpu_s=0.02, step_s=0.002, start_s=0.02, worker_start_
 
 
 def searched(
-    batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, settings: Settings | None = None
-) -> tuple[Found, ShortEpochs]:
+    batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, settings: TuneOptions | None = None
+) -> tuple[SearchState, ShortEpochs]:
     clock = FakeClock()
     probe = ShortEpochs(machine, batches, clock)
-    run = SearchRun(
+    run = TuningSession(
         probe,
         Space(max_workers=4, may_keep_workers=may_keep),
-        settings or Settings(),
+        settings or TuneOptions(),
         own_config=None,
         usable_cores=4,
         default_threads=4,
@@ -143,7 +151,7 @@ def searched(
     return run.run(), probe
 
 
-def winner(found: Found) -> LoaderConfig:
+def winner(found: SearchState) -> LoaderConfig:
     assert found.finals is not None
     return found.finals.winner
 
@@ -204,7 +212,7 @@ def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
 
 def test_a_search_leaves_time_for_whole_epochs() -> None:
     # GIVEN epochs of 1.6 s, of which six bursts of two take half of 40 s, and a search that would go on
-    slow, settings = replace(MACHINE, cpu_s=0.4), Settings(search="random", budget_s=40.0)
+    slow, settings = replace(MACHINE, cpu_s=0.4), TuneOptions(search="random", budget_s=40.0)
     found, probe = searched(16, may_keep=True, machine=slow, settings=settings)
     # THEN it ends for want of time, and epochs are run whole
     assert found.stopped_because == OUT_OF_BUDGET
@@ -213,12 +221,12 @@ def test_a_search_leaves_time_for_whole_epochs() -> None:
 
 def test_where_whole_epochs_take_most_of_the_budget_the_scouts_are_the_search() -> None:
     # GIVEN epochs of 1.6 s: three rounds of three bursts take 29 of 60 s
-    found, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=Settings(budget_s=60.0))
-    scouts = policy.scouts(Space(max_workers=4), usable_cores=4)
-    assert [trial.config.num_workers for trial in found.trials] == [scout.num_workers for scout in scouts]
+    found, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=60.0))
+    design = initial_design(Space(max_workers=4), usable_cores=4)
+    assert [trial.config.num_workers for trial in found.trials] == [scout.num_workers for scout in design]
     assert found.stopped_because == OUT_OF_BUDGET
     # BUT not where there is time for both
-    longer, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=Settings(budget_s=120.0))
+    longer, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=120.0))
     assert longer.stopped_because != OUT_OF_BUDGET
 
 

@@ -15,12 +15,14 @@ import warnings
 import optuna
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import BatchCost, Limits, Space
-from autotune_loader.stats import Interval
-from autotune_loader.study import Ledger, role_of
+from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, Trial
+from autotune_loader.tuning.study import OptunaStudy, role_of
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
 
 States = optuna.trial.TrialState
 SPACE = Space(
@@ -38,7 +40,7 @@ CRASH = Failure(kind="crashed", phase="batches", message="worker 1 died", traceb
 
 def ledger(storage=None, **changes):
     options = {"name": "test", "space": SPACE, "search": "tpe", "seed": 0, "default_threads": 4, **changes}
-    return Ledger(storage=None if storage is None else str(storage), **options)
+    return OptunaStudy(storage=None if storage is None else str(storage), **options)
 
 
 def workers(count, **options):
@@ -430,10 +432,10 @@ def test_nothing_is_printed_or_warned_about(tmp_path):
     # WHEN a program that turns every warning into an error uses a ledger with odd configurations
     code = f"""
 import warnings; warnings.simplefilter("error")
-from autotune_loader.config import LoaderConfig
-from autotune_loader.space import Space
-from autotune_loader.study import Ledger
-from autotune_loader.trial import Failure, Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.decision.space import Space
+from autotune_loader.tuning.study import Ledger
+from autotune_loader.values.trace import Failure, Trial
 book = Ledger(storage={str(tmp_path / "s.journal")!r}, name="n", space=Space(max_workers=4, pin_memory=(False, True)),
               search="tpe", seed=0, default_threads=4)
 failure = Failure(kind="crashed", phase="start", message="m")

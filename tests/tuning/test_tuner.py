@@ -13,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from autotune_loader import TuningResult, load_config, tune
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import WorkloadError
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.workload import DataSide, TrainingSide, Workload
-from autotune_loader.trial import BurstPlan, Measurement
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 

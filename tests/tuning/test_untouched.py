@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
-from autotune_loader.errors import WorkloadError
+from autotune_loader.values.errors import WorkloadError
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 

@@ -13,13 +13,14 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, load_config, tune
-from autotune_loader.config import LoaderConfig
-from autotune_loader.findings import Found
-from autotune_loader.search import SearchRun
-from autotune_loader.settings import Settings
-from autotune_loader.space import BatchCost, Limits, Space
+from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Failure, GpuUse, Measurement
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import SearchState
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, GpuUse, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -67,11 +68,11 @@ class Silent:
     def finals_round(self, *arguments: Any) -> None: ...
 
 
-def searched(probe: Batches, space: Space, **options: Any) -> Found:
-    run = SearchRun(
+def searched(probe: Batches, space: Space, **options: Any) -> SearchState:
+    run = TuningSession(
         probe,
         space,
-        Settings(**{"budget_s": 60.0, **options}),
+        TuneOptions(**{"budget_s": 60.0, **options}),
         own_config=None,
         usable_cores=4,
         default_threads=4,
@@ -87,7 +88,7 @@ def space(**changes: Any) -> Space:
     return Space(**{"max_workers": 4, "batch": BatchCost(bytes=1000, samples=OWN_SIZE), **changes})
 
 
-def winner(found: Found) -> LoaderConfig:
+def winner(found: SearchState) -> LoaderConfig:
     assert found.finals is not None
     return found.finals.winner
 

@@ -11,17 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.policy import TwinInputs, learn
-from autotune_loader.space import Space
-from autotune_loader.stats import Interval
+from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.posterior import consumer_bound, prior_covariance
+from autotune_loader.decision.space import Space
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BatchTrace, BurstPlan, Measurement, Trial
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
 from autotune_loader.twin.contention import fit_contention
-from autotune_loader.twin.levelling import level
-from autotune_loader.twin.residual import consumer_bound, prior_covariance
+from autotune_loader.twin.observation import level
 from autotune_loader.twin.smoothing import smooth, smooth_by_kind
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values.trial import Trial
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)

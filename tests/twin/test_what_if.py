@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.loader_file import TwinBasis
-from autotune_loader.result import TuningResult
+from autotune_loader.results.loader_file import TwinBasis
+from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.trial import BurstPlan, Measurement, Trial
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.06, step_s=0.005)
 TRIED = tuple(LoaderConfig(num_workers=count) for count in (0, 1, 2, 4))

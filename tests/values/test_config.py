@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.config import SHARING_STRATEGIES, START_METHODS, LoaderConfig
+from autotune_loader.values.config import SHARING_STRATEGIES, START_METHODS, LoaderConfig
 
 SAMPLES = TensorDataset(torch.arange(12).reshape(6, 2))
 

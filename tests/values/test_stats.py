@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune_loader.stats import (
+from autotune_loader.values.statistics import (
     LOOKS,
     MAX_ROUNDS,
     Interval,

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.errors import MissingExtraError
 from autotune_loader.report.units import is_telling, rate_text
-from autotune_loader.stats import Interval
+from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 DARK_GREY = "#555555"
-
 # A ceiling so many times as high would press everything else flat onto the axis.
 FAR_ABOVE = 1.6
-
 _STYLE = {
     "font.size": 10,
     "axes.spines.top": False,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from autotune_loader.report.plots.canvas import VERMILLION, canvas, say_nothing_to_show
 from autotune_loader.report.units import counted
-from autotune_loader.result import TuningResult
-from autotune_loader.trial import FailureKind
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.measurement import FailureKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

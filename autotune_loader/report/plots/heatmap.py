@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from autotune_loader.report.plots.canvas import DARK_GREY, GREY, VERMILLION, canvas, say_nothing_to_show
 from autotune_loader.report.standings import predicted_rates, with_workers
 from autotune_loader.report.units import number_text
-from autotune_loader.result import TuningResult
+from autotune_loader.results.result import TuningResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

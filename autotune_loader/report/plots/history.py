@@ -19,9 +19,9 @@ from autotune_loader.report.plots.canvas import (
     thousands,
     whole_numbers,
 )
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
-from autotune_loader.trial import TrialRole
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import TrialRole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,9 @@ from autotune_loader.report.plots.canvas import (
     say_nothing_to_show,
     thousands,
 )
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
-from autotune_loader.trial import Memory
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.measurement import MemoryUse
+from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def memory_info(result: TuningResult) -> MemoryInfo:
     return MemoryInfo(points=points, meter=meter, ceiling=result.ceiling)
 
 
-def _bytes(memory: Memory, meter: str) -> int:
+def _bytes(memory: MemoryUse, meter: str) -> int:
     return memory.pss_bytes if meter == "pss" and memory.pss_bytes is not None else memory.rss_bytes
 
 

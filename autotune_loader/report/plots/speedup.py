@@ -16,8 +16,8 @@ from autotune_loader.report.plots.canvas import (
 )
 from autotune_loader.report.standings import final_ratios
 from autotune_loader.report.units import ratio_text
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,24 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from autotune_loader.config import LoaderConfig
-from autotune_loader.errors import TunerError
 from autotune_loader.report.plots.canvas import BLUE, GREEN, SKY, VERMILLION, canvas, legend_below
 from autotune_loader.report.units import share_text
-from autotune_loader.result import TuningResult
-from autotune_loader.trial import MAIN_PROCESS, BatchTrace, Trial
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import TunerError
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Activity = Literal["fetch", "collate", "wait", "step"]
-
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
 SHORTEST_WAIT_SHARE = 0.002
 """Shorter waits than this share of the picture are hand-overs, not stalls, and would only be a hairline."""
-
 _COLOURS: dict[Activity, tuple[str, str]] = {
     "step": (BLUE, "training step"),
     "wait": (VERMILLION, "training loop waits"),

@@ -21,8 +21,8 @@ from autotune_loader.report.plots.canvas import (
     whole_numbers,
 )
 from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of, with_workers
-from autotune_loader.result import TuningResult
-from autotune_loader.stats import Interval
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

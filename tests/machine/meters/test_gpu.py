@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autotune_loader.machine.gpus import Gpus, GpuSample
-from autotune_loader.meters.gpu import gpu_use
+from autotune_loader.machine.meters.gpu import gpu_use
 from autotune_loader.testing import FakeClock, FakeGpu, FakeGpus
 
 

@@ -12,10 +12,9 @@ import pytest
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.machine.host import HostCpu
 from autotune_loader.machine.limits import SharedMemory
+from autotune_loader.machine.meters.cpu import cpu_shares
+from autotune_loader.machine.meters.process_tree import MemoryGuard, PssSample, TreeMeter, memory_of, pss_slope
 from autotune_loader.machine.processes import ProcessTree, TreeUse
-from autotune_loader.meters.cpu import cpu_shares
-from autotune_loader.meters.guard import MemoryGuard
-from autotune_loader.meters.memory import PssSample, TreeMeter, memory_of, pss_slope
 from autotune_loader.testing import FakeClock, FakeGpu, FakeGpus
 
 MIB = 2**20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_loader.meters.sampler import Sampler, time_weighted_mean
+from autotune_loader.machine.meters.sampler import Sampler, time_weighted_mean
 from autotune_loader.testing import FakeClock
 
 

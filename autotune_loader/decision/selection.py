@@ -1,0 +1,36 @@
+"""What a configuration costs, and which one to choose given what is believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.space import Space
+from autotune_loader.values.config import LoaderConfig
+
+# Share of the memory limit that makes one configuration dearer than another.
+MEMORY_STEP = 0.05
+
+
+def choose(known: Posterior, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:
+    """The cheapest configuration that is expected to lose hardly more than any must, and whether it is safe."""
+    index, safe = known.choice([cost(config, space) for config in known.configs], tolerance)
+    return known.configs[index], safe
+
+
+def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
+    """What a configuration costs, most important first: other batches to train on, workers, their memory, odd settings."""
+    other_batches = (config.batch_size is not None) + (config.drop_last is not None)
+    oddities = (config.consumer_threads is not None) + config.pin_memory + (not config.in_order)
+    oddities += (config.sharing_strategy is not None) + (not space.is_modelled(config))
+    memory = space.memory_need(config)
+    if space.limits.memory_bytes:
+        memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
+    # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has seen.
+    depth = -(config.prefetch_factor or 0)
+    return (other_batches, config.num_workers, memory, config.device_prefetch, oddities, depth)
+
+
+def modelled(config: LoaderConfig) -> LoaderConfig:
+    """The configuration without what no burst can see."""
+    return replace(config, persistent_workers=False)

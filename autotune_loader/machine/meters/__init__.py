@@ -1,0 +1,1 @@
+"""Meters: samples over time, and what they add up to."""

@@ -1,0 +1,44 @@
+"""What the accelerator did during a burst, from samples of NVML.
+
+Utilisation is the share of time in which any kernel ran, over NVML's own period of 1/6 to 1 s. It says neither how
+full the GPU was nor, over a short burst, much at all: it is reported beside the time spent waiting for data, never
+optimised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune_loader.machine.gpus import GpuSample
+from autotune_loader.machine.meters.sampler import time_weighted_mean
+from autotune_loader.values.measurement import GpuUse
+
+NVML_PERIOD_S = 1.0
+"""The longest period over which NVML averages utilisation: an earlier sample still tells of before the burst."""
+MIN_SAMPLES = 3
+"""Utilisation from fewer samples is chance."""
+NO_GPU = GpuUse(reason="the step does not run on an NVIDIA GPU")
+
+
+def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:
+    """Time-weighted utilisation and peak memory of one burst.
+
+    Args:
+        series: Times in seconds and samples.
+        start: When the burst began, in seconds.
+    """
+    memory = [sample.memory_bytes for _, sample in series if sample.memory_bytes is not None]
+    known = [(moment, sample.util) for moment, sample in series if sample.util is not None]
+    settled = [(moment, util) for moment, util in known if moment >= start + NVML_PERIOD_S]
+    util = time_weighted_mean(settled, start + NVML_PERIOD_S) if len(settled) >= MIN_SAMPLES else None
+    reasons = {name: why for _, sample in series for name, why in sample.reasons.items()}
+    missing = []
+    if util is None:
+        missing.append(reasons.get("util", "") if not known else "the burst is too short for NVML's utilisation")
+    if not memory:
+        missing.append(reasons.get("memory_bytes", ""))
+    return GpuUse(
+        util=util,
+        memory_bytes=max(memory, default=None),
+        reason="; ".join(dict.fromkeys(why or "NVML was not asked in time" for why in missing)) or None,
+    )

@@ -1,0 +1,128 @@
+"""The only place that builds a DataLoader: plain ones for training, rebuilt ones for frameworks, traced ones for the probe.
+
+A loader that somebody holds is never changed: `rebuild` makes another one like it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
+
+from autotune_loader.pipeline.tracing import (
+    EndlessBatches,
+    TracedCollate,
+    TracedDataset,
+    TracedIterable,
+    TracedWorkerInit,
+)
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.values.config import LoaderConfig
+
+
+def build_loader(
+    dataset: Any, config: LoaderConfig | None = None, *, loader_class: type[Any] = DataLoader, **arguments: Any
+) -> Any:
+    """A loader over `dataset` with a configuration; further arguments of the loader win over it.
+
+    Args:
+        dataset: any dataset that DataLoader takes.
+        config: as tuned; None for torch's defaults.
+        loader_class: `DataLoader`, or a class that takes the same arguments.
+        **arguments: of that class, such as `shuffle=True`.
+    """
+    tuned = config.to_kwargs() if config is not None else {}
+    if arguments.get("num_workers") == 0:
+        tuned = {name: value for name, value in tuned.items() if name in ("pin_memory", "drop_last")}
+    merged = {**tuned, **arguments}
+    if merged.get("batch_sampler") is not None or merged.get("batch_size", 1) is None:
+        merged.pop("drop_last", None)
+    return loader_class(dataset, **merged)
+
+
+def rebuild(loader: Any, config: LoaderConfig) -> Any:
+    """A loader like `loader`, over the same dataset and in the same order, with the tuned arguments.
+
+    Args:
+        loader: a `torch.utils.data.DataLoader`, or torchdata's `StatefulDataLoader`, which stays one.
+        config: as `tune()` chose it. A tuned batch size is used where the loader makes its own batches.
+
+    Raises:
+        ValueError: a batch size was tuned, but this loader has a sampler of batches, which decides it.
+    """
+    parts = {**_own_parts(loader), **_batching(loader, config)}
+    return build_loader(loader.dataset, config, loader_class=type(loader), **parts)
+
+
+def _own_parts(loader: Any) -> dict[str, Any]:
+    names = ["collate_fn", "worker_init_fn", "generator", "timeout"]
+    names += [name for name in ("snapshot_every_n_steps",) if hasattr(loader, name)]
+    return {name: getattr(loader, name) for name in names}
+
+
+def _batching(loader: Any, config: LoaderConfig) -> dict[str, Any]:
+    drop_last = loader.drop_last if config.drop_last is None else config.drop_last
+    if isinstance(loader.dataset, IterableDataset):
+        return {"batch_size": config.batch_size or loader.batch_size, "drop_last": drop_last}
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return {"batch_size": None, "sampler": loader.sampler}
+    if loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+        size = config.batch_size or loader.batch_size
+        return {"batch_size": size, "sampler": loader.sampler, "drop_last": drop_last}
+    if config.batch_size is not None:
+        raise ValueError(
+            f"batch_size={config.batch_size} was tuned, but a batch_sampler decides it; batch_size=None would work"
+        )
+    return {"batch_sampler": loader.batch_sampler}
+
+
+def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True) -> DataLoader[Any]:
+    """A DataLoader of the user's parts that never ends and whose batches carry their history.
+
+    Args:
+        data: the user's parts; they are used, not copied.
+        config: what to tune.
+        seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
+        endless: False lets a map-style dataset's epochs end as they do in training.
+    """
+    again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
+    _seed_everything(data, seed)
+    batched = data.batch_size is not None or data.batch_sampler is not None
+    default = default_collate if batched else default_convert
+    parts: dict[str, Any] = {
+        "collate_fn": TracedCollate(data.collate_fn or default, batched),
+        "worker_init_fn": TracedWorkerInit(data.worker_init_fn),
+        "generator": data.generator or torch.Generator().manual_seed(seed),
+    }
+    drop_last = data.drop_last if config.drop_last is None else config.drop_last
+    batch_size = config.batch_size or data.batch_size
+    if data.is_iterable:
+        dataset: Any = TracedIterable(data.dataset)
+        parts |= {"batch_size": batch_size, "drop_last": drop_last}
+    elif not batched:
+        dataset = TracedDataset(data.dataset)
+        parts |= {"sampler": again(data.sampler), "batch_size": None}
+    else:
+        batches = data.batch_sampler
+        if batches is None:
+            assert batch_size is not None
+            batches = BatchSampler(data.sampler, batch_size, drop_last)
+        dataset = TracedDataset(data.dataset)
+        parts |= {"batch_sampler": again(batches)}
+    loader: DataLoader[Any] = build_loader(dataset, config, **parts)
+    return loader
+
+
+def _seed_everything(data: DataSide, seed: int) -> None:
+    """Seed whatever a sampler may draw from: torch, Python, numpy, and the generators that the user's parts hold."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what samplers draw from is the global generator
+    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
+    for generator in (getattr(holder, "generator", None) for holder in holders):
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)

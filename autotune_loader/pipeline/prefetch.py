@@ -1,0 +1,240 @@
+"""Copy batches to the device ahead of the training loop, on a CUDA stream of their own.
+
+    loader stream       copy 1   copy 2   copy 3
+    training stream              step 1   step 2   step 3
+
+Torch is imported when a `DevicePrefetcher` is made, not before.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from autotune_loader.values.config import LoaderConfig
+
+_Loader = TypeVar("_Loader", bound=Iterable[Any])
+
+
+class DevicePrefetcher:
+    """Iterates a loader, with every batch on `device`; on CUDA, copied while the step before it runs.
+
+    Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method.
+    What is none of these passes through. Order and number of batches are the loader's own. An exception of the loader
+    is raised after the batches that it delivered before, as without prefetching. Copying overlaps only from pinned
+    memory.
+
+    Args:
+        loader: Any iterable of batches; `len()` works if it works on the loader.
+        device: Where batches go: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
+        depth: Batches that are ahead of the training loop; each takes its size in device memory. Without CUDA there are none.
+        non_blocking: As in `Tensor.to`.
+
+    Raises:
+        TypeError: `depth` is not an integer.
+        ValueError: `depth` is below 1.
+        RuntimeError: `device` is CUDA and there is none.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1, non_blocking: bool = True) -> None:
+        import torch
+
+        _check_depth(depth)
+        self.loader = loader
+        self.device = torch.device(device)
+        self.depth = depth
+        self.non_blocking = non_blocking
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
+        self._lane: Lane | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.device.type != "cuda":
+            return (move(batch, self.device, non_blocking=self.non_blocking) for batch in self.loader)
+        if self._lane is None:  # kept: each new stream would fill a memory pool of its own
+            self._lane = CudaLane(self.device, non_blocking=self.non_blocking)
+        return prefetched(self.loader, self._lane, self.depth)
+
+
+def prefetched_as_tuned(loader: _Loader, config: LoaderConfig, device: Any) -> _Loader | DevicePrefetcher:
+    """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
+    import torch
+
+    if not config.device_prefetch or torch.device(device).type != "cuda":
+        return loader
+    return DevicePrefetcher(loader, device, depth=config.device_prefetch)
+
+
+class Lane(Protocol):
+    """A way to the device on which copies are under way while the training loop does something else."""
+
+    def open(self) -> None:
+        """Called once before the first batch of an epoch."""
+
+    def send(self, batch: Any) -> Any:
+        """Begin to copy; the answer is to be given to `receive`."""
+
+    def receive(self, sent: Any) -> Any:
+        """The batch on the device, safe to use on the current stream."""
+
+
+def prefetched(loader: Iterable[Any], lane: Lane, depth: int) -> Iterator[Any]:
+    """The loader's batches through `lane`, `depth` of them ahead; its exception comes after what came before it."""
+    lane.open()
+    ahead: deque[Any] = deque()
+    batches: Iterator[Any] | None = iter(loader)
+    failure: Exception | None = None
+    try:
+        while batches is not None or ahead:
+            while batches is not None and len(ahead) <= depth:
+                try:
+                    ahead.append(lane.send(next(batches)))
+                except StopIteration:
+                    batches = None
+                except Exception as error:
+                    batches, failure = None, error
+            if ahead:
+                yield lane.receive(ahead.popleft())
+        if failure is not None:
+            raise failure
+    finally:
+        # An exception that someone keeps holds this frame: it must not hold the loader's workers or device memory.
+        batches = failure = None
+        ahead.clear()
+
+
+class CudaLane:
+    """Copies on a side stream of one device."""
+
+    def __init__(self, device: Any, *, non_blocking: bool) -> None:
+        import torch
+
+        self._device = device
+        self._non_blocking = non_blocking
+        self.stream = torch.cuda.Stream(device)
+        self._is_all_recorded = True
+
+    def open(self) -> None:
+        import torch
+
+        # Whatever already lies on the device was made on the current stream.
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def send(self, batch: Any) -> tuple[Any, Any]:
+        import torch
+
+        if not self._is_all_recorded:
+            # A batch that has been freed is out of use once the steps launched so far are done: copy after them.
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            moved = move(batch, self._device, non_blocking=self._non_blocking)
+            return moved, self.stream.record_event()
+
+    def receive(self, sent: tuple[Any, Any]) -> Any:
+        import torch
+
+        moved, copied = sent
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        # Without this the allocator would hand a freed batch's memory to the next copy while the step still reads it.
+        self._is_all_recorded &= _record_stream(moved, current)
+        return moved
+
+
+def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
+    """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+
+    def again(value: Any) -> Any:
+        return move(value, device, non_blocking=non_blocking)
+
+    if isinstance(batch, (str, bytes, type)):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device, non_blocking=non_blocking) if _takes_non_blocking(batch.to) else batch.to(device)
+    if dataclasses.is_dataclass(batch):
+        return _with_fields(batch, again)
+    if isinstance(batch, Mapping):
+        return _with_items(batch, {key: again(value) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(again, batch))
+    if isinstance(batch, (list, tuple)):
+        return _with_elements(batch, [again(value) for value in batch])
+    return batch
+
+
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(to).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _with_fields(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy, since the constructor may not take every field; written past `__setattr__`, since it may be frozen."""
+    changed = copy.copy(batch)
+    for field in dataclasses.fields(batch):
+        object.__setattr__(changed, field.name, change(getattr(batch, field.name)))
+    return changed
+
+
+def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return items
+    changed = copy.copy(batch)  # keeps a default_factory and the like
+    changed.update(items)
+    return changed
+
+
+def _with_elements(batch: Sequence[Any], elements: list[Any]) -> Any:
+    try:
+        return type(batch)(elements)  # type: ignore[call-arg]
+    except TypeError:  # a subclass with a constructor of its own
+        return tuple(elements) if isinstance(batch, tuple) else elements
+
+
+def _record_stream(value: Any, stream: Any) -> bool:
+    """Tell the allocator that `stream` uses every tensor in `value`; False where there may be tensors out of reach."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return False  # sparse tensors do not implement it
+    if callable(getattr(value, "record_stream", None)):
+        if getattr(value, "is_cuda", True):
+            value.record_stream(stream)
+        return True
+    inner = _inside(value)
+    if inner is None:
+        return not callable(getattr(value, "to", None))
+    recorded = [_record_stream(each, stream) for each in inner]  # every one, so no short cut
+    return all(recorded)
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """What a container holds; None if it is none."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def _check_depth(depth: object) -> None:
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise TypeError(f"depth={depth!r} is not an integer; depth=1 would work")
+    if depth < 1:
+        raise ValueError(f"depth={depth} is below 1; depth=1 would work, or use the loader itself for no prefetching")

@@ -1,0 +1,68 @@
+"""The batches of a running burst: noted in a fraction of a microsecond, and made into traces only when looked at.
+
+Making a `BatchTrace` takes about 1 us, as much as all the rest of tracing; a running burst looks at few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from autotune_loader.values.trace import BatchTrace
+
+Fetch = tuple[int, float, float, float, float, int]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples"""
+
+
+class History(Sequence[BatchTrace]):
+    """A burst's traces in the order of delivery, as far as it has come.
+
+    Attributes:
+        note: adds a batch, given as (fetch, requested, received, step_end). It is the list's own `append`; the garbage
+            collector soon forgets tuples of numbers, so a long record does not slow the loop down either.
+    """
+
+    __slots__ = ("_rows", "note")
+
+    def __init__(self) -> None:
+        self._rows: list[BatchTrace | tuple[Fetch, float, float, float]] = []
+        self.note = self._rows.append
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> BatchTrace: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BatchTrace]: ...
+    def __getitem__(self, index: int | slice) -> BatchTrace | list[BatchTrace]:
+        if isinstance(index, slice):
+            return [self._trace(i) for i in range(*index.indices(len(self._rows)))]
+        return self._trace(index)
+
+    def step_ends(self, start: int, stride: int) -> list[float]:
+        """`step_end` of every `stride`-th batch from `start` on, without making their traces."""
+        return [row.step_end if isinstance(row, BatchTrace) else row[3] for row in self._rows[start::stride]]
+
+    def samples(self, start: int, stride: int) -> list[int]:
+        """`samples` of every `stride`-th batch from `start` on, without making their traces."""
+        return [row.samples if isinstance(row, BatchTrace) else row[0][5] for row in self._rows[start::stride]]
+
+    def _trace(self, index: int) -> BatchTrace:
+        row = self._rows[index]
+        if isinstance(row, BatchTrace):
+            return row
+        (worker, fetch_start, fetch_end, collate_end, cpu_s, samples), requested, received, step_end = row
+        trace = BatchTrace(
+            worker=worker,
+            fetch_start=fetch_start,
+            fetch_end=fetch_end,
+            collate_end=collate_end,
+            cpu_s=cpu_s,
+            requested=requested,
+            received=received,
+            step_end=step_end,
+            samples=samples,
+        )
+        self._rows[index] = trace
+        return trace

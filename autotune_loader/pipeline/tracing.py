@@ -1,0 +1,220 @@
+"""A dataset and a collate function that note when they ran, so that every batch carries its own history.
+
+A batch leaves the worker as `(batch, fetch)`, where `fetch` is a plain tuple of numbers: it takes the same road as the
+batch itself (queue, pinning thread), needs no shared memory and no private torch API. Without workers the same pair comes
+straight from the main process.
+
+    fetch_start  first sample asked for          fetch_end  last sample there          collate_end  batch whole
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.values.trace import MAIN_PROCESS
+
+SHORT_S = 0.0005
+"""Of batches shorter than this, CPU seconds are read for every `CPU_EVERY`-th only: the two readings take 0.3 us."""
+CPU_EVERY = 8
+
+
+class _Process:
+    """What one process knows of the batch that it is making; one is made at a time, so one slot is enough.
+
+    Kept in one place and looked up once per batch: with the records as plain tuples, tracing stays near a microsecond,
+    which is what 1 % of a batch from memory leaves.
+    """
+
+    __slots__ = ("begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "worker")
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        """Wall seconds at the begin."""
+        self.cpu_begun = 0.0
+        """CPU seconds at the begin, where they are read for this batch."""
+        self.skip = 0
+        """Short batches to come for which they are not: they take `cpu_share` of their wall seconds."""
+        self.cpu_share = 1.0
+        self.worker = MAIN_PROCESS
+        # In the main process the training step's threads must not count; in a worker every thread works for the batch.
+        self.cpu_clock: Callable[[], float] = time.thread_time
+
+    def becomes(self, worker: int) -> None:
+        """A new worker, which must not inherit what a fork copied."""
+        self.begun, self.skip, self.worker, self.cpu_clock = None, 0, worker, time.process_time
+
+    def cpu_s(self, wall_s: float) -> float:
+        """CPU seconds of the batch that ends now."""
+        if self.skip:
+            self.skip -= 1
+            return self.cpu_share * wall_s
+        cpu_s = self.cpu_clock() - self.cpu_begun
+        if wall_s < SHORT_S:
+            self.skip, self.cpu_share = CPU_EVERY - 1, cpu_s / wall_s if wall_s > 0 else 1.0
+        return cpu_s
+
+
+_here = _Process()
+
+
+def _begin() -> None:
+    here = _here
+    if not here.skip:
+        here.cpu_begun = here.cpu_clock()
+    here.begun = time.monotonic()
+
+
+class TracedCollate:
+    """The user's collate function, which also closes the batch's record."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool) -> None:
+        self._collate_fn = collate_fn
+        self._batched = batched
+
+    def __call__(self, samples: Any) -> tuple[Any, Fetch]:
+        fetch_end = time.monotonic()
+        here = _here
+        if here.begun is None:
+            _begin()
+        start, here.begun = here.begun or fetch_end, None
+        count = len(samples) if self._batched else 1
+        batch = self._collate_fn(samples)
+        end = time.monotonic()
+        return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loads, (_dumps((type(self), self._collate_fn, self._batched)),)
+
+
+class _Traced:
+    """What both kinds of traced dataset share: to everything but the fetch they are the user's own dataset.
+
+    `worker_init_fn` reaches the dataset through `get_worker_info().dataset` and may read and set its attributes or check
+    its class; all of that goes through to the user's object.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        object.__setattr__(self, "_inner", dataset)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(object.__getattribute__(self, "_inner"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_inner"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_inner"), name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loads, (_dumps((type(self), object.__getattribute__(self, "_inner"))),)
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+
+class TracedDataset(_Traced):
+    """A map-style dataset that notes when a batch was begun.
+
+    `__getitems__` is always there: torch then fetches a whole batch in one call, and the loop below is the one that torch
+    would have run itself, so the cost of tracing is two clock readings per batch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        # A failing look-up costs more than a clock reading, so it is not repeated for every batch.
+        object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
+
+    def __getitem__(self, index: Any) -> Any:
+        _begin()
+        return object.__getattribute__(self, "_inner")[index]
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        here = _here
+        if not here.skip:
+            here.cpu_begun = here.cpu_clock()
+        here.begun = time.monotonic()
+        if self._fetch_many:
+            samples: list[Any] = self._fetch_many(indices)
+            return samples
+        inner = self._inner
+        return [inner[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(object.__getattribute__(self, "_inner"))
+
+
+class TracedIterable(_Traced, IterableDataset[Any]):
+    """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
+
+    def __iter__(self) -> Iterator[Any]:
+        inner, here = object.__getattribute__(self, "_inner"), _here
+        delivered = True
+        while delivered:
+            delivered = False
+            samples = iter(inner)
+            while True:
+                if here.begun is None:
+                    _begin()
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    break
+                delivered = True
+                yield sample
+        here.begun = None
+
+
+class EndlessBatches:
+    """A sampler, or batch sampler, that goes round again when its epoch ends: bursts measure the middle of training."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        delivered = True
+        while delivered:
+            delivered = False
+            for item in self._inner:
+                delivered = True
+                yield item
+
+
+def forget_open_batch() -> None:
+    """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
+    _here.begun, _here.skip = None, 0
+
+
+class TracedWorkerInit:
+    """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record."""
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        _here.becomes(worker)
+        if self._inner is not None:
+            self._inner(worker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loads, (_dumps((type(self), self._inner)),)
+
+
+def _dumps(parts: tuple[Any, ...]) -> bytes:
+    # A spawned worker unpickles with plain pickle and has another __main__; cloudpickle carries such classes by value.
+    import cloudpickle
+
+    data: bytes = cloudpickle.dumps(parts)
+    return data
+
+
+def _loads(data: bytes) -> Any:
+    import pickle
+
+    made_by, *arguments = pickle.loads(data)
+    return made_by(*arguments)

@@ -1,0 +1,140 @@
+"""What is to be tuned: the user's parts of a DataLoader (`DataSide`) and what the training step needs (`TrainingSide`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.values.config import LoaderConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSide:
+    """The parts of a DataLoader that are the user's and are never tuned."""
+
+    dataset: Any
+    batch_size: int | None
+    """Samples per batch; None where the dataset or a batch_sampler makes the batches."""
+    sampler: Any = None
+    """Sampler of indices; None for an IterableDataset or where `batch_sampler` is given."""
+    batch_sampler: Any = None
+    drop_last: bool = False
+    collate_fn: Callable[[Any], Any] | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+    generator: torch.Generator | None = None
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DataSide:
+        """The data side of a bare dataset: shuffled, as training is, unless a sampler says otherwise."""
+        if sampler is None and batch_sampler is None and not is_iterable_dataset(dataset):
+            from torch.utils.data import RandomSampler
+
+            sampler = RandomSampler(dataset, generator=generator)
+        return cls(
+            dataset=dataset,
+            batch_size=None if batch_sampler is not None else batch_size,
+            sampler=None if batch_sampler is not None else sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+        )
+
+    @classmethod
+    def from_loader(cls, loader: DataLoader[Any]) -> DataSide:
+        """The data side of an existing loader, which is only read, never iterated."""
+        iterable = is_iterable_dataset(loader.dataset)
+        own_batches = not iterable and loader.batch_size is None and loader.batch_sampler is not None
+        return cls(
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=None if iterable or own_batches else loader.sampler,
+            batch_sampler=loader.batch_sampler if own_batches else None,
+            drop_last=bool(loader.drop_last),
+            collate_fn=loader.collate_fn,
+            worker_init_fn=loader.worker_init_fn,
+            generator=loader.generator,
+        )
+
+    @property
+    def is_iterable(self) -> bool:
+        return is_iterable_dataset(self.dataset)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether the dataset is told the epoch; persistent workers would keep their copy of the first one."""
+        return hasattr(self.dataset, "set_epoch") or hasattr(self.dataset, "epoch")
+
+    @property
+    def shards(self) -> int | None:
+        """How many workers an IterableDataset can feed, where it says so (Hugging Face datasets do)."""
+        for name in ("num_shards", "n_shards"):
+            value = getattr(self.dataset, name, None)
+            if isinstance(value, int):
+                return value
+        return None
+
+    def samples_per_epoch(self) -> int | None:
+        """Samples that one epoch delivers; None where the dataset or sampler does not tell."""
+        source = self.sampler if self.sampler is not None else self.dataset
+        try:
+            return len(source)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def batches_per_epoch(self, batch_size: int | None = None) -> int | None:
+        """Batches of one epoch for this or another batch size; None where that cannot be known without iterating."""
+        if self.batch_sampler is not None:
+            try:
+                return len(self.batch_sampler)
+            except (TypeError, NotImplementedError):
+                return None
+        samples, size = self.samples_per_epoch(), batch_size or self.batch_size
+        if samples is None or size is None:
+            return samples
+        return samples // size if self.drop_last else -(-samples // size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSide:
+    """The training step and what it needs; pickled as one, so that an optimizer keeps pointing at the model's parameters."""
+
+    model: Any = None
+    train_step: Callable[[Any, Any], Any] | None = None
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Any = None
+    """A `torch.optim.Optimizer` over the model's parameters, a callable that makes one of them, or None."""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A dataset and a training step: what `tune()` was called with, in one value."""
+
+    data: DataSide
+    training: TrainingSide
+    own_config: LoaderConfig | None = None
+    """The configuration of the user's own loader, where one was given."""
+
+
+def is_iterable_dataset(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset)

@@ -1,0 +1,201 @@
+"""A running burst: it takes batches, trains on them, notes when, and knows when to stop.
+
+A step on the CPU is timed by the host's clock. A step on a device that works behind the host is timed by that device's own
+(see `probe.device`), which is read when it has come so far, never waited for before the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.pipeline.trace_log import History
+from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
+from autotune_loader.probe.step import TrainingStep, tensors_in
+from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trace import BatchTrace
+
+# How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
+STOP_CHECK_S = 0.05
+# After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent.
+STOP_CHECK_COST = 400.0
+# One batch to open the window and one inside it.
+FEWEST_BATCHES = 2
+# A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
+KEPT_TRACES = 2048
+Announce = Callable[[FailurePhase], None]
+"""Told which phase begins, so that a parent can name it when the process hangs or dies."""
+
+
+class Run:
+    """The state of one running burst: the batches so far and when to stop."""
+
+    def __init__(
+        self,
+        plan: BurstPlan,
+        workers: int,
+        started: float,
+        enter: Announce = lambda phase: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._workers = workers
+        self._started = started
+        self._history = History()
+        self._shape: BatchShape | None = None
+        self._batch: Any = None
+        """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
+        memory back, and the next fetch in this process has to write to fresh pages."""
+        self._next_check = 0.0
+        self._enter = enter
+        self._clock = clock
+
+    def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
+        """Take one batch and train on it; False when the loader has ended."""
+        requested = time.monotonic()
+        try:
+            self._batch, fetch = next(iterator)
+        except StopIteration:
+            return False
+        received = time.monotonic()
+        if self._shape is None:
+            self._shape = BatchShape.of(self._batch)
+        try:
+            step.run(self._batch)
+        except Exception:
+            self._enter("step")
+            raise
+        self._history.note((fetch, requested, received, time.monotonic()))
+        return True
+
+    def samples(self, first: int, end: int) -> int:
+        """Samples of the batches from `first` up to `end`, once `measurement()` has been taken."""
+        return sum(trace.samples for trace in self._history[first:end])
+
+    def knows_enough(self) -> bool:
+        now = self._clock()
+        if now < self._next_check or not self._settled():
+            return False
+        enough = is_enough(self._history, self._plan, workers=self._workers, started=self._started, now=now)
+        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
+        return enough
+
+    def _settled(self) -> bool:
+        """Whether there is a window to judge by, be its steps as long as they may."""
+        return len(self._history) >= FEWEST_BATCHES
+
+    def _gpu(self) -> GpuUse:
+        return GpuUse(reason="not measured")
+
+    def measurement(self) -> Measurement:
+        """What the run amounts to."""
+        traces, shape = self._history[:], self._shape or BatchShape()
+        summary = summarise(traces, workers=self._workers, started=self._started)
+        return Measurement(
+            samples_per_s=summary.samples_per_s,
+            samples=summary.samples,
+            window_s=summary.window_s,
+            batch_size=summary.batch_size,
+            first_batch_s=summary.first_batch_s,
+            wait_share=summary.wait_share,
+            service_s=summary.service_s,
+            service_cpu_s=summary.service_cpu_s,
+            receive_s=summary.receive_s,
+            step_s=summary.step_s,
+            batch_bytes=shape.bytes,
+            batch_tensors=shape.tensors,
+            gpu=self._gpu(),
+            traces=tuple(_worth_keeping(traces)),
+        )
+
+
+class DeviceRun(Run):
+    """A run whose step is done by a device that works behind the host."""
+
+    def __init__(
+        self,
+        plan: BurstPlan,
+        workers: int,
+        started: float,
+        timeline: Timeline,
+        lane: CopyLane | None = None,
+        enter: Announce = lambda phase: None,
+    ) -> None:
+        super().__init__(plan, workers, started, enter, timeline.now)
+        self._timeline = timeline
+        self._times = DeviceTimes(timeline)
+        self._lane = lane
+
+    def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
+        """Take one batch and hand it to the device; False when the loader has ended."""
+        timeline = self._timeline
+        requested = timeline.now()
+        try:
+            self._batch, fetch = next(iterator)
+        except StopIteration:
+            return False
+        received, before = timeline.now(), timeline.mark()
+        if self._shape is None:
+            self._shape = BatchShape.of(self._batch)
+        try:
+            on_device = step.move(self._batch)
+            copied = timeline.mark()
+            step.train(on_device)
+        except Exception:
+            self._enter("step")
+            raise
+        self._times.note(
+            Passage(
+                fetch=fetch,
+                requested=requested,
+                received=received,
+                before=before,
+                copied=copied,
+                done=timeline.mark(),
+                step_end=timeline.now(),
+            )
+        )
+        return True
+
+    def _settled(self) -> bool:
+        for trace in self._times.settled():
+            self._history.note(trace)
+        return super()._settled()
+
+    def _gpu(self) -> GpuUse:
+        return replace(
+            super()._gpu(), allocated_bytes=self._timeline.peak_bytes(), copy_s=self._times.copy_s(self._lane)
+        )
+
+    def measurement(self) -> Measurement:
+        """What the run amounts to, once the device has finished what it was given."""
+        self._timeline.synchronize()
+        self._settled()
+        return super().measurement()
+
+
+def _worth_keeping(traces: list[BatchTrace]) -> list[BatchTrace]:
+    """The start and the end of a long burst: enough to draw and to model, bounded for the pipe."""
+    return traces if len(traces) <= KEPT_TRACES else traces[: KEPT_TRACES // 8] + traces[-(KEPT_TRACES * 7 // 8) :]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How much one batch carries between processes."""
+
+    bytes: int = 0
+    tensors: int = 0
+    on_accelerator: bool = False
+
+    @classmethod
+    def of(cls, batch: Any) -> BatchShape:
+        tensors = list(tensors_in(batch))
+        return cls(
+            bytes=sum(tensor.nbytes for tensor in tensors),
+            tensors=len(tensors),
+            on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
+        )

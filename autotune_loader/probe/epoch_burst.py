@@ -1,0 +1,64 @@
+"""A burst of whole epochs, for epochs so short that their beginnings and ends are much of them.
+
+    start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
+             not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
+
+How many epochs are enough, and what their ends tell: `meters.epochs`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, epochs_rate
+from autotune_loader.probe.burst_loop import Announce, Run
+from autotune_loader.probe.step import TrainingStep
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+
+
+class Holder(Protocol):
+    """The owner of the running iterator."""
+
+    iterator: Any
+
+
+def measure_epochs(
+    holder: Holder,
+    loader: Any,
+    run: Run,
+    step: TrainingStep,
+    plan: BurstPlan,
+    enter: Announce,
+    ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
+) -> Measurement | Failure:
+    """Train for some epochs and measure what an epoch takes, from the end of one to the end of the next.
+
+    Args:
+        holder: holds the first epoch's iterator, and then the others.
+        loader: whose epochs end.
+        run: takes the batches.
+        step: what is done with them.
+        plan: how long.
+        enter: told when the first batch is there.
+        ahead: copies the batches of an iterator ahead of the step.
+    """
+    begun, ends, batches, count = time.monotonic(), list[float](), list[int](), 0
+    while not are_enough_epochs(ends, plan, begun):
+        if ends:
+            holder.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
+            holder.iterator = iter(loader) if ahead is None else ahead(iter(loader))
+        while run.deliver(holder.iterator, step):
+            count += 1
+            if count == 1:
+                enter("batches")
+        if count == (batches[-1] if batches else 0):
+            return Failure(kind="no_data", phase="first_batch", message="an epoch ended before it delivered a batch")
+        ends.append(time.monotonic())
+        batches.append(count)
+    measured = run.measurement()
+    samples = run.samples(batches[0], batches[-1])
+    return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])

@@ -1,0 +1,136 @@
+"""The workload on its way to the probe process: pickled in two halves, and the part at fault named where that fails.
+
+The data side is unpickled afresh for every burst that fetches in the main process: a dataset that caches, or that opens a
+file on first use, must not hand its filled cache or its open handle to the workers of the next burst. An optimizer travels
+with the model whose parameters it points at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+
+
+class UnpicklableError(Exception):
+    """A part of the workload cannot travel to the probe process; `part` names it."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"{part} cannot be pickled: {reason}")
+        self.part = part
+
+
+class PayloadTooLargeError(Exception):
+    """The workload is larger than it is sensible to copy to the probe process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """A workload as bytes: cloudpickle, so that classes of a notebook cell or an unguarded script travel too."""
+
+    data: bytes
+    training: bytes
+
+    @classmethod
+    def of(cls, workload: Workload, max_bytes: int) -> Payload:
+        """Pickle both halves.
+
+        Raises:
+            UnpicklableError: naming the attribute at fault, such as `dataset.lock`.
+            PayloadTooLargeError: the pickle passed `max_bytes`; it was given up there.
+        """
+        return cls(
+            data=_pickled(workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes),
+            training=_pickled(workload.training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes),
+        )
+
+
+class _BoundedBuffer(io.BytesIO):
+    """A buffer that refuses to grow past a limit, so that a 100 GB dataset is not pickled only to be thrown away."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            raise PayloadTooLargeError(f"larger than {self._max_bytes} bytes")
+        return super().write(data)
+
+
+def _pickled(side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> bytes:
+    import cloudpickle
+
+    buffer = _BoundedBuffer(max_bytes)
+    with _unimportable_modules_by_value(getattr(side, part) for part in parts):
+        try:
+            cloudpickle.dump(side, buffer)
+        except PayloadTooLargeError:
+            raise
+        except Exception as error:
+            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from error
+    return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _unimportable_modules_by_value(parts: Iterable[Any]) -> Iterator[None]:
+    """Let cloudpickle send classes by value whose module another process could not import (a plugin, a test file)."""
+    import cloudpickle
+
+    names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
+    modules = [sys.modules[name] for name in names if name in sys.modules and not _is_importable(name)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(name: str) -> bool:
+    module: ModuleType | None = sys.modules.get(name)
+    if name == "__main__" or module is None:
+        return True  # cloudpickle sends __main__ by value on its own
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _part_at_fault(side: object, parts: tuple[str, ...]) -> str:
+    """The dotted path of the deepest attribute that does not pickle by itself, such as `dataset.reader.lock`."""
+    for part in parts:
+        value = getattr(side, part)
+        if value is not None and not _pickles(value):
+            return _deepest_fault(part, value, depth=4)
+    return type(side).__name__
+
+
+def _deepest_fault(path: str, value: Any, depth: int) -> str:
+    if depth == 0:
+        return path
+    attributes = getattr(value, "__dict__", None)
+    for name, attribute in (attributes or {}).items():
+        if not _pickles(attribute):
+            return _deepest_fault(f"{path}.{name}", attribute, depth - 1)
+    return path
+
+
+def _pickles(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dump(value, _BoundedBuffer(max_bytes=1 << 26))
+    except PayloadTooLargeError:
+        return True  # large is not at fault
+    except Exception:
+        return False
+    return True

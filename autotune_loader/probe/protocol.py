@@ -1,0 +1,37 @@
+"""What the tuner asks of a probe: real ones, simulated ones and records answer alike."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+
+
+class Probe(Protocol):
+    """Runs one configuration for real (or pretends to, in tests). A failing configuration is an answer, not an exception."""
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config` and tell what was measured."""
+        ...
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        """Step on one cached batch again and again: the rate that no loader can exceed with these intra-op threads."""
+        ...
+
+
+class CountedProbe:
+    """A probe that counts the bursts it is asked for, come what may of them."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self.count = 0
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        self.count += 1
+        return self._probe.burst(config, plan)
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        self.count += 1
+        return self._probe.step_ceiling(consumer_threads, plan)

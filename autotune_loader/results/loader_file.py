@@ -1,0 +1,270 @@
+"""`loader.json`, the file that a result is kept in, field by field.
+
+`LoaderFile` and the dataclasses above it are the only definition of the file: it is written, validated and described (JSON
+Schema) from them. The file is data only: nothing in it is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError
+from autotune_loader.values.serialization import from_plain
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Acceleration, Trial
+from autotune_loader.version import __version__
+
+# 1.0  first release
+SCHEMA_VERSION = "1.0"
+# No honest loader.json comes near this; a file that does is refused before it is parsed.
+MAX_FILE_BYTES = 32 << 20
+_Kind = TypeVar("_Kind")
+Status = Literal["complete", "partial", "fallback"]
+Binding = Literal["step", "cpu", "wait", "transport", "pinning", "memory", "startup", "in_memory", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeChoice:
+    """Samples per batch, and whether the tuner chose them."""
+
+    value: int | None
+    tuned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of the best configuration; null means not measured."""
+
+    samples_per_s: Interval | None = None
+    """Rate of the best configuration, from the finals where they were run."""
+    baseline_samples_per_s: Interval | None = None
+    speedup: Interval | None = None
+    """Best over baseline, from paired rounds."""
+    ceiling_samples_per_s: Interval | None = None
+    """Rate of the training step on a cached batch: no loader can exceed it."""
+    wait_share: float | None = None
+    """Share of the time in which the training loop waited for data."""
+    first_batch_s: float | None = None
+    cpu_share: float | None = None
+    gpu_util: float | None = None
+    gpu_util_reason: str | None = None
+    """Why GPU utilisation is null."""
+    gpu_memory_bytes: int | None = None
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    pss_slope_bytes_per_s: float | None = None
+    shm_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the twin says of the best configuration; null where it could not say."""
+
+    samples_per_s: Interval | None = None
+    epoch_s: float | None = None
+    """Seconds of one epoch, worker start-up included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What finding it cost."""
+
+    seconds: float
+    """Wall seconds from call to result."""
+    bursts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Which resource binds the best configuration, and how far its ceiling is."""
+
+    binding: Binding
+    sentence: str
+    """The verdict for a person, with the evidence in numbers."""
+    headroom: float | None = None
+    """Ceiling over rate, minus one: what a loader that took neither time nor cores would still gain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One concrete next step."""
+
+    action: str
+    """What to do, as a sentence."""
+    reason: str
+    """The measured evidence for it."""
+    expected_gain: float | None = None
+    """Estimated relative gain in samples/s; None where there is no estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finals:
+    """The interleaved paired rounds between the last candidates: fresh bursts that took no part in the search."""
+
+    configs: tuple[LoaderConfig, ...] = ()
+    rounds: tuple[tuple[float | None, ...], ...] = ()
+    """Samples/s of each configuration in each round; null where its burst failed."""
+    whole_epochs: bool = False
+    """Whether whole epochs were run, as these are short: the rates include start-up and the gaps between epochs."""
+
+    def __post_init__(self) -> None:
+        if any(len(rates) != len(self.configs) for rates in self.rounds):
+            raise ValueError(f"every round of the finals needs {len(self.configs)} rates, one for each configuration")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinBasis:
+    """What the twin needs besides the trials, so that `predict()` answers also after `load()`."""
+
+    usable_cores: int
+    consumer_cores: float
+    """Cores that the step keeps busy."""
+    step_s: tuple[tuple[int | None, float], ...] = ()
+    """Seconds of the step on a cached batch, by consumer_threads."""
+    epoch_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """An earlier result that was checked and used instead of a new search."""
+
+    tuned_at: str
+    """When it was found: ISO 8601, UTC."""
+    samples_per_s: float
+    """Rate of the best configuration in the check."""
+    speedup: float | None
+    """Best over the configuration it was paired with; null where it is that configuration itself."""
+    rounds: int
+    """Paired rounds of the check."""
+    seconds: float
+    """Wall seconds that the search took then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFile:
+    """`loader.json`, field by field."""
+
+    schema_version: str
+    status: Status
+    """`complete`; `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
+    dataloader_kwargs: dict[str, Any]
+    """Arguments for `torch.utils.data.DataLoader`, splat-able as they stand."""
+    scope: Literal["per_process"] = "per_process"
+    """`num_workers` is for each training process (rank)."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
+    summary: tuple[str, ...] = ()
+    """Sentences a person reads."""
+    warnings: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    advice: tuple[Advice, ...] = ()
+    accelerations: tuple[Acceleration, ...] = ()
+    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
+    measured: Measured = field(default_factory=Measured)
+    predicted: Predicted = field(default_factory=Predicted)
+    budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
+    space_hash: str | None = None
+    fingerprint: Fingerprint | None = None
+    baseline: LoaderConfig | None = None
+    trials: tuple[Trial, ...] = ()
+    finals: Finals = field(default_factory=Finals)
+    twin: TwinBasis | None = None
+    tolerance: float | None = None
+    """Rates this close counted as equally fast; null in files of before it was kept."""
+    reused: Reused | None = None
+    """Set where the result is an earlier one that was found to hold still."""
+    created_by: str = f"autotune_loader {__version__}"
+
+
+def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
+    """Read and validate `loader.json`; unknown keys are ignored.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
+    """
+
+    def parse(raw: Any) -> LoaderFile:
+        file = from_plain(raw, LoaderFile)
+        config_in(file)
+        return file
+
+    return read_loader_json(path, parse)
+
+
+def read_loader_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
+    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, of a newer major version, or nothing that `parse` takes.
+    """
+    import msgspec
+
+    source = Path(path)
+    data = _bounded_bytes(source)
+    try:
+        raw = msgspec.json.decode(data)
+        _check_version(raw, source)
+        return parse(raw)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigFileError(
+            f"path={str(source)!r} is not a valid loader.json: {error}. Write a new one with result.save({source.name!r})"
+        ) from error
+
+
+def _bounded_bytes(source: Path) -> bytes:
+    try:
+        size = source.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigFileError(
+                f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
+            )
+        return source.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigFileError(
+            f"path={str(source)!r} cannot be read ({getattr(error, 'strerror', error)}); "
+            "write it with tune(..., output='loader.json') or result.save('loader.json')"
+        ) from error
+
+
+def _check_version(raw: object, source: Path) -> None:
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    major = str(version).split(".", 1)[0]
+    if not isinstance(version, str) or not major.isdecimal():
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}"
+        )
+    if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
+            "upgrade with: pip install -U autotune-loader"
+        )
+
+
+def config_in(file: LoaderFile) -> LoaderConfig:
+    """The configuration that a file describes."""
+    size = {"batch_size": file.batch_size.value} if file.batch_size.tuned else {}
+    return LoaderConfig.from_dict({**file.dataloader_kwargs, **file.extras, **size})
+
+
+def loader_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of `loader.json`, generated from the dataclasses."""
+    import msgspec
+
+    schema = msgspec.json.schema(LoaderFile)
+    for bound in ("low", "high"):
+        schema["$defs"]["Interval"]["properties"][bound] = {
+            "anyOf": [{"type": "number"}, {"type": "null"}],
+            "description": "null: the data do not bound it",
+        }
+    schema["$defs"]["LoaderFile"]["properties"]["created_by"].pop("default")  # changes with every release
+    for each in schema["$defs"].values():
+        if "description" in each:
+            each["description"] = inspect.cleandoc(each["description"])  # Python 3.13 has done so already
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}

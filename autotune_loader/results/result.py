@@ -1,0 +1,306 @@
+"""The finished run as one value: what to use, what was measured, what it rests on, and how to look at it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, overload
+
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.pipeline.prefetch import DevicePrefetcher, prefetched_as_tuned
+from autotune_loader.results.loader_file import (
+    SCHEMA_VERSION,
+    Advice,
+    BatchSizeChoice,
+    Finals,
+    LoaderFile,
+    Measured,
+    Predicted,
+    Reused,
+    Spent,
+    Status,
+    TwinBasis,
+    Verdict,
+    config_in,
+    read_loader_file,
+)
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.serialization import write_json
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Acceleration, Trial
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from torch.utils.data import DataLoader
+
+    from autotune_loader.decision.belief import TwinInputs
+    from autotune_loader.twin import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningResult:
+    """What `tune()` found. `save()` and `load()` are inverse, but for the study, which stays in memory or its storage."""
+
+    best: LoaderConfig
+    """The cheapest configuration within tolerance of the fastest."""
+    status: Status
+    baseline: LoaderConfig
+    """The user's own configuration, or torch's defaults."""
+    trials: tuple[Trial, ...] = ()
+    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
+    measured: Measured = field(default_factory=Measured)
+    predicted: Predicted = field(default_factory=Predicted)
+    verdict: Verdict = field(
+        default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
+    )
+    advice: tuple[Advice, ...] = ()
+    accelerations: tuple[Acceleration, ...] = ()
+    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
+    summary: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    finals: Finals = field(default_factory=Finals)
+    spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
+    space_hash: str | None = None
+    fingerprint: Fingerprint | None = None
+    twin: TwinBasis | None = None
+    tolerance: float | None = None
+    """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
+    reused: Reused | None = None
+    """Set where an earlier result was checked and used instead of a new search."""
+    study: optuna.Study | None = field(default=None, compare=False, repr=False)
+    """The Optuna study, an ordinary one; None after `load()`."""
+    parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last."""
+
+    @property
+    def speedup(self) -> Interval | None:
+        """Best over baseline in samples/s, from paired rounds; None when they could not be run."""
+        return self.measured.speedup
+
+    @property
+    def ceiling(self) -> Interval | None:
+        """Samples/s of the training step on a cached batch: no loader can exceed it."""
+        return self.measured.ceiling_samples_per_s
+
+    @overload
+    def make_loader(self, dataset: Any, *, device: None = None, **kwargs: Any) -> DataLoader[Any]: ...
+    @overload
+    def make_loader(self, dataset: Any, *, device: Any, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher: ...
+    def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher:
+        """A DataLoader over `dataset` with the best configuration.
+
+        Args:
+            dataset: any dataset that DataLoader takes.
+            device: where the step runs. On CUDA, and where copying ahead was found to pay, the loader comes inside a
+                `DevicePrefetcher`, whose batches lie on the device already; without it, plain.
+            **kwargs: further DataLoader arguments, such as `shuffle=True`; they win over the tuned ones. Without
+                `batch_size`, the batch size that was tuned with.
+        """
+        from autotune_loader.pipeline.build import build_loader
+
+        if "batch_size" not in kwargs and "batch_sampler" not in kwargs:
+            kwargs["batch_size"] = self.batch_size.value
+        loader: DataLoader[Any] = build_loader(dataset, self.best, **{**self.parts, **kwargs})
+        return loader if device is None else prefetched_as_tuned(loader, self.best, device)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it."""
+        write_json(self.to_file(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TuningResult:
+        """The result that `save()` wrote.
+
+        Raises:
+            ConfigFileError: missing, corrupt, or of a newer major version.
+        """
+        return cls.from_file(read_loader_file(path))
+
+    def to_file(self) -> LoaderFile:
+        return LoaderFile(
+            schema_version=SCHEMA_VERSION,
+            status=self.status,
+            dataloader_kwargs=self.best.to_kwargs(),
+            extras=self.best.to_extras(),
+            batch_size=self.batch_size,
+            summary=self.summary,
+            warnings=self.warnings,
+            verdict=self.verdict,
+            advice=self.advice,
+            accelerations=self.accelerations,
+            measured=self.measured,
+            predicted=self.predicted,
+            budget=self.spent,
+            space_hash=self.space_hash,
+            fingerprint=self.fingerprint,
+            baseline=self.baseline,
+            trials=tuple(_without_traces(trial) for trial in self.trials),
+            finals=self.finals,
+            twin=self.twin,
+            tolerance=self.tolerance,
+            reused=self.reused,
+        )
+
+    @classmethod
+    def from_file(cls, file: LoaderFile) -> TuningResult:
+        return cls(
+            best=config_in(file),
+            status=file.status,
+            baseline=file.baseline or LoaderConfig(),
+            trials=file.trials,
+            batch_size=file.batch_size,
+            measured=file.measured,
+            predicted=file.predicted,
+            verdict=file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict."),
+            advice=file.advice,
+            accelerations=file.accelerations,
+            summary=file.summary,
+            warnings=file.warnings,
+            finals=file.finals,
+            spent=file.budget,
+            space_hash=file.space_hash,
+            fingerprint=file.fingerprint,
+            twin=file.twin,
+            tolerance=file.tolerance,
+            reused=file.reused,
+        )
+
+    def predict(
+        self,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        *,
+        cores: float | None = None,
+        **knobs: Any,
+    ) -> Prediction:
+        """What if: the rate and memory expected of another configuration, or of another number of cores.
+
+        After `load()` the twin rests on each burst's means, as the histories of single batches are not in the file.
+
+        Args:
+            num_workers: worker processes; the best configuration's where it is not given, like every other knob.
+            prefetch_factor: batches ahead per worker.
+            cores: usable cores of the machine asked about; this one's where it is not given.
+            **knobs: other fields of `LoaderConfig`, such as `in_order=False` or `consumer_threads=2`.
+
+        Raises:
+            TypeError: a knob that `LoaderConfig` does not have.
+            ValueError: no burst succeeded, so there is nothing to predict from.
+        """
+        given = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+        changes = {**{name: value for name, value in given.items() if value is not None}, **knobs}
+        return self.predict_all([_changed(self.best, changes)], cores=cores)[0]
+
+    def predict_all(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
+        """`predict()` for many whole configurations at once, which takes little longer than for one.
+
+        Raises:
+            ValueError: no burst succeeded, so there is nothing to predict from.
+        """
+        from autotune_loader.decision.belief import fit_twin
+        from autotune_loader.twin.memory import MemoryModel
+
+        basis = self.twin
+        twin = None if basis is None else fit_twin(self.trials, _inputs_of(basis))
+        if basis is None or twin is None:
+            raise ValueError(
+                "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
+            )
+        memory = MemoryModel.fit(
+            (each.config, each.measurement) for each in self.trials if each.measurement is not None
+        )
+        return [
+            replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
+            for prediction in twin.predict_all(configs, epoch_batches=basis.epoch_batches, cores=cores)
+        ]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per trial: configuration, rates, waits, memory, failure."""
+        from autotune_loader.report.frame import trials_frame
+
+        return trials_frame(self)
+
+    def report(self) -> str:
+        """The whole result as text: table, verdict, advice."""
+        from autotune_loader.report.tables import render_report
+
+        return render_report(self)
+
+    def plot_workers(self) -> Figure:
+        """Samples/s over workers with intervals, plateau, ceiling and the twin's predictions."""
+        from autotune_loader.report.plots import plot_workers
+
+        return plot_workers(self)
+
+    def plot_heatmap(self) -> Figure:
+        """Samples/s over workers and prefetch_factor."""
+        from autotune_loader.report.plots import plot_heatmap
+
+        return plot_heatmap(self)
+
+    def plot_memory(self) -> Figure:
+        """Samples/s against the memory of the process tree."""
+        from autotune_loader.report.plots import plot_memory
+
+        return plot_memory(self)
+
+    def plot_history(self) -> Figure:
+        """The trials in their order, and the best so far."""
+        from autotune_loader.report.plots import plot_history
+
+        return plot_history(self)
+
+    def plot_timeline(self, trial: int | None = None) -> Figure:
+        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
+
+        Args:
+            trial: number of the trial; None takes the fastest.
+        """
+        from autotune_loader.report.plots import plot_timeline
+
+        return plot_timeline(self, trial)
+
+    def plot_failures(self) -> Figure:
+        """What failed, and why."""
+        from autotune_loader.report.plots import plot_failures
+
+        return plot_failures(self)
+
+    def plot_speedup(self) -> Figure:
+        """The paired rounds of the finals behind the speed-up."""
+        from autotune_loader.report.plots import plot_speedup
+
+        return plot_speedup(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary) or f"{self.status}: {self.best}"
+
+
+def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
+    known = [each.name for each in fields(LoaderConfig)]
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"{name}={changes[name]!r} is no knob; one of {', '.join(known)} would work")
+    if changes.get("num_workers") == 0:  # what only workers have goes with them
+        changes = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, **changes}
+        changes["multiprocessing_context"] = None
+    return replace(best, **changes)
+
+
+def _inputs_of(basis: TwinBasis) -> TwinInputs:
+    from autotune_loader.decision.belief import TwinInputs
+
+    return TwinInputs(
+        usable_cores=basis.usable_cores,
+        consumer_cores=basis.consumer_cores,
+        step_s_by_threads=dict(basis.step_s),
+    )
+
+
+def _without_traces(trial: Trial) -> Trial:
+    if trial.measurement is None or not trial.measurement.traces:
+        return trial
+    return replace(trial, measurement=replace(trial.measurement, traces=()))

@@ -1,0 +1,1 @@
+"""`tune()`: bursts of training before the training."""

@@ -1,0 +1,170 @@
+"""From what the caller passed to a `Workload`: every mistake that can be seen without running anything is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.validation import require_count
+
+if TYPE_CHECKING:
+    import torch
+
+# What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1.
+ASSUMED_BATCH_SIZE = 32
+
+
+def make_workload(
+    dataset_or_loader: Any,
+    model: Any,
+    *,
+    batch_size: int | None,
+    loss_fn: Callable[..., Any] | None,
+    train_step: Callable[[Any, Any], Any] | None,
+    optimizer: Any,
+    device: str | torch.device,
+    collate_fn: Callable[[Any], Any] | None,
+    sampler: Any,
+    batch_sampler: Any,
+    worker_init_fn: Callable[[int], None] | None,
+    generator: torch.Generator | None,
+    drop_last: bool | None,
+) -> tuple[Workload, list[str]]:
+    """The workload and what the user should be told about how the arguments were read.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
+    """
+    callables = {
+        "loss_fn": loss_fn,
+        "train_step": train_step,
+        "collate_fn": collate_fn,
+        "worker_init_fn": worker_init_fn,
+    }
+    for name, value in callables.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} is not callable; {name}=None would work")
+    require_count("batch_size", batch_size, minimum=1)
+    parts = {
+        "collate_fn": collate_fn,
+        "sampler": sampler,
+        "batch_sampler": batch_sampler,
+        "worker_init_fn": worker_init_fn,
+        "generator": generator,
+        "drop_last": drop_last,
+    }
+    training = TrainingSide(
+        model=model, train_step=train_step, loss_fn=loss_fn, optimizer=optimizer, device=_device_name(device)
+    )
+    if _is_loader(dataset_or_loader):
+        data, notes = _data_of_loader(dataset_or_loader, batch_size, parts)
+        workload = Workload(data=data, training=training, own_config=LoaderConfig.from_loader(dataset_or_loader))
+    else:
+        data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
+        workload = Workload(data=data, training=training)
+    notes += _check_epoch(data)
+    return workload, notes
+
+
+def _is_loader(value: Any) -> bool:
+    from torch.utils.data import DataLoader
+
+    return isinstance(value, DataLoader)
+
+
+def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
+    for name, value in {"batch_size": batch_size, **parts}.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} was given together with an existing DataLoader, which has its own; "
+                f"{name}=None would work, or pass loader.dataset instead of the loader"
+            )
+    if isinstance(loader.dataset, Iterator):
+        raise _one_shot(loader.dataset)
+    return DataSide.from_loader(loader), []
+
+
+def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
+    if isinstance(dataset, Iterator):
+        raise _one_shot(dataset)
+    if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
+        raise TypeError(
+            f"dataset_or_loader={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
+            "__getitem__ and __len__; a list of samples would work"
+        )
+    if not is_iterable_dataset(dataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(
+            "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
+        )
+    for name in ("sampler", "batch_sampler"):
+        if parts[name] is not None and is_iterable_dataset(dataset):
+            raise ValueError(f"{name}={parts[name]!r} has no meaning for an IterableDataset; {name}=None would work")
+    if parts["batch_sampler"] is not None:
+        for name, value in (
+            ("batch_size", batch_size),
+            ("sampler", parts["sampler"]),
+            ("drop_last", parts["drop_last"]),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} cannot be given together with batch_sampler; {name}=None would work"
+                )
+    notes = []
+    if batch_size is None and parts["batch_sampler"] is None:
+        batch_size = ASSUMED_BATCH_SIZE
+        notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
+    return DataSide.from_dataset(
+        dataset, batch_size=batch_size, **{**parts, "drop_last": bool(parts["drop_last"])}
+    ), notes
+
+
+def _is_map_style(dataset: Any, parts: dict[str, Any]) -> bool:
+    """As torch has it: a length is only asked for where no sampler says which indices there are."""
+    has_sampler = parts["sampler"] is not None or parts["batch_sampler"] is not None
+    return hasattr(dataset, "__getitem__") and (has_sampler or hasattr(dataset, "__len__"))
+
+
+def _one_shot(dataset: Any) -> TypeError:
+    return TypeError(
+        f"dataset_or_loader={dataset!r} can be read only once, and tuning would use it up; "
+        "an IterableDataset whose __iter__ makes a new iterator would work"
+    )
+
+
+def _check_epoch(data: DataSide) -> list[str]:
+    samples, size = data.samples_per_epoch(), data.batch_size
+    if samples == 0:
+        raise ValueError(
+            "dataset_or_loader delivers no sample in an epoch; a sampler with at least one index would work"
+        )
+    if samples is None or size is None or samples >= size or data.is_iterable:
+        return []
+    if data.drop_last:
+        raise ValueError(
+            f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left; "
+            f"batch_size={samples} would work"
+        )
+    return [f"an epoch has {samples} samples, less than one batch of {size}"]
+
+
+def _device_name(device: str | torch.device) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r} is not there ({_cuda_devices()}); device='auto' would work")
+    return str(chosen)
+
+
+def _cuda_devices() -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"torch sees {count} CUDA device{'' if count == 1 else 's'}"

@@ -1,0 +1,88 @@
+"""Whether the step itself can be made faster: measured only where it binds and the user allows it.
+
+torch.compile and autocast change what is trained, so they are never applied; a result tells what they would bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from autotune_loader.results.loader_file import Verdict
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Acceleration, AccelerationKind
+
+# The cheap one first: a compilation that does not end costs the probe process.
+KINDS: tuple[AccelerationKind, ...] = ("amp", "compile")
+NAMES: dict[AccelerationKind, str] = {"amp": "autocast", "compile": "torch.compile"}
+# Seconds of the rounds alone, and until when everything must have answered: compiling a large model takes minutes.
+ROUNDS_S = 4.0
+DEADLINE_S: dict[AccelerationKind, float] = {"amp": 60.0, "compile": 180.0}
+# With less than this left of the budget it is not begun: two models to warm up, and for torch.compile a compiler to load.
+LEAST_S: dict[AccelerationKind, float] = {"amp": 4.0, "compile": 15.0}
+# So much of the budget the search leaves for each, and no more than this share of it for both.
+KEPT_S: dict[AccelerationKind, float] = {"amp": 8.0, "compile": 25.0}
+KEPT_SHARE = 0.4
+
+
+def budget_of_search(budget_s: float, allow: Collection[str]) -> float:
+    """Seconds of the budget that the search may use, where what is allowed wants a part of it."""
+    wanted = sum(KEPT_S[kind] for kind in KINDS if kind in allow)
+    return budget_s - min(wanted, KEPT_SHARE * budget_s)
+
+
+class StepProbe(Protocol):
+    """A probe that can change the step."""
+
+    def acceleration(
+        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
+    ) -> Acceleration | Failure:
+        """Time the step with one change to it against the step as it is."""
+        ...
+
+
+def measure_allowed(
+    allow: Collection[str],
+    verdict: Verdict,
+    probe: StepProbe | None,
+    consumer_threads: int | None,
+    seconds_left: Callable[[], float],
+) -> tuple[Acceleration, ...]:
+    """What each allowed change of the step brings, or why that was not measured; a failure of one is a note.
+
+    Args:
+        allow: what the user allows; "compile" and "amp" are what matters here.
+        verdict: on the best configuration; only where the step binds is anything measured.
+        probe: None where several ranks tune together.
+        consumer_threads: of the best configuration.
+        seconds_left: of the budget.
+    """
+    found = []
+    for kind in (kind for kind in KINDS if kind in allow):
+        reason = _reason_not_to(kind, verdict, probe, seconds_left())
+        if reason or probe is None:
+            found.append(Acceleration(kind=kind, name=NAMES[kind], note=f"not measured: {reason}"))
+        else:
+            plan = BurstPlan(max_s=min(ROUNDS_S, seconds_left() / 4), deadline_s=min(DEADLINE_S[kind], seconds_left()))
+            found.append(_answer(kind, probe.acceleration(kind, consumer_threads, plan)))
+    return tuple(found)
+
+
+def _reason_not_to(kind: AccelerationKind, verdict: Verdict, probe: StepProbe | None, seconds_left: float) -> str:
+    if verdict.binding != "step":
+        return (
+            f"the training step does not bind (the verdict is {verdict.binding!r}), so a faster one would gain nothing"
+        )
+    if probe is None:
+        return "several ranks tune together; tune() in one process measures it"
+    if seconds_left < LEAST_S[kind]:
+        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {LEAST_S[kind]:.0f} s"
+    return ""
+
+
+def _answer(kind: AccelerationKind, outcome: Acceleration | Failure) -> Acceleration:
+    if isinstance(outcome, Acceleration):
+        return outcome
+    text = outcome.message.strip().splitlines()
+    return Acceleration(kind=kind, name=NAMES[kind], note=f"it failed: {text[0] if text else outcome.kind}")

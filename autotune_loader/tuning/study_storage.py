@@ -1,0 +1,119 @@
+"""Patience with a database that goes away for a while, and knowing whose trial is whose among hosts that share a study."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from autotune_loader.machine.processes import process_start
+from autotune_loader.values.errors import MissingExtraError
+
+log = logging.getLogger(__name__)
+# A restart of a database server takes seconds, a failover of a managed one about a minute.
+PATIENCE_S = 120.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+# A trial of another host that has run for so long belongs to a run that was killed there.
+STALE_AFTER = timedelta(minutes=15)
+OWNER = "owner"
+# What drivers and SQLAlchemy call a lost connection; by name, so that none of them need be installed.
+_LOST = ("OperationalError", "InterfaceError", "AdminShutdown", "DisconnectionError", "PendingRollbackError")
+_T = TypeVar("_T")
+
+
+def patiently(
+    call: Callable[[], _T],
+    *,
+    patience_s: float = PATIENCE_S,
+    passes: Callable[[BaseException], bool] | None = None,
+    mend: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> _T:
+    """What `call` returns, tried again with growing pauses while the connection to the storage is lost.
+
+    Args:
+        call: something that may be done twice: its first try can have succeeded without our hearing of it.
+        patience_s: after so long the storage's own error is raised.
+        passes: whether an error is one that will pass; a lost connection if None.
+        mend: done before each further try; SQLAlchemy's session, for one, refuses to work on after a lost connection.
+        clock: seconds; a fake one in tests.
+        sleep: a fake one in tests.
+    """
+    until, pause_s = clock() + patience_s, FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not (passes or is_connection_loss)(error) or clock() + pause_s > until:
+                raise
+            log.warning("the study's storage is not ready (%s); trying again in %.1f s", type(error).__name__, pause_s)
+        sleep(pause_s)
+        mend()
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def is_connection_loss(error: BaseException | None) -> bool:
+    """Whether the storage was lost, not misused: an operational error of the database, however deep it is wrapped."""
+    while error is not None:
+        if type(error).__name__ in _LOST:
+            # SQLite calls a missing table or a full disk operational too; waiting helps with its locks only.
+            return "sqlite" not in type(getattr(error, "orig", error)).__module__ or "locked" in str(error)
+        error = error.__cause__
+    return False
+
+
+def open_database(url: str) -> Any:
+    """Optuna's storage for a database URL; connections that the server has dropped are replaced before use.
+
+    Raises:
+        ValueError: the URL names nothing that can be opened.
+        MissingExtraError: the database's driver is not installed.
+    """
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import ArgumentError
+
+    options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    try:
+        return patiently(lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first)
+    except ArgumentError as error:
+        raise ValueError(
+            f"storage={url!r} names no database that can be opened ({error}); storage='study.journal' would work"
+        ) from error
+    except ImportError as error:
+        if url.startswith("postgresql"):
+            raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from error
+        raise ValueError(f"storage={url!r} needs a driver that is not installed: {error}") from error
+
+
+def _passes_at_first(error: BaseException) -> bool:
+    """Hosts that open an empty database at once make its tables at once; all but one fail, and find them the next time."""
+    text = f"{error} {error.__cause__}"
+    return is_connection_loss(error) or any(
+        sign in text for sign in ("already exists", "duplicate key", "UNIQUE constraint")
+    )
+
+
+def owner() -> str:
+    """This process among those that share a study: `host:pid@start`, since the system gives IDs out again."""
+    return f"{platform.node()}:{os.getpid()}@{process_start(os.getpid())}"
+
+
+def is_abandoned(owned_by: str | None, started: datetime | None) -> bool:
+    """Whether a running trial has nobody who would finish it: its process is gone, or it has run for too long.
+
+    A trial of this very process counts too: only a run that is over can have left it.
+    """
+    if owned_by is None or owned_by == owner():
+        return True
+    host, _, process = owned_by.rpartition(":")
+    if host != platform.node():
+        return started is not None and datetime.now() - started > STALE_AFTER
+    pid, _, began = process.partition("@")
+    now = process_start(int(pid)) if pid.isdigit() else None
+    return now is None or (began not in ("", now))  # an older journal does not tell the start

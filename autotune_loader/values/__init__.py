@@ -1,0 +1,1 @@
+"""Frozen records, errors, statistics and serialisation: what everything else is written in."""

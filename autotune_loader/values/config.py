@@ -1,0 +1,192 @@
+"""One DataLoader configuration, as a value: validated, comparable, JSON both ways, splat-able into `DataLoader`.
+
+Torch is not imported here, so that a `loader.json` can be read and checked on a machine without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+# What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
+TORCH_PREFETCH_FACTOR = 2
+START_METHODS = ("fork", "forkserver", "spawn")
+SHARING_STRATEGIES = ("file_descriptor", "file_system")
+# A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
+_MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64, "consumer_threads": 4096}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """A legal DataLoader configuration and the settings of the process that consumes it.
+
+    Every instance can be splatted: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`. Pairs that torch refuses
+    (a prefetch_factor without workers, say) cannot be constructed.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a value is out of range or does not fit the others; the message names a value that would work.
+    """
+
+    num_workers: int = 0
+    """Worker processes; 0 loads in the training process."""
+    prefetch_factor: int | None = None
+    """Batches each worker may hold ready, at least 1. With workers, None becomes torch's default of 2; without, None."""
+    pin_memory: bool = False
+    """Copy batches into page-locked memory before they are handed out."""
+    persistent_workers: bool = False
+    """Keep workers alive between epochs; they keep their copy of the dataset too."""
+    in_order: bool = True
+    """Deliver batches in the sampler's order. False lets a late batch be overtaken."""
+    multiprocessing_context: str | None = None
+    """Start method of the workers; None leaves the interpreter's default."""
+    drop_last: bool | None = None
+    """Drop an incomplete last batch; None leaves it as the user has it."""
+    batch_size: int | None = None
+    """Samples per batch where the user allowed it to be tuned; never part of `to_kwargs()`."""
+    device_prefetch: int = 0
+    """Batches that `DevicePrefetcher` copies ahead on a side stream; 0 is off."""
+    consumer_threads: int | None = None
+    """Intra-op threads of the process that runs the training step; None leaves them alone."""
+    sharing_strategy: str | None = None
+    """How tensors travel between processes (`torch.multiprocessing.set_sharing_strategy`); None leaves it alone."""
+
+    def __post_init__(self) -> None:
+        _require_int("num_workers", self.num_workers, minimum=0)
+        if self.prefetch_factor is None and self.num_workers > 0:
+            object.__setattr__(self, "prefetch_factor", TORCH_PREFETCH_FACTOR)
+        for name in ("prefetch_factor", "batch_size", "consumer_threads"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), minimum=1)
+        _require_int("device_prefetch", self.device_prefetch, minimum=0)
+        for name in ("pin_memory", "persistent_workers", "in_order"):
+            _require_bool(name, getattr(self, name))
+        if self.drop_last is not None:
+            _require_bool("drop_last", self.drop_last)
+        _require_choice("multiprocessing_context", self.multiprocessing_context, START_METHODS)
+        _require_choice("sharing_strategy", self.sharing_strategy, SHARING_STRATEGIES)
+        if self.num_workers == 0:
+            self._require_nothing_that_needs_workers()
+
+    def _require_nothing_that_needs_workers(self) -> None:
+        needs_workers = {
+            "prefetch_factor": (self.prefetch_factor, None),
+            "persistent_workers": (self.persistent_workers, False),
+            "in_order": (self.in_order, True),
+            "multiprocessing_context": (self.multiprocessing_context, None),
+        }
+        for name, (value, without_workers) in needs_workers.items():
+            if value != without_workers:
+                raise ValueError(
+                    f"{name}={value!r} needs worker processes, but num_workers=0; "
+                    f"use {name}={without_workers!r} or num_workers=1"
+                )
+
+    @classmethod
+    def from_loader(cls, loader: Any) -> LoaderConfig:
+        """The configuration of an existing `torch.utils.data.DataLoader`, which is only read, never iterated."""
+        workers = loader.num_workers
+        context = getattr(loader, "multiprocessing_context", None) if workers else None
+        return cls(
+            num_workers=workers,
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            pin_memory=bool(loader.pin_memory),
+            persistent_workers=bool(loader.persistent_workers) if workers else False,
+            in_order=bool(getattr(loader, "in_order", True)) if workers else True,
+            multiprocessing_context=context.get_start_method() if context is not None else None,
+        )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for `torch.utils.data.DataLoader`, as short as they can be.
+
+        Only what differs from torch's defaults is named beyond `num_workers` and `pin_memory`, so that the result also
+        fits a torch that does not know the newer names.
+        """
+        kwargs: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
+        if self.num_workers > 0:
+            kwargs["prefetch_factor"] = self.prefetch_factor
+            kwargs["persistent_workers"] = self.persistent_workers
+            if not self.in_order:
+                kwargs["in_order"] = False
+            if self.multiprocessing_context is not None:
+                kwargs["multiprocessing_context"] = self.multiprocessing_context
+        if self.drop_last is not None:
+            kwargs["drop_last"] = self.drop_last
+        return kwargs
+
+    def to_extras(self) -> dict[str, Any]:
+        """The settings that are not DataLoader arguments: device prefetch, consumer threads, sharing strategy."""
+        return {
+            "device_prefetch": self.device_prefetch,
+            "consumer_threads": self.consumer_threads,
+            "sharing_strategy": self.sharing_strategy,
+        }
+
+    def apply(self) -> None:
+        """Set this process' intra-op threads and sharing strategy as tuned. Call it once, before the training loop.
+
+        These are process-wide settings of torch, which is why no loader sets them behind the caller's back.
+        """
+        import torch
+
+        if self.consumer_threads is not None:
+            torch.set_num_threads(self.consumer_threads)
+        if self.sharing_strategy is not None:
+            torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain JSON values; the inverse of `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LoaderConfig:
+        """The configuration of a mapping such as `to_dict()` makes; unknown keys are ignored.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+        """
+        known = {field.name for field in fields(cls)}
+        for name, most in _MOST_IN_A_FILE.items():
+            if isinstance(values.get(name), int) and values[name] > most:
+                raise ValueError(
+                    f"{name}={values[name]} is more than any machine can use ({most}); {name}=2 would work"
+                )
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_workers} worker" + ("" if self.num_workers == 1 else "s")]
+        if self.num_workers:
+            parts.append(f"prefetch {self.prefetch_factor}")
+        parts += [word for word, on in (("pinned", self.pin_memory), ("persistent", self.persistent_workers)) if on]
+        if not self.in_order:
+            parts.append("out of order")
+        if self.multiprocessing_context:
+            parts.append(self.multiprocessing_context)
+        if self.consumer_threads is not None:
+            parts.append(f"{self.consumer_threads} step thread" + ("" if self.consumer_threads == 1 else "s"))
+        if self.device_prefetch:
+            parts.append(f"device prefetch {self.device_prefetch}")
+        if self.batch_size is not None:
+            parts.append(f"batch {self.batch_size}")
+        if self.drop_last is not None:
+            parts.append("drops last" if self.drop_last else "keeps last")
+        if self.sharing_strategy is not None:
+            parts.append(self.sharing_strategy)
+        return ", ".join(parts)
+
+
+def _require_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
+    if value < minimum:
+        raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}; {name}=None would work")

@@ -1,0 +1,112 @@
+"""What one burst measured, or how it failed.
+
+Times are seconds, sizes are bytes, shares lie between 0 and 1. `None` means "not measured"; zero is a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import BatchTrace
+
+FailureKind = Literal[
+    "user_exception",  # dataset, collate, worker_init_fn, model or step raised
+    "out_of_memory",  # an allocation failed on the host
+    "device_memory",  # an allocation failed on the accelerator
+    "oom_killed",  # the kernel or the container killed a process (SIGKILL)
+    "memory_guard",  # the tuner stopped the burst before the OOM killer would
+    "shared_memory",  # /dev/shm is full or a segment could not be written (bus error included)
+    "descriptors",  # too many open files
+    "pickling",  # the workload does not survive the start method
+    "deadline",  # no answer in time: a hang
+    "crashed",  # a process died otherwise (segfault, exit in user code)
+    "infeasible",  # vetoed by arithmetic before it was tried
+    "no_data",  # the loader delivered nothing, or only what another worker delivered too
+]
+FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Memory of the probe's process tree during a burst."""
+
+    rss_bytes: int
+    """Peak of the summed resident set sizes; pages that processes share count once for each."""
+    pss_bytes: int | None = None
+    """Peak of the summed proportional set sizes; shared pages count once. None where the kernel does not tell."""
+    pss_slope_bytes_per_s: float | None = None
+    """Growth of PSS while the burst ran."""
+    shm_bytes: int | None = None
+    """Peak use of /dev/shm above what was there before the burst."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """What the accelerator did during a burst; every value may be missing, and then `reason` says why."""
+
+    util: float | None = None
+    """Time-weighted share of time in which any kernel ran (NVML's definition), 0 to 1."""
+    memory_bytes: int | None = None
+    """Peak memory used on the device."""
+    reason: str | None = None
+    """Why utilisation or memory is missing."""
+    allocated_bytes: int | None = None
+    """Peak of what torch itself allocated there for model, step and batches; None off CUDA."""
+    copy_s: float | None = None
+    """Mean seconds that a batch took to the device, by its own clock; None off CUDA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one burst measured."""
+
+    samples_per_s: Interval
+    """Sustained rate of the training loop, with its 95 % interval; `count` is the batches in the window."""
+    samples: int
+    """Samples in the window."""
+    window_s: float
+    """Length of the timed window."""
+    batch_size: float
+    """Mean samples per batch."""
+    first_batch_s: float
+    """From creating the iterator to the first batch: worker start-up included."""
+    wait_share: float
+    """Share of the window in which the training loop waited for data."""
+    service_s: float
+    """Mean wall seconds a worker spent on one batch (S)."""
+    service_cpu_s: float
+    """Mean CPU seconds a worker spent on one batch."""
+    receive_s: float
+    """Mean seconds to hand over a batch that was ready (u)."""
+    step_s: float
+    """Mean seconds of one training step (g)."""
+    cpu_share: float | None = None
+    """CPU use of the probe's process tree as a share of the usable cores."""
+    foreign_cpu_share: float | None = None
+    """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
+    steal_share: float | None = None
+    """Share of the same CPUs that a hypervisor gave to others; noise too."""
+    batch_bytes: int = 0
+    """Bytes of the tensors in one batch."""
+    batch_tensors: int = 0
+    """Tensors in one batch; each takes a descriptor while it travels."""
+    memory: MemoryUse | None = None
+    gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
+    traces: tuple[BatchTrace, ...] = ()
+    """Every batch of the burst from its very first, window or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a burst failed. Failures are data: the study records them and goes on."""
+
+    kind: FailureKind
+    phase: FailurePhase
+    message: str
+    """One sentence for a person, with what to do about it where that is known."""
+    retryable: bool = False
+    """Whether the same configuration may well work the next time."""
+    traceback: str | None = None
+    """The user's own traceback, where user code raised."""

@@ -1,0 +1,29 @@
+"""How one burst is to be run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstPlan:
+    """How one burst is to be run. Bursts with the same seed read the same samples in the same order."""
+
+    max_s: float = 2.0
+    """Longest time the timed window may last, in seconds."""
+    min_s: float = 0.3
+    """Shortest timed window, in seconds."""
+    relative_error: float = 0.02
+    """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
+    seed: int = 0
+    """Chooses the samples and their order."""
+    deadline_s: float = 60.0
+    """The burst fails when it has not answered after so many seconds, start-up included."""
+    whole_epochs: bool = False
+    """Run the epochs as training does, with an end and a new start: the rate then includes start-up and the gaps between."""
+    batch_size: int | None = None
+    """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
+    null_dataset: bool = False
+    """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
+    pause_s: float = 0.0
+    """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""

@@ -1,0 +1,275 @@
+"""Statistics of bursts and rounds: pure functions of the raw series.
+
+Two units occur. Inside one burst the batches are correlated, and `correlated_mean_interval` allows for it. Between
+configurations the unit is the burst: each `Round` times every candidate once, in random order, over the same indices,
+and comparisons rest on the log-ratios within a round, so that whatever slows a whole round cancels.
+
+The rate of a configuration that was *chosen* for being fast must come from rounds run after the choice (fresh finals):
+the best of 12 equal configurations looks much better than it is in the rounds that chose it (winner's curse). Nothing
+here can undo that; do not pass bursts of the search to these functions together with the finals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+FOREIGN_CPU_LIMIT = 0.25
+"""A round is suspect above this foreign CPU share: on 4 cores that is one whole core that a worker wanted."""
+ANCHOR_DRIFT_LIMIT = 0.13
+"""A round is suspect when its anchor moved more (log-ratio): three sigma of two bursts with 3 % noise each."""
+MAX_DISCARDED_SHARE = 1 / 3
+"""With more suspect rounds than this the noise is the machine's normal state, and all rounds are kept."""
+Z_95 = 1.96
+"""Standard deviations from the middle to either end of a normal 95 % interval."""
+LOOKS = (4, 6, 9, 14, 21, 32, 48)
+"""Numbers of rounds after which a running comparison may be looked at: every half as many again."""
+MAX_ROUNDS = 80
+"""Rounds after which a comparison ends: a true 2 % at 3 % noise per burst is then found with power 90 %."""
+FINAL_SHARE = 0.5
+"""Share of alpha kept for the last look, which is where the power of the hardest comparisons is."""
+VERDICT_ALPHA = 0.018
+"""Two-sided error of a verdict: less than one A/A comparison in a hundred may call the candidate faster."""
+Verdict = Literal["faster", "slower", "tie", "undecided"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An estimate with its two-sided confidence interval and the number of observations behind it."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One interleaved round of the finals: every candidate once, in random order, over the same indices."""
+
+    rates: Mapping[str, float]
+    """Samples/s by candidate key; a candidate that failed in this round is missing."""
+    anchor_drift: float | None = None
+    """Log-ratio of the anchor's last to its first rate in the round: how much the machine changed meanwhile."""
+    foreign_cpu_share: float | None = None
+    """Largest CPU share of foreign processes during a burst of the round, 0 to 1 of the usable cores."""
+
+    def __post_init__(self) -> None:
+        for key, rate in self.rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"rates[{key!r}]={rate!r} is not a rate; leave a failed candidate out of the round")
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the machine was too busy or changed too much; never depends on the candidates' own rates."""
+        return abs(self.anchor_drift or 0.0) > ANCHOR_DRIFT_LIMIT or (self.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsableRounds:
+    """The rounds to compare by, and what was left out."""
+
+    rounds: tuple[Round, ...]
+    """Kept rounds in their order."""
+    discarded: int
+    """Rounds left out."""
+    note: str | None = None
+    """One sentence for a person where rounds were suspect; None when all were clean."""
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of independent values with Student's t interval; infinitely wide for a single value.
+
+    Raises:
+        ValueError: no values, or a confidence outside (0, 1).
+    """
+    count = len(values)
+    if not count:
+        raise ValueError("values is empty; a mean needs at least one")
+    tail = _tail(confidence)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return Interval(value=mean, low=-math.inf, high=math.inf, count=count)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    half = student_t_quantile(1 - tail, count - 1) * error
+    return Interval(value=mean, low=mean - half, high=mean + half, count=count)
+
+
+def correlated_mean_interval(series: Sequence[float], period: int = 1, confidence: float = 0.95) -> Interval:
+    """Mean of a correlated series that may repeat every `period` values, its ends averaged over one period.
+
+    Averaging the ends makes the mean independent of where in a period the series was cut: W workers deliver in bursts
+    of W. The error comes from overlapping batch means with blocks of about sqrt(n), a multiple of the period, and
+    1.5 (n / block - 1) degrees of freedom (Meketon and Schmeiser 1984, "Overlapping batch means: something for
+    nothing?"). With too few blocks nothing is known of the error, and the interval is infinitely wide.
+
+    Raises:
+        ValueError: an empty series, a period below 1, or a confidence outside (0, 1).
+    """
+    count = len(series)
+    if not count or period < 1:
+        raise ValueError(f"a series of {count} values with period={period!r}; both must be at least 1")
+    tail = _tail(confidence)
+    totals = list(accumulate(series, initial=0.0))
+    # In less than two periods the ends are averaged over what keeps them one period apart.
+    mean = _slope(totals, min(period, max(count + 1 - period, 1)))
+    block = period * max(1, int(math.sqrt(count)) // period)
+    freedom = int(1.5 * (count / block - 1))
+    if freedom < 1:
+        return Interval(value=mean, low=-math.inf, high=math.inf, count=count)
+    squares = math.fsum((b - a - block * mean) ** 2 for a, b in zip(totals, totals[block:], strict=False))
+    # The factor that makes the estimate unbiased for independent values; totals differ from means by block squared.
+    variance = squares / (block * (count - block + 1) * (count - block))
+    half = student_t_quantile(1 - tail, freedom) * math.sqrt(variance)
+    return Interval(value=mean, low=mean - half, high=mean + half, count=count)
+
+
+def usable_rounds(rounds: Sequence[Round]) -> UsableRounds:
+    """The rounds without the suspect ones, by a rule fixed beforehand that looks at no candidate's rate.
+
+    With more than `MAX_DISCARDED_SHARE` suspect rounds all are kept, and the note says so.
+    """
+    clean = tuple(round_ for round_ in rounds if not round_.is_suspect)
+    suspect = len(rounds) - len(clean)
+    if not suspect:
+        return UsableRounds(rounds=clean, discarded=0)
+    if suspect > MAX_DISCARDED_SHARE * len(rounds):
+        note = f"The machine was busy or changed speed in {suspect} of {len(rounds)} rounds; all rounds were kept."
+        return UsableRounds(rounds=tuple(rounds), discarded=0, note=note)
+    note = f"Left out {suspect} of {len(rounds)} rounds in which the machine was busy or changed speed."
+    return UsableRounds(rounds=clean, discarded=suspect, note=note)
+
+
+def log_ratios(rounds: Sequence[Round], a: str, b: str) -> list[float]:
+    """ln(rate of a / rate of b) of every round in which both were timed, in order."""
+    return [math.log(each.rates[a] / each.rates[b]) for each in rounds if a in each.rates and b in each.rates]
+
+
+def paired_ratio(rounds: Sequence[Round], a: str, b: str, confidence: float = 0.95) -> Interval:
+    """Rate of `a` over rate of `b` with a t interval on the logarithms, for one look after rounds planned beforehand.
+
+    Raises:
+        ValueError: no round timed both.
+    """
+    logs = log_ratios(rounds, a, b)
+    if not logs:
+        raise ValueError(f"no round timed both {a!r} and {b!r}")
+    return _exp(mean_interval(logs, confidence))
+
+
+def sequential_interval(log_ratios: Sequence[float], alpha: float = 0.05, *, final: bool = False) -> Interval:
+    """Interval of the ratio that stays valid however often a running comparison is looked at.
+
+    Alpha spending (Lan and DeMets 1983) in its simplest form, a union bound over planned looks: each of `LOOKS` has a
+    t interval at an equal part of `1 - FINAL_SHARE` of alpha, the last look has the rest. So it holds exactly for
+    normal log-ratios of unknown variance, however few. Always-valid mixtures (Howard, Ramdas, McAuliffe and Sekhon
+    2021) need no plan, and pay with wider intervals for looks that nobody takes. Rounds since the latest planned look
+    wait for the next one.
+
+    Args:
+        log_ratios: one value per round, in order, from the comparison's beginning.
+        alpha: chance that any of the intervals ever returned misses the truth.
+        final: no further round will be run, for a reason other than these values (the budget is spent), so that the
+            last look is now. Always so at `MAX_ROUNDS`; values beyond are ignored.
+
+    Raises:
+        ValueError: no log-ratios, or an alpha outside (0, 1).
+    """
+    seen = min(len(log_ratios), MAX_ROUNDS)
+    if final or seen == MAX_ROUNDS:
+        return _exp(mean_interval(log_ratios[:seen], 1 - alpha * FINAL_SHARE))
+    passed = [look for look in LOOKS if look <= seen]
+    if passed:
+        return _exp(mean_interval(log_ratios[: passed[-1]], 1 - alpha * (1 - FINAL_SHARE) / len(LOOKS)))
+    value = math.exp(mean_interval(log_ratios[:seen], 1 - alpha).value)
+    return Interval(value=value, low=0.0, high=math.inf, count=seen)
+
+
+def sequential_verdict(
+    log_ratios: Sequence[float], margin: float, alpha: float = VERDICT_ALPHA, *, final: bool = False
+) -> Verdict:
+    """What the rounds so far show; may be asked after every round.
+
+    "faster" and "slower" mean that `sequential_interval` excludes 1, "tie" that it lies within `margin` of 1 and
+    includes it. The chance of a wrong "faster" over the whole comparison is at most alpha / 2.
+
+    Args:
+        log_ratios: ln(candidate / reference), one per round, in order.
+        margin: relative difference that does not matter, such as 0.02.
+        alpha: two-sided error of the whole comparison.
+        final: as for `sequential_interval`.
+    """
+    interval = sequential_interval(log_ratios, alpha, final=final)
+    if interval.low > 1:
+        return "faster"
+    if interval.high < 1:
+        return "slower"
+    return "tie" if 1 - margin < interval.low and interval.high < 1 + margin else "undecided"
+
+
+def gap_to_ceiling(rate: Interval, ceiling: Interval) -> Interval:
+    """Share of the ceiling that is not reached, 1 - rate / ceiling; negative where the rate lies above it.
+
+    The limits combine those of the two, as independent measurements, on the logarithms (MOVER: Zou and Donner 2008).
+    """
+    ratio = rate.value / ceiling.value
+    down = math.hypot(_log(rate.low / rate.value), _log(ceiling.value / ceiling.high))
+    up = math.hypot(_log(rate.high / rate.value), _log(ceiling.value / ceiling.low) if ceiling.low > 0 else math.inf)
+    count = min(rate.count, ceiling.count)
+    return Interval(value=1 - ratio, low=1 - ratio * math.exp(up), high=1 - ratio * math.exp(-down), count=count)
+
+
+@lru_cache(maxsize=1024)
+def student_t_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t at a probability of at least 0.5, by bisection of its distribution function.
+
+    Abramowitz and Stegun 26.7.3 and 26.7.4 (finite sums); above 200 degrees of freedom the expansion 26.7.5.
+    """
+    if freedom > 200:
+        from statistics import NormalDist
+
+        z = NormalDist().inv_cdf(probability)
+        return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):
+        angle = (low + high) / 2
+        low, high = (angle, high) if (1 + _central_probability(angle, freedom)) / 2 < probability else (low, angle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _central_probability(angle: float, freedom: int) -> float:
+    """P(|t| < sqrt(freedom) tan(angle))."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = total = (cosine if freedom > 1 else 0.0) if odd else 1.0
+    for i in range(2 + odd, freedom - 1, 2):
+        term *= cosine**2 * (i - 1) / i
+        total += term
+    return (angle + sine * total) * 2 / math.pi if odd else sine * total
+
+
+def _slope(totals: list[float], smooth: int) -> float:
+    """Rise per step of cumulative totals, each end averaged over `smooth` points."""
+    return (math.fsum(totals[-smooth:]) - math.fsum(totals[:smooth])) / smooth / (len(totals) - smooth)
+
+
+def _tail(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r} must lie between 0 and 1, such as 0.95")
+    return (1 - confidence) / 2
+
+
+def _exp(logs: Interval) -> Interval:
+    return Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=_exp_or_inf(logs.high), count=logs.count)
+
+
+def _exp_or_inf(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf

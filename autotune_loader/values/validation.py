@@ -1,0 +1,23 @@
+"""Checks of one argument: the error names the argument, its value and one that would work."""
+
+from __future__ import annotations
+
+import difflib
+
+
+def require_count(name: str, value: object, *, minimum: int) -> None:
+    """None or an integer of at least `minimum`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
+    if value < minimum:
+        raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """One of the choices; the error suggests the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1) or [choices[0]]
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r} is not one of {known}; {name}={near[0]!r} would work")
