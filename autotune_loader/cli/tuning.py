@@ -79,7 +79,7 @@ def _progress(arguments: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
-    from autotune_loader.tuning.tune import NOT_WRITTEN
+    from autotune_loader.tuning.listener import NOT_WRITTEN
 
     if as_json:
         click.echo(result_json(result))

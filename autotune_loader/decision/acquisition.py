@@ -1,25 +1,24 @@
-"""Which configurations to measure: the initial design, the burst that teaches most, and the shortlist for paired rounds."""
+"""Which configurations to observe: the initial design, the burst that teaches most, the shortlist for paired rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 
 from autotune_loader.decision.posterior import Posterior
-from autotune_loader.decision.selection import choose, cost, modelled
+from autotune_loader.decision.selection import choose, cost
 from autotune_loader.decision.space import Space
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
-from autotune_loader.values.trial import Trial
 
-# From so many cores on, a scout stands between one worker and as many as cores.
 LARGE_MACHINE = 16
-# Search ends when a burst of no configuration is expected to gain more than this share of the tolerance.
+"""From so many cores on, the initial design has a point between one worker and as many as cores."""
 WORTHWHILE_SHARE = 0.4
-# Of finalists that leave this much of the tolerance more to be lost than the best of them, the cheapest is taken.
+"""A search ends when one more burst of no configuration is expected to gain more than this share of the tolerance."""
 RIVAL_SHARE = 0.1
-# A further finalist must be expected to save this share of the tolerance.
+"""Of finalists that leave this much of the tolerance more to be lost than the best of them, the cheapest is taken."""
 FINALIST_SHARE = 0.1
+"""A further finalist must be expected to save this share of the tolerance."""
 
 
 def initial_design(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
@@ -43,35 +42,43 @@ def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | 
     return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)
 
 
-def suggest(known: Posterior, space: Space, trials: Sequence[Trial], tolerance: float) -> LoaderConfig | None:
-    """The untried configuration of which a burst teaches most; None when the choice is safe or no burst is worth it."""
-    chosen, safe = choose(known, space, tolerance)
+def suggest(
+    posterior: Posterior, space: Space, tried: Collection[LoaderConfig], tolerance: float
+) -> LoaderConfig | None:
+    """The untried configuration of which a burst teaches most; None when the choice is safe or no burst is worth it.
+
+    Args:
+        posterior: what is believed.
+        space: the legal configurations.
+        tried: the keys of those that were tried.
+        tolerance: relative difference that counts as equally fast.
+    """
+    chosen, safe = choose(posterior, space, tolerance)
     if safe:
         return None
-    tried = {modelled(trial.config) for trial in trials}
-    gains = known.knowledge_gradient(known.configs.index(chosen))
-    untried = [index for index, config in enumerate(known.configs) if config not in tried]
-    best = max(untried, key=lambda i: (round(float(gains[i]), 4), -known.configs[i].num_workers), default=None)
+    gains = posterior.knowledge_gradient(posterior.configs.index(chosen))
+    untried = [index for index, config in enumerate(posterior.configs) if config not in tried]
+    best = max(untried, key=lambda i: (round(float(gains[i]), 4), -posterior.configs[i].num_workers), default=None)
     if best is None or gains[best] <= WORTHWHILE_SHARE * tolerance:
         return None
-    return known.configs[best]
+    return posterior.configs[best]
 
 
-def shortlist(known: Posterior, space: Space, tolerance: float, most: int = 2) -> list[LoaderConfig]:
+def shortlist(posterior: Posterior, space: Space, tolerance: float, most: int = 2) -> list[LoaderConfig]:
     """The few configurations that deserve fresh rounds: the choice, and those that may well be what it misses.
 
     Each further one leaves hardly more to be lost than any must, when the best of them all is taken; of such the cheapest.
     """
-    chosen, _ = choose(known, space, tolerance)
-    short = known.regret_samples()
-    taken = [known.configs.index(chosen)]
+    chosen, _ = choose(posterior, space, tolerance)
+    short = posterior.regret_samples()
+    taken = [posterior.configs.index(chosen)]
     left = short[:, taken[0]]
     while len(taken) < most:
         losses = np.minimum(left[:, None], short).mean(axis=0)
         enough = np.flatnonzero(losses <= losses.min() + RIVAL_SHARE * tolerance)
-        best = min(map(int, enough), key=lambda i: (cost(known.configs[i], space), losses[i]))
+        best = min(map(int, enough), key=lambda i: (cost(posterior.configs[i], space), losses[i]))
         if left.mean() - losses[best] < FINALIST_SHARE * tolerance:
             break
         taken.append(best)
         left = np.minimum(left, short[:, best])
-    return [known.configs[index] for index in taken]
+    return [posterior.configs[index] for index in taken]

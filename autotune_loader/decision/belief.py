@@ -1,168 +1,179 @@
-"""From the trials to what is believed of every configuration.
+"""From the evidence to what is believed of every configuration.
 
-    trials ──► twin (queues and cores) ──► prior of every rate ──► posterior, corrected by every measured rate
+    evidence ──► twin (queues and cores) ──► prior of every rate ──► posterior, corrected by every measured rate
 
-Pure functions of the trials: no clock, no Optuna, no process.
+The twin knows queues and cores; the posterior takes up what it gets wrong, so that a wrong twin cannot trap a search. Both are
+made once per version of the log. No clock, no Optuna, no process.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.posterior import Posterior, consumer_bound, prior_covariance
-from autotune_loader.decision.selection import modelled
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation, Twin
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.prediction import Prediction
 from autotune_loader.twin.queue import Floats
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Z_95
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Failure, Measurement
 
-# A burst this much slower than predicted (as a log-ratio) is run again before it is believed.
-SUSPICIOUS_SLOWDOWN = 0.15
-# Steps shorter than this differ by scheduling alone.
-STEP_RESOLUTION_S = 0.0005
-# Relative standard deviation of a burst whose few batches give no better interval, or none: so far do bursts of real workloads
-# scatter on a busy machine (finals in studies/regret/results: 7 % to 12 % as a rule, 20 % beside neighbours). With more, what
-# only ever had slow bursts was taken for what the twin made of it.
-POOREST_BURST_SD = 0.2
-# Processes of others that take a share of the cores in one burst take anything from none to twice as much in the next, so that
-# rates differ by so much of that share (relative standard deviation). On a quiet machine others take 0.1 % to 0.4 %.
-NEIGHBOURS_SD = 0.5
-# A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers.
 CORES_OF_A_SERIAL_STEP = 1.3
+"""A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
+FAILURES_TO_STOP_GROWING = 2
+"""After so many failures of `RUN_OUT_OF` at so many workers or fewer, no more workers are tried."""
+RUN_OUT_OF = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwinInputs:
-    """What the twin needs besides the trials."""
+class Beliefs:
+    """What the evidence so far says of every configuration of a space."""
 
-    usable_cores: int
-    consumer_cores: float
-    """Cores that the step keeps busy: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
-    step_s_by_threads: dict[int | None, float]
-    """Seconds of the step on a cached batch, by `consumer_threads`."""
+    def __init__(self, space: Space, context: TwinContext, *, seed: int = 0) -> None:
+        self.space = space
+        self.context = context
+        self.log = EvidenceLog()
+        self._seed = seed
+        self._twin: tuple[object, Twin | None] | None = None
+        self._posterior: tuple[object, Posterior | None] | None = None
+
+    def twin(self) -> Twin | None:
+        """The queueing model of all modelled evidence of steady rates; None before there is any."""
+        version = (self.log.version, self.context)
+        if self._twin is None or self._twin[0] != version:
+            observed = [(each.config, each.measurement) for each in self._modelled() if each.measurement is not None]
+            self._twin = (version, fit_twin(observed, self.context, self._seed))
+        return self._twin[1]
+
+    def posterior(self) -> Posterior | None:
+        """The joint belief about the steady rates of every legal configuration, and of every one observed."""
+        version = (self.log.version, self.context, self.space)
+        if self._posterior is None or self._posterior[0] != version:
+            twin = self.twin()
+            self._posterior = (version, None if twin is None else self._corrected(twin))
+        return self._posterior[1]
+
+    def over_epochs(self, as_run: Callable[[LoaderConfig], LoaderConfig]) -> Posterior | None:
+        """The same about rates of whole epochs: queues fill anew in each, and workers may start anew.
+
+        Args:
+            as_run: of a configuration, how it will be trained with: whether its workers persist.
+        """
+        steady, twin = self.posterior(), self.twin()
+        if steady is None or twin is None:
+            return None
+        predictions = twin.predict_all(
+            [as_run(config) for config in steady.configs], epoch_batches=self.context.epoch_batches or 1
+        )
+        shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
+        # Few workers that feed the loop in the long run take longer to begin each epoch.
+        return replace(steady, mean=steady.mean + np.log(np.maximum(shares, 1e-12)), sufficiency=None)
+
+    def predicted(self, config: LoaderConfig) -> float | None:
+        """Samples/s that the twin expects; None before it knows anything, and of batches of another size."""
+        twin = self.twin() if config.batch_size is None else None
+        return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
+
+    def feasible(self, config: LoaderConfig) -> Failure | None:
+        """Why a configuration must not be tried, by arithmetic or by what failures taught; None where it may."""
+        return self.space.veto(config) or self._too_many_workers(config)
+
+    def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
+        fell = sorted(
+            each.config.num_workers
+            for each in self.log
+            if each.phase == "search"
+            and each.failure is not None
+            and each.failure.kind in RUN_OUT_OF
+            and each.config.num_workers > 0
+            and each.config.batch_size is None
+        )
+        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < fell[FAILURES_TO_STOP_GROWING - 1]:
+            return None
+        return Failure(
+            kind="infeasible",
+            phase="plan",
+            message=f"{config.num_workers} workers were not tried: {len(fell)} trials with {fell[0]} or more ran out of "
+            "memory or descriptors",
+        )
+
+    def _modelled(self) -> list[Evidence]:
+        """Evidence that the twin understands: what varies in other knobs is compared by its rates alone."""
+        return [each for each in self.log if each.kind == "steady" and self.space.is_modelled(each.config)]
+
+    def _corrected(self, twin: Twin) -> Posterior:
+        seen = [each for each in self._modelled() if each.measurement is not None]
+        tried = dict.fromkeys(each.key for each in seen)
+        failed = {e.key for e in self._modelled() if e.phase == "search" and e.failure is not None} - set(tried)
+        legal = [config.key() for config in self.space.modelled_configs()]
+        configs = [config for config in dict.fromkeys([*legal, *tried]) if config not in failed]
+        before = self._prior(configs, twin)
+        where = {config: index for index, config in enumerate(configs)}
+        seen = [each for each in seen if each.log_rate > -np.inf]
+        counts = [(each.key, each.measurement.samples_per_s.count) for each in seen if each.measurement is not None]
+        rates = (
+            [where[each.key] for each in seen],
+            [each.log_rate for each in seen],
+            [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
+        )
+        return before.without_flattered_queues().scaled(*rates).updated(*rates)
+
+    def _prior(self, configs: Sequence[LoaderConfig], twin: Twin) -> Posterior:
+        """What the twin says of these configurations, before their own rates correct it."""
+        predictions = twin.predict_all(configs)
+        rates = [prediction.samples_per_s.value for prediction in predictions]
+        use = [prediction.consumer_use for prediction in predictions]
+        cores = None if self._shares_cores() else self.context.usable_cores
+        return Posterior(
+            configs=tuple(configs),
+            mean=np.log(np.maximum(rates, 1e-12)),
+            covariance=prior_covariance(
+                configs, self.context.consumer_cores, self._bound_by_consumer(predictions, twin)
+            ),
+            noise_sd=twin.calibration.noise_sd,
+            sufficiency=Sufficiency.of(configs, twin.observations, use, cores=cores),
+        )
+
+    def _bound_by_consumer(self, predictions: Sequence[Prediction], twin: Twin) -> Floats:
+        """How far the consumer sets each rate; not at all where it shares the cores with the workers, who slow it down."""
+        if self._shares_cores():
+            return np.zeros(len(predictions))
+        headroom = [prediction.headroom for prediction in predictions]
+        return consumer_bound(headroom, [prediction.consumer_use for prediction in predictions], twin.variation)
+
+    def _shares_cores(self) -> bool:
+        """Whether the step computes on the cores of the workers, who slow it down."""
+        return self.context.consumer_cores > CORES_OF_A_SERIAL_STEP
 
 
-def fit_twin(trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Twin | None:
-    """The twin of all successful trials; None before there is any."""
+def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext, seed: int = 0) -> Twin | None:
+    """The twin of these bursts; None where there are none."""
     # Each burst of the search reads other samples, so that no page cache flatters it: positions tell nothing in common.
     observations = [
-        replace(Observation.from_measurement(trial.config, trial.measurement), positions=())
-        for trial in trials
-        if trial.measurement is not None and trial.config.batch_size is None
+        replace(Observation.from_measurement(config, measurement), positions=())
+        for config, measurement in observed
+        if config.batch_size is None
     ]
     if not observations:
         return None
     return Twin.fit(
         observations,
-        cores=inputs.usable_cores,
-        consumer_cores=inputs.consumer_cores,
-        step_s_by_threads=inputs.step_s_by_threads,
+        cores=context.usable_cores,
+        consumer_cores=context.consumer_cores,
+        step_s_by_threads=context.step_s_by_threads,
         seed=seed,
     )
 
 
-def learn(space: Space, trials: Sequence[Trial], inputs: TwinInputs, seed: int = 0) -> Posterior | None:
-    """What is believed of every legal configuration and every one tried; None before anything was measured."""
-    # Variants in what the twin knows nothing of are compared by their rates alone.
-    trials = [trial for trial in trials if space.is_modelled(trial.config)]
-    twin = fit_twin(trials, inputs, seed)
-    if twin is None:
-        return None
-    measured = [(modelled(trial.config), trial.measurement) for trial in trials if trial.measurement is not None]
-    tried = dict.fromkeys(config for config, _ in measured)
-    failed = {modelled(trial.config) for trial in trials if trial.failure is not None} - set(tried)
-    configs = [c for c in dict.fromkeys([*map(modelled, space.modelled_configs()), *tried]) if c not in failed]
-    predictions = twin.predict_all(configs)
-    predicted = [prediction.samples_per_s.value for prediction in predictions]
-    before = Posterior(
-        configs=tuple(configs),
-        mean=np.log(np.maximum(predicted, 1e-12)),
-        covariance=prior_covariance(configs, inputs.consumer_cores, _bound_by_consumer(predictions, twin, inputs)),
-        noise_sd=twin.calibration.noise_sd,
-        sufficiency=Sufficiency.of(
-            configs,
-            twin.observations,
-            [prediction.consumer_use for prediction in predictions],
-            cores=None if _shares_cores(inputs) else inputs.usable_cores,
-        ),
-    )
-    where = {config: index for index, config in enumerate(configs)}
-    usable = [(config, burst) for config, burst in measured if burst.samples_per_s.value > 0]
-    scatter = twin.burst_scatter([(config, burst.samples_per_s.count) for config, burst in usable])
-    bursts = (
-        [where[config] for config, _ in usable],
-        [math.log(burst.samples_per_s.value) for _, burst in usable],
-        [_burst_variance(burst, twin, float(sd)) for (_, burst), sd in zip(usable, scatter, strict=True)],
-    )
-    return before.without_flattered_queues().scaled(*bursts).updated(*bursts)
-
-
-def _bound_by_consumer(predictions: Sequence[Prediction], twin: Twin, inputs: TwinInputs) -> Floats:
-    """How far the consumer sets each rate; not at all where it shares the cores with the workers, who slow it down."""
-    if _shares_cores(inputs):
-        return np.zeros(len(predictions))
-    headroom = [prediction.headroom for prediction in predictions]
-    return consumer_bound(headroom, [prediction.consumer_use for prediction in predictions], twin.variation)
-
-
-def _shares_cores(inputs: TwinInputs) -> bool:
-    """Whether the step computes on the cores of the workers, who slow it down."""
-    return inputs.consumer_cores > CORES_OF_A_SERIAL_STEP
-
-
-def over_epochs(
-    known: Posterior,
-    space: Space,
-    trials: Sequence[Trial],
-    inputs: TwinInputs,
-    *,
-    epoch_batches: int,
-    as_run: Callable[[LoaderConfig], LoaderConfig],
-    seed: int = 0,
-) -> Posterior:
-    """What is believed of whole epochs: the steady rates, by what the twin says that queues filling anew and start-up take.
-
-    `as_run` tells of a configuration how it will be trained with: whether its workers persist.
-    """
-    twin = fit_twin([trial for trial in trials if space.is_modelled(trial.config)], inputs, seed)
-    if twin is None:
-        return known
-    predictions = twin.predict_all([as_run(config) for config in known.configs], epoch_batches=epoch_batches)
-    shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
-    # Few workers that feed the loop in the long run take longer to begin each epoch.
-    return replace(known, mean=known.mean + np.log(np.maximum(shares, 1e-12)), sufficiency=None)
-
-
-def looks_disturbed(
-    config: LoaderConfig, measurement: Measurement, predicted: float | None, inputs: TwinInputs
-) -> bool:
-    """Whether a burst is so much slower than expected that it was disturbed, or the twin is wrong.
-
-    What is faster than expected was not disturbed. Without workers nothing shares the cores with the step, so there it is
-    compared with itself on a cached batch.
-    """
-    undisturbed_s = inputs.step_s_by_threads.get(config.consumer_threads)
-    if config.batch_size is not None:  # another step, on other batches
-        return False
-    if config.num_workers == 0 and undisturbed_s:
-        return measurement.step_s > undisturbed_s * math.exp(SUSPICIOUS_SLOWDOWN) + STEP_RESOLUTION_S
-    rate = measurement.samples_per_s.value
-    return predicted is not None and 0 < rate < predicted * math.exp(-SUSPICIOUS_SLOWDOWN)
-
-
-def _burst_variance(measurement: Measurement, twin: Twin, scatter: float) -> float:
-    """Of the logarithm of a burst's rate: what its own interval says, noise between bursts, neighbours, unseen slow batches."""
-    rate = measurement.samples_per_s
-    own_sd = min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD)
-    tails = twin.calibration.contention.variability / max(rate.count, 1) * measurement.wait_share**2
-    neighbours_sd = NEIGHBOURS_SD * (measurement.foreign_cpu_share or 0.0)
-    return float(max(own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2 + neighbours_sd**2)
+def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
+    """Of `log_rate`: what its own batches say, slow batches that it did not see, noise between bursts, neighbours."""
+    burst = evidence.measurement
+    assert burst is not None
+    tails = twin.calibration.contention.variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
+    own = max(evidence.own_sd**2, tails) + scatter**2
+    return float(own + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)

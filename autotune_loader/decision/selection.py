@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autotune_loader.decision.posterior import Posterior
 from autotune_loader.decision.space import Space
 from autotune_loader.values.config import LoaderConfig
 
-# Share of the memory limit that makes one configuration dearer than another.
 MEMORY_STEP = 0.05
+"""Share of the memory limit that makes one configuration dearer than another."""
 
 
-def choose(known: Posterior, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:
+def choose(posterior: Posterior, space: Space, tolerance: float) -> tuple[LoaderConfig, bool]:
     """The cheapest configuration that is expected to lose hardly more than any must, and whether it is safe."""
-    index, safe = known.choice([cost(config, space) for config in known.configs], tolerance)
-    return known.configs[index], safe
+    index, safe = posterior.choice([cost(config, space) for config in posterior.configs], tolerance)
+    return posterior.configs[index], safe
 
 
 def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
@@ -28,9 +26,12 @@ def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
         memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
     # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has seen.
     depth = -(config.prefetch_factor or 0)
-    return (other_batches, config.num_workers, memory, config.device_prefetch, oddities, depth)
-
-
-def modelled(config: LoaderConfig) -> LoaderConfig:
-    """The configuration without what no burst can see."""
-    return replace(config, persistent_workers=False)
+    return (
+        other_batches,
+        config.num_workers,
+        memory,
+        config.device_prefetch,
+        oddities,
+        depth,
+        config.persistent_workers,  # workers that live on keep their memory between epochs
+    )

@@ -91,6 +91,15 @@ class DataSide:
                 return value
         return None
 
+    @property
+    def description(self) -> str:
+        """What identifies the data in a fingerprint: the dataset's class and length."""
+        try:
+            size = f"[{len(self.dataset)}]"
+        except (TypeError, NotImplementedError):
+            size = ""
+        return f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}{size}"
+
     def samples_per_epoch(self) -> int | None:
         """Samples that one epoch delivers; None where the dataset or sampler does not tell."""
         source = self.sampler if self.sampler is not None else self.dataset
@@ -132,6 +141,16 @@ class Workload:
     training: TrainingSide
     own_config: LoaderConfig | None = None
     """The configuration of the user's own loader, where one was given."""
+
+    @property
+    def has_step(self) -> bool:
+        """Whether anything is done with a batch."""
+        return self.training.model is not None or self.training.train_step is not None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the step computes on the CPU."""
+        return self.training.device.startswith("cpu")
 
 
 def is_iterable_dataset(dataset: Any) -> bool:

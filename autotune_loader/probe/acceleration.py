@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autotune_loader.decision.rounds import in_turning_order
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.step import TrainingStep, build_step, loss_of
@@ -177,11 +178,10 @@ def _in_turns(plain: TrainingStep, changed: TrainingStep, batch: Any, max_s: flo
     plain_s = min(_seconds(plain, batch, 1) for _ in range(2))
     steps = max(1, round(TURN_S / max(plain_s, 1e-6)))
     until = time.monotonic() + max_s
-    rounds: list[Round] = []
+    turns, rounds = {"plain": plain, "changed": changed}, list[Round]()
     while len(rounds) < FEWEST_ROUNDS or (len(rounds) < ROUNDS and time.monotonic() < until):
-        turns = [("plain", plain), ("changed", changed)]
-        rates = {name: 1 / _seconds(step, batch, steps) for name, step in (turns if len(rounds) % 2 else turns[::-1])}
-        rounds.append(Round(rates=rates))
+        seconds = in_turning_order(list(turns), lambda name: _seconds(turns[name], batch, steps), len(rounds))
+        rounds.append(Round(rates={name: 1 / taken for name, taken in seconds}))
     return paired_ratio(rounds, "changed", "plain")
 
 

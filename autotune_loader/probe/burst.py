@@ -114,8 +114,8 @@ def _measure(
     open_loader.iterator = iter(loader)
     if not plan.whole_epochs:
         del loader
-    if plan.pause_s:
-        time.sleep(plan.pause_s)
+    if plan.prefill_s:
+        time.sleep(plan.prefill_s)
     enter("first_batch")
     run, lane = Run(plan, config.num_workers, started, enter), None
     if timeline is not None:

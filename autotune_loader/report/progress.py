@@ -37,6 +37,11 @@ class Progress:
     def __init__(self, level: int = logging.INFO) -> None:
         self._level = level
 
+    def announce_machine(self, usable_cores: int, gpu_reason: str | None) -> None:
+        """That the probe starts; and why there will be no figures of a GPU, where there will be none."""
+        notice = "" if gpu_reason is None else f"; no GPU is watched ({gpu_reason})"
+        self.announce(f"starting the probe on {usable_cores} usable cores{notice}")
+
     def announce(self, text: str) -> None:
         """Something worth a line of its own, such as what was inferred of the workload."""
         self._say(text)

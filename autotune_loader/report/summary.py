@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.report.units import is_telling
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
 # A speed-up is claimed in words only above this, and only when its interval lies above one.
 WORTH_CLAIMING = 1.005
+
+
+def why_it_ended(reason: StopReason | None) -> str:
+    """Why no more configurations were tried."""
+    because = {
+        StopReason.CEILING: "the training step's own ceiling is reached",
+        StopReason.CHOICE_SAFE: "nothing untried is worth a burst",
+        StopReason.OUT_OF_BUDGET: "the rest of the budget is kept for the finals",
+        StopReason.OUT_OF_TRIALS: "as many trials were run as max_trials allows",
+        StopReason.SAMPLER_REPEATS: "the sampler repeats itself",
+        StopReason.INTERRUPTED: "it was interrupted",
+    }
+    return f"Search ended because {because[reason] if reason is not None else 'it was asked to'}."
 
 
 def counted_rounds(count: int) -> str:

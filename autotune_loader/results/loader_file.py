@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError
 from autotune_loader.values.serialization import from_plain
@@ -120,18 +121,6 @@ class Finals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwinBasis:
-    """What the twin needs besides the trials, so that `predict()` answers also after `load()`."""
-
-    usable_cores: int
-    consumer_cores: float
-    """Cores that the step keeps busy."""
-    step_s: tuple[tuple[int | None, float], ...] = ()
-    """Seconds of the step on a cached batch, by consumer_threads."""
-    epoch_batches: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reused:
     """An earlier result that was checked and used instead of a new search."""
 
@@ -175,7 +164,7 @@ class LoaderFile:
     baseline: LoaderConfig | None = None
     trials: tuple[Trial, ...] = ()
     finals: Finals = field(default_factory=Finals)
-    twin: TwinBasis | None = None
+    twin: TwinContext | None = None
     tolerance: float | None = None
     """Rates this close counted as equally fast; null in files of before it was kept."""
     reused: Reused | None = None

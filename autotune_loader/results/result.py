@@ -20,11 +20,11 @@ from autotune_loader.results.loader_file import (
     Reused,
     Spent,
     Status,
-    TwinBasis,
     Verdict,
     config_in,
     read_loader_file,
 )
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.utils.data import DataLoader
 
-    from autotune_loader.decision.belief import TwinInputs
     from autotune_loader.twin import Prediction
 
 
@@ -65,7 +64,7 @@ class TuningResult:
     spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
     space_hash: str | None = None
     fingerprint: Fingerprint | None = None
-    twin: TwinBasis | None = None
+    twin: TwinContext | None = None
     tolerance: float | None = None
     """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
     reused: Reused | None = None
@@ -203,18 +202,17 @@ class TuningResult:
         from autotune_loader.decision.belief import fit_twin
         from autotune_loader.twin.memory import MemoryModel
 
-        basis = self.twin
-        twin = None if basis is None else fit_twin(self.trials, _inputs_of(basis))
-        if basis is None or twin is None:
+        context = self.twin
+        observed = [(each.config, each.measurement) for each in self.trials if each.measurement is not None]
+        twin = None if context is None else fit_twin(observed, context)
+        if context is None or twin is None:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        memory = MemoryModel.fit(
-            (each.config, each.measurement) for each in self.trials if each.measurement is not None
-        )
+        memory = MemoryModel.fit(observed)
         return [
             replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
-            for prediction in twin.predict_all(configs, epoch_batches=basis.epoch_batches, cores=cores)
+            for prediction in twin.predict_all(configs, epoch_batches=context.epoch_batches, cores=cores)
         ]
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -288,16 +286,6 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
         changes = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, **changes}
         changes["multiprocessing_context"] = None
     return replace(best, **changes)
-
-
-def _inputs_of(basis: TwinBasis) -> TwinInputs:
-    from autotune_loader.decision.belief import TwinInputs
-
-    return TwinInputs(
-        usable_cores=basis.usable_cores,
-        consumer_cores=basis.consumer_cores,
-        step_s_by_threads=dict(basis.step_s),
-    )
 
 
 def _without_traces(trial: Trial) -> Trial:

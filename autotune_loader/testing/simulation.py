@@ -57,7 +57,7 @@ class SimulatedProbe:
             return failure
         if plan.whole_epochs:
             return self._burst_of_epochs(config, plan)
-        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.pause_s)
+        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s)
         begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():

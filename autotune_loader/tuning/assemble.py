@@ -1,21 +1,18 @@
-"""From what a search found to the `TuningResult`: figures, sentences, warnings."""
+"""From what a search state to the `TuningResult`: figures, sentences, warnings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
-from autotune_loader.decision.space import Space
-from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.semantics import consequences
-from autotune_loader.report.summary import _rate_words, _speedup_sentence, counted_rounds
+from autotune_loader.report.summary import _rate_words, _speedup_sentence, counted_rounds, why_it_ended
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -25,86 +22,74 @@ from autotune_loader.results.loader_file import (
     Reused,
     Spent,
     Status,
-    TwinBasis,
     Verdict,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.recheck import Check
-from autotune_loader.tuning.state import SearchState
+from autotune_loader.tuning.recheck import Recheck
+from autotune_loader.tuning.state import RunContext, SearchState
+from autotune_loader.twin import Twin
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
-    """What was fixed before the search began."""
-
-    workload: Workload
-    space: Space
-    warmup: WarmupReport
-    fingerprint: Fingerprint
-    usable_cores: int
-    notes: tuple[str, ...]
-    tolerance: float | None = None
-
-
-def assemble(found: SearchState, setting: RunContext, seconds: float, *, final: bool) -> TuningResult:
+def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
     """The result of a search, finished or not.
 
     Args:
-        found: trials, ceilings and finals so far.
-        setting: workload, space and machine.
+        state: trials, ceilings and finals so far.
+        context: workload, space and machine.
         seconds: wall seconds since the call.
         final: whether the search has ended; an unfinished or interrupted one gives status "partial".
     """
-    best = _best(found)
-    measurement = found.finals.measurement if found.finals is not None else _measurement_of(best, found.trials)
-    status = _status(found, final)
-    rate = _rate(found, measurement)
+    best = _best(state)
+    measurement = state.finals.measurement if state.finals is not None else _measurement_of(best, state.trials)
+    status = _status(state, final)
+    rate = _rate(state, measurement)
     verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
     advice: tuple[Any, ...] = ()
     if measurement is not None and rate is not None:
-        evidence = _evidence(best, measurement, rate, found, setting)
+        evidence = _evidence(best, measurement, rate, state, context)
         verdict = judge(evidence)
         advice = advise(evidence, verdict)
-    measured = _measured(best, found, measurement, rate)
+    measured = _measured(best, state, measurement, rate)
     return TuningResult(
         best=best,
         status=status,
-        baseline=found.baseline,
-        trials=tuple(found.trials),
+        baseline=state.baseline,
+        trials=tuple(state.trials),
         batch_size=BatchSizeChoice(
-            value=best.batch_size or setting.workload.data.batch_size, tuned=best.batch_size is not None
+            value=best.batch_size or context.workload.data.batch_size, tuned=best.batch_size is not None
         ),
         measured=measured,
-        predicted=_predicted(best, found, setting),
+        predicted=_predicted(best, state, context),
         verdict=verdict,
         advice=advice,
-        summary=_summary(best, found, measured, verdict, status, setting),
-        warnings=_warnings(best, found, setting),
-        finals=_finals(found),
-        spent=Spent(seconds=round(seconds, 3), bursts=found.bursts),
-        space_hash=setting.space.hash,
-        fingerprint=setting.fingerprint,
-        twin=_twin_basis(best, found, setting),
-        tolerance=setting.tolerance,
-        accelerations=found.accelerations,
-        study=found.study,
-        parts=loader_parts(setting.workload),
+        summary=_summary(best, state, measured, verdict, status, context),
+        warnings=_warnings(best, state, context),
+        finals=_finals(state),
+        spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
+        space_hash=context.space.hash,
+        fingerprint=context.fingerprint,
+        twin=_twin_context(best, state, context),
+        tolerance=context.tolerance,
+        accelerations=state.accelerations,
+        study=state.study,
+        parts=loader_parts(context.workload),
     )
 
 
 def assemble_reused(
-    entry: Entry, seen: Check, setting: RunContext, baseline: LoaderConfig, seconds: float, study: Any
+    entry: Entry, seen: Recheck, context: RunContext, baseline: LoaderConfig, seconds: float, study: Any
 ) -> TuningResult:
     """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
 
     Args:
         entry: the earlier result.
         seen: the check that it passed.
-        setting: workload, space and machine of now.
+        context: workload, space and machine of now.
         baseline: what the caller has now; the speed-up is over it.
         seconds: wall seconds since the call.
         study: the Optuna study of the earlier trials.
@@ -113,7 +98,7 @@ def assemble_reused(
     assert rate is not None
     measured = earlier.measured
     then, ratio_now = measured.speedup, seen.speedup
-    # A speed-up that was found while the machine was busy need not be that of a quiet one.
+    # A speed-up that was state while the machine was busy need not be that of a quiet one.
     is_refuted = then is not None and ratio_now is not None and not then.low <= ratio_now.value <= then.high
     if baseline != earlier.baseline or (is_refuted and seen.partner == baseline):
         now = seen.rate("partner") if seen.partner == baseline else rate
@@ -135,34 +120,34 @@ def assemble_reused(
         f"Use {earlier.best}: {_rate_words(measured.samples_per_s)}.",
         _speedup_sentence(earlier.best, baseline, measured.speedup),
         earlier.verdict.sentence,
-        f"Step: {setting.warmup.step}.",
+        f"Step: {context.warmup.step}.",
     )
     return replace(
         earlier,
         baseline=baseline,
         measured=measured,
         summary=tuple(sentence for sentence in summary if sentence),
-        warnings=tuple(dict.fromkeys([*setting.notes, *earlier.warnings])),
+        warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
-        space_hash=setting.space.hash,
-        fingerprint=setting.fingerprint,
+        space_hash=context.space.hash,
+        fingerprint=context.fingerprint,
         reused=reused,
         study=study,
-        parts=loader_parts(setting.workload),
+        parts=loader_parts(context.workload),
     )
 
 
-def _best(found: SearchState) -> LoaderConfig:
-    if found.finals is not None:
-        return found.finals.winner
-    fastest = found.fastest()
+def _best(state: SearchState) -> LoaderConfig:
+    if state.finals is not None:
+        return state.finals.winner
+    fastest = state.fastest()
     return fastest.config if fastest is not None else LoaderConfig()
 
 
-def _status(found: SearchState, final: bool) -> Status:
-    if final and not found.interrupted and found.fastest() is None:
+def _status(state: SearchState, final: bool) -> Status:
+    if final and not state.interrupted and state.fastest() is None:
         return "fallback"
-    return "complete" if final and not found.interrupted else "partial"
+    return "complete" if final and not state.interrupted else "partial"
 
 
 def _measurement_of(config: LoaderConfig, trials: Sequence[Trial]) -> Measurement | None:
@@ -174,50 +159,50 @@ def _measurement_of(config: LoaderConfig, trials: Sequence[Trial]) -> Measuremen
     return None
 
 
-def _rate(found: SearchState, measurement: Measurement | None) -> Interval | None:
-    if found.finals is not None:
-        return found.finals.rate
+def _rate(state: SearchState, measurement: Measurement | None) -> Interval | None:
+    if state.finals is not None:
+        return state.finals.rate
     return None if measurement is None else measurement.samples_per_s
 
 
 def _evidence(
-    best: LoaderConfig, measurement: Measurement, rate: Interval, found: SearchState, setting: RunContext
+    best: LoaderConfig, measurement: Measurement, rate: Interval, state: SearchState, context: RunContext
 ) -> Evidence:
-    data = setting.workload.data
+    data = context.workload.data
     return Evidence(
         best=best,
         measurement=measurement,
         rate=rate,
-        ceiling=found.ceiling_of(best),
-        usable_cores=setting.usable_cores,
-        on_accelerator=not setting.workload.training.device.startswith("cpu"),
+        ceiling=state.ceiling_of(best),
+        usable_cores=context.usable_cores,
+        on_accelerator=not context.workload.training.device.startswith("cpu"),
         epoch_batches=data.batches_per_epoch(best.batch_size),
-        trials=found.trials,
+        trials=state.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-        twin=fit_twin(found.trials, found.inputs),
-        cached_steps=_cached_steps(best, found),
-        space=setting.space,
-        accelerations=found.accelerations,
+        twin=_twin(state),
+        cached_steps=_cached_steps(best, state),
+        space=context.space,
+        accelerations=state.accelerations,
     )
 
 
-def _cached_steps(best: LoaderConfig, found: SearchState) -> tuple[Measurement, ...]:
+def _cached_steps(best: LoaderConfig, state: SearchState) -> tuple[Measurement, ...]:
     """The step on cached batches of the best configuration's size."""
     if best.batch_size is None:
-        return tuple(found.ceilings.values())
-    measured = found.ceilings_by_batch.get(best.batch_size)
+        return tuple(state.ceilings.values())
+    measured = state.ceilings_by_batch.get(best.batch_size)
     return () if measured is None else (measured,)
 
 
 def _measured(
-    best: LoaderConfig, found: SearchState, measurement: Measurement | None, rate: Interval | None
+    best: LoaderConfig, state: SearchState, measurement: Measurement | None, rate: Interval | None
 ) -> Measured:
-    baseline = _measurement_of(found.baseline, found.trials)
+    baseline = _measurement_of(state.baseline, state.trials)
     values: dict[str, Any] = {
         "samples_per_s": rate,
         "baseline_samples_per_s": None if baseline is None else baseline.samples_per_s,
-        "speedup": None if found.finals is None else found.finals.speedup,
-        "ceiling_samples_per_s": found.ceiling_of(best),
+        "speedup": None if state.finals is None else state.finals.speedup,
+        "ceiling_samples_per_s": state.ceiling_of(best),
     }
     if measurement is not None:
         values |= {
@@ -239,60 +224,59 @@ def _measured(
     return Measured(**values)
 
 
-def _predicted(best: LoaderConfig, found: SearchState, setting: RunContext) -> Predicted:
-    twin = fit_twin(found.trials, found.inputs) if best.batch_size is None else None
+def _predicted(best: LoaderConfig, state: SearchState, context: RunContext) -> Predicted:
+    twin = _twin(state) if best.batch_size is None else None
     if twin is None:
         return Predicted()
-    epoch_batches = setting.workload.data.batches_per_epoch(best.batch_size)
+    epoch_batches = context.workload.data.batches_per_epoch(best.batch_size)
     prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
-    samples = setting.workload.data.samples_per_epoch()
+    samples = context.workload.data.samples_per_epoch()
     epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
     return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
 
 
-def _twin_basis(best: LoaderConfig, found: SearchState, setting: RunContext) -> TwinBasis:
-    inputs = found.inputs
-    return TwinBasis(
-        usable_cores=inputs.usable_cores,
-        consumer_cores=inputs.consumer_cores,
-        step_s=tuple(inputs.step_s_by_threads.items()),
-        epoch_batches=setting.workload.data.batches_per_epoch(best.batch_size),
-    )
+def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
+    return replace(state.context, epoch_batches=context.workload.data.batches_per_epoch(best.batch_size))
 
 
-def _finals(found: SearchState) -> Finals:
-    if found.finals is None:
+def _twin(state: SearchState) -> Twin | None:
+    """The twin of the search's bursts, as `predict()` makes it from a file."""
+    return fit_twin([(t.config, t.measurement) for t in state.trials if t.measurement is not None], state.context)
+
+
+def _finals(state: SearchState) -> Finals:
+    if state.finals is None:
         return Finals()
-    keys = range(len(found.finals.configs))
-    rounds = tuple(tuple(each.rates.get(str(key)) for key in keys) for each in found.finals.rounds)
-    return Finals(configs=found.finals.configs, rounds=rounds, whole_epochs=found.whole_epochs)
+    configs = state.finals.configs
+    rounds = tuple(tuple(each.rates.get(config) for config in configs) for each in state.finals.rounds)
+    return Finals(configs=configs, rounds=rounds, whole_epochs=state.whole_epochs)
 
 
 def _summary(
-    best: LoaderConfig, found: SearchState, measured: Measured, verdict: Verdict, status: Status, setting: RunContext
+    best: LoaderConfig, state: SearchState, measured: Measured, verdict: Verdict, status: Status, context: RunContext
 ) -> tuple[str, ...]:
     if status == "fallback":
-        kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in found.trials if t.failure is not None})
+        kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
         return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
     sentences = [f"Use {best}: {_rate_words(measured.samples_per_s)}."]
-    sentences.append(_speedup_sentence(best, found.baseline, measured.speedup))
+    sentences.append(_speedup_sentence(best, state.baseline, measured.speedup))
     sentences.append(verdict.sentence)
-    sentences.append(f"Step: {setting.warmup.step}. Search ended because {found.stopped_because or 'it was asked to'}.")
-    sentences += [f"{acceleration_sentence(each)}." for each in found.accelerations]
-    if found.finals is not None and found.whole_epochs:
+    sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
+    sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
+    if state.finals is not None and state.whole_epochs:
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
         )
     if status == "partial":
-        sentences.insert(0, "Interrupted: this is the best found so far.")
+        sentences.insert(0, "Interrupted: this is the best state so far.")
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _warnings(best: LoaderConfig, found: SearchState, setting: RunContext) -> tuple[str, ...]:
-    notes = [*consequences(best, setting.workload.data), *setting.notes]
-    if found.finals is not None:
-        notes += found.finals.notes
-    failed = [trial for trial in found.trials if trial.failure is not None]
+def _warnings(best: LoaderConfig, state: SearchState, context: RunContext) -> tuple[str, ...]:
+    notes = [*consequences(best, context.workload.data), *context.notes]
+    if state.finals is not None:
+        notes += state.finals.notes
+    failed = [trial for trial in state.trials if trial.failure is not None]
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
         assert same[0].failure is not None

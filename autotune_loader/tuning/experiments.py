@@ -5,10 +5,15 @@ torch.compile and autocast change what is trained, so they are never applied; a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.results.loader_file import Verdict
+from autotune_loader.tuning.assemble import assemble
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
@@ -40,6 +45,33 @@ class StepProbe(Protocol):
     ) -> Acceleration | Failure:
         """Time the step with one change to it against the step as it is."""
         ...
+
+
+def try_changed_steps(
+    state: SearchState, context: RunContext, options: TuneOptions, probe: StepProbe | None, started: float
+) -> None:
+    """What allowed changes of the step would bring, noted in the state; Ctrl-C ends that, and keeps what the search found.
+
+    Args:
+        state: of a search that has ended.
+        context: of the run.
+        options: how to search.
+        probe: None where several ranks tune together.
+        started: when the budget began, on the monotonic clock.
+    """
+    if state.interrupted or not options.allow & set(KINDS):
+        return
+    so_far = assemble(state, context, 0.0, final=True)
+
+    def seconds_left() -> float:
+        return options.budget_s - (time.monotonic() - started)
+
+    try:
+        state.accelerations = measure_allowed(
+            options.allow, so_far.verdict, probe, so_far.best.consumer_threads, seconds_left
+        )
+    except KeyboardInterrupt:
+        state.stop_reason = StopReason.INTERRUPTED
 
 
 def measure_allowed(

@@ -13,22 +13,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from autotune_loader.decision.selection import modelled
+from autotune_loader.decision.rounds import as_round, in_turning_order
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round, paired_ratio
-
-if TYPE_CHECKING:
-    import optuna
 
 CHECK_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
 ROUNDS = 2
@@ -43,7 +37,7 @@ _BEST, _PARTNER = "best", "partner"
 
 
 @dataclass(slots=True, kw_only=True)
-class Check:
+class Recheck:
     """What the paired check saw."""
 
     partner: LoaderConfig | None
@@ -65,7 +59,7 @@ class Check:
         return paired_ratio(paired, _BEST, _PARTNER) if paired else None
 
 
-def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tolerance: float) -> Check:
+def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tolerance: float) -> Recheck:
     """Run the paired check of an earlier result.
 
     Args:
@@ -76,8 +70,8 @@ def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tole
         tolerance: relative difference that counts as equally fast.
     """
     best = entry.result.best
-    others = [config for config in (baseline, LoaderConfig()) if modelled(config) != modelled(best)]
-    seen = Check(partner=others[0] if others else None)
+    others = [config for config in (baseline, LoaderConfig()) if config.key() != best.key()]
+    seen = Recheck(partner=others[0] if others else None)
     veto = space.veto(best)
     if veto is not None:
         seen.objection = veto.message
@@ -95,45 +89,24 @@ def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tole
     return seen
 
 
-def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_threads: int) -> optuna.Study:
-    """The Optuna study of an earlier result's trials, in memory."""
-    ledger = OptunaStudy(
-        storage=None,
-        name=settings.study_name or "autotune-reused",
-        space=space,
-        search=settings.search,
-        seed=settings.seed,
-        default_threads=default_threads,
-    )
-    for trial in result.trials:
-        asked, _ = ledger.ask(trial.config)
-        ledger.tell(asked, trial)
-    return ledger.study
-
-
-def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Check) -> Failure | None:
-    """One burst of each side, in turning order; the failure of the best, if it failed."""
+def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Recheck) -> Failure | None:
+    """One burst of each side; the failure of the best, if it failed."""
+    sides = {_BEST: best} if seen.partner is None else {_BEST: best, _PARTNER: seen.partner}
     number = len(seen.rounds)
-    sides = [(_BEST, best)] + ([(_PARTNER, seen.partner)] if seen.partner is not None else [])
-    rates: dict[str, float] = {}
-    for key, config in sides if number % 2 == 0 else reversed(sides):
-        outcome = probe.burst(config, replace(plan, seed=number))
-        seen.bursts += 1
-        if not isinstance(outcome, Failure):
-            rates[key] = outcome.samples_per_s.value
-        elif key == _BEST:
-            return outcome
-    seen.rounds.append(Round(rates=rates))
-    return None
+    outcomes = in_turning_order(list(sides), lambda side: probe.burst(sides[side], replace(plan, seed=number)), number)
+    seen.bursts += len(outcomes)
+    seen.rounds.append(as_round(outcomes))
+    failed = dict(outcomes)[_BEST]
+    return failed if isinstance(failed, Failure) else None
 
 
-def _is_unanimous(seen: Check, earlier: TuningResult, tolerance: float) -> bool:
+def _is_unanimous(seen: Recheck, earlier: TuningResult, tolerance: float) -> bool:
     """Whether every round objects by itself, so that more of them would hardly say otherwise."""
-    alone = [Check(partner=seen.partner, rounds=[each]) for each in seen.rounds]
+    alone = [Recheck(partner=seen.partner, rounds=[each]) for each in seen.rounds]
     return all(_objection(each, earlier, tolerance) for each in alone)
 
 
-def _objection(seen: Check, earlier: TuningResult, tolerance: float) -> str:
+def _objection(seen: Recheck, earlier: TuningResult, tolerance: float) -> str:
     now, partner = seen.rate(), seen.rate(_PARTNER)
     stored = earlier.measured.samples_per_s
     assert now is not None
@@ -161,13 +134,13 @@ def _band(stored: Interval) -> tuple[float, float]:
 def rate_then(config: LoaderConfig, earlier: TuningResult) -> float | None:
     """Samples/s of a configuration in an earlier result: in its finals, or else in its search."""
     finals = earlier.finals
-    plain = [modelled(each) for each in finals.configs]
-    if modelled(config) in plain:
-        column = plain.index(modelled(config))
+    keys = [each.key() for each in finals.configs]
+    if config.key() in keys:
+        column = keys.index(config.key())
         rates: Sequence[float] = [rate for rates in finals.rounds if (rate := rates[column])]
         if rates:
             return math.exp(math.fsum(map(math.log, rates)) / len(rates))
     if finals.whole_epochs:  # the search's bursts were not
         return None
-    measured = [each.samples_per_s for each in earlier.trials if modelled(each.config) == modelled(config)]
+    measured = [each.samples_per_s for each in earlier.trials if each.config.key() == config.key()]
     return next((rate for rate in reversed(measured) if rate), None)

@@ -11,7 +11,7 @@ from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.report.semantics import why_no_drop_last
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import STARTUP_WORTH_AVOIDING
+from autotune_loader.tuning.schedule import STARTUP_WORTH_AVOIDING
 
 # Powers of two around the user's batch size, in the order in which they are tried.
 BATCH_FACTORS = (2, 4, 0.5)
@@ -49,11 +49,9 @@ WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
 
 def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
-    data, on_cpu = workload.data, workload.training.device.startswith("cpu")
-    has_step = workload.training.model is not None or workload.training.train_step is not None
-    accelerated = not on_cpu and not warmup.on_accelerator
+    data, accelerated = workload.data, not workload.on_cpu and not warmup.on_accelerator
     threads: tuple[int | None, ...] = (None,)
-    if on_cpu and has_step:
+    if workload.on_cpu and workload.has_step:
         threads = consumer_thread_counts(machine.usable_cores, warmup.default_threads)
     max_workers, capped = _max_workers(data, warmup, machine, settings)
     return Space(

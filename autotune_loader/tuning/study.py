@@ -8,23 +8,26 @@ attributes, so that a study is readable without this package, and so that it can
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.space import MAX_WORKERS, Space
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.tuning.options import Search
 from autotune_loader.tuning.study_storage import OWNER, is_abandoned, open_database, owner, patiently
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.serialization import from_plain, to_plain
-from autotune_loader.values.trial import Trial, TrialRole
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import optuna
@@ -42,6 +45,19 @@ TPE_STARTUP_TRIALS = 4
 ONLY_WITH_WORKERS = ("in_order", "multiprocessing_context")
 # Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
 FINISHED = "finished"
+
+
+# A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
+TAKEN_PATIENCE_S = 15.0
+TAKEN_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A configuration that is ours to measure, and its running Optuna trial."""
+
+    asked: optuna.trial.Trial
+    config: LoaderConfig
 
 
 class OptunaStudy:
@@ -74,6 +90,8 @@ class OptunaStudy:
         self._sampler = _sampler(search, seed)
         self._default_threads = default_threads
         self._seen: set[str] = set()
+        self._arrived: list[Trial] = []
+        self._passed_over: dict[LoaderConfig, float] = {}
         self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
         self._drop_zombies()
 
@@ -108,7 +126,49 @@ class OptunaStudy:
             log.warning("%s; the study is kept in memory", error)
             return self._opened(None)
 
-    def ask(self, config: LoaderConfig | None = None) -> tuple[optuna.trial.Trial, LoaderConfig]:
+    def claim(self, config: LoaderConfig | None, now: float) -> Claim | None:
+        """The configuration, or what the sampler proposes, if nobody else has measured it or is about to; else None.
+
+        Args:
+            config: None lets the sampler propose.
+            now: seconds, on the caller's clock.
+        """
+        if config is not None and self._is_others(config, now):
+            return None
+        claim = self.ask(config)
+        if self._is_others(claim.config, now, by_now=claim.asked):
+            self.abandon(claim)
+            return None
+        return claim
+
+    def arrived(self) -> list[Trial]:
+        """What other hosts have told since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def passed_over(self, now: float) -> set[LoaderConfig]:
+        """What other hosts were seen to be measuring a moment ago."""
+        return {config for config, since in self._passed_over.items() if now - since <= TAKEN_PATIENCE_S}
+
+    def _is_others(self, config: LoaderConfig, now: float, by_now: optuna.trial.Trial | None = None) -> bool:
+        self._arrived += (news := self.news())
+        if any(trial.config == config for trial in news):
+            return True
+        if not self.is_taken(config, by_now) or now - self._passed_over.setdefault(config, now) > TAKEN_PATIENCE_S:
+            return False
+        time.sleep(TAKEN_PAUSE_S)
+        return True
+
+    @contextlib.contextmanager
+    def abandoning(self, claim: Claim) -> Iterator[None]:
+        """Gives the claim up where measuring is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.abandon(claim)
+            raise
+
+    def ask(self, config: LoaderConfig | None = None) -> Claim:
         """A running Optuna trial of `config`, or of whatever the sampler proposes."""
         try:
             return patiently(lambda: self._asked(config), mend=self.close)
@@ -116,13 +176,13 @@ class OptunaStudy:
             self._go_on_in_memory(error)
             return self._asked(config)
 
-    def _asked(self, config: LoaderConfig | None) -> tuple[optuna.trial.Trial, LoaderConfig]:
+    def _asked(self, config: LoaderConfig | None) -> Claim:
         with quiet_optuna():
             if config is not None:
-                return self._started(config), config
+                return Claim(self._started(config), config)
             trial = self.study.ask()
             trial.set_user_attr(OWNER, owner())
-            return trial, self._suggest(trial)
+            return Claim(trial, self._suggest(trial))
 
     def _started(self, config: LoaderConfig) -> optuna.trial.Trial:
         """A running trial of just this configuration.
@@ -159,12 +219,12 @@ class OptunaStudy:
             return IntDistribution(1, MOST_THREADS, log=True)
         return CategoricalDistribution(self._searched()[name])
 
-    def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
-        """Complete an asked trial: its rate as the value, everything else as attributes and constraints."""
+    def tell(self, claim: Claim, trial: Trial) -> None:
+        """Complete a claimed trial: its rate as the value, everything else as attributes and constraints."""
         import optuna
 
         try:
-            patiently(lambda: self._told(asked, trial), mend=self.close)
+            patiently(lambda: self._told(claim.asked, trial), mend=self.close)
         except optuna.exceptions.UpdateFinishedTrialError:
             log.warning("trial %d took so long that another run of the study gave it up", trial.number)
         except Exception as error:
@@ -186,12 +246,12 @@ class OptunaStudy:
             else:
                 self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
 
-    def abandon(self, asked: optuna.trial.Trial) -> None:
+    def abandon(self, claim: Claim) -> None:
         """Mark a trial that was interrupted: it carries no information."""
         import optuna
 
         with contextlib.suppress(Exception), quiet_optuna():
-            self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
+            self.study.tell(claim.asked, state=optuna.trial.TrialState.FAIL)
 
     def finish(self) -> None:
         """Mark the study as searched to the end."""
@@ -316,6 +376,12 @@ def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
         )
 
 
+def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
+    """One study holds trials of one space on one kind of machine with one dataset only."""
+    text = repr(replace(fingerprint, driver=None))
+    return f"autotune-{space.hash}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 def journal_beside(output: str | None) -> str | None:
     """Where the study of a run that writes `output` is kept."""
     return None if output is None else f"{output}.journal"
@@ -413,12 +479,6 @@ def _set_constraint(trial: optuna.trial.Trial, name: str, violation: float) -> N
     trial.set_user_attr(f"constraint_{name}", violation)  # optuna-dashboard does not show the real ones yet
     if hasattr(trial, "set_constraint"):  # Optuna 5
         trial.set_constraint(name, violation)
-
-
-def role_of(config: LoaderConfig, own: LoaderConfig | None) -> TrialRole:
-    if own is not None and config == own:
-        return "baseline"
-    return "default" if config == LoaderConfig() else "search"
 
 
 @contextlib.contextmanager

@@ -1,29 +1,28 @@
-"""`tune()`: the story of one tuning run, from the caller's objects to a `TuningResult`."""
+"""`tune()`: the story of one tuning run, from the caller's objects to a `TuningResult`.
+
+options and workload ─► probe ─► space ─► an earlier result that still holds, or
+a session of trials ─► experiments with the step ─► result ─► loader.json and the cache
+"""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.space import Space
-from autotune_loader.machine.facts import Fingerprint, Machine, inspect_machine
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.opening import Isolation, OpenProbe, open_probe
-from autotune_loader.probe.protocol import Probe
+from autotune_loader.probe.opening import Isolation, open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
-from autotune_loader.results import cache
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.assemble import RunContext, assemble, assemble_reused, loader_parts
-from autotune_loader.tuning.experiments import KINDS, StepProbe, budget_of_search, measure_allowed
+from autotune_loader.tuning.assemble import assemble, loader_parts
+from autotune_loader.tuning.earlier import EarlierResult
+from autotune_loader.tuning.experiments import budget_of_search, try_changed_steps
+from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.lockstep import (
     common_space,
     environment,
@@ -35,22 +34,17 @@ from autotune_loader.tuning.lockstep import (
 )
 from autotune_loader.tuning.options import Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import Ranks, joined_ranks
-from autotune_loader.tuning.recheck import check, study_of
 from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import SearchState
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.tuning.state import Job, RunContext
+from autotune_loader.tuning.study import name_of_study
 from autotune_loader.values.serialization import require_writable
-from autotune_loader.values.trial import Acceleration, Trial
 
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
-# However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them.
 SHORTEST_START_DEADLINE_S = 30.0
-# What a warning says of a file that was asked for.
-NOT_WRITTEN = "could not be written"
+"""However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them."""
 
 
 def tune(
@@ -133,7 +127,7 @@ def tune(
         RankLostError: under torchrun, where every rank must call `tune()`: a rank failed, died or did not answer.
     """
     started = time.monotonic()
-    settings = parse_options(
+    options = parse_options(
         {
             "budget": budget,
             "max_trials": max_trials,
@@ -167,208 +161,60 @@ def tune(
         generator=generator,
         drop_last=drop_last,
     )
-    return _tune(workload, settings, notes, started)
-
-
-def _tune(workload: Workload, settings: TuneOptions, notes: list[str], started: float) -> TuningResult:
     with joined_ranks() as ranks:
-        return _tune_with(ranks, workload_of_rank(ranks, workload), settings, notes, started)
+        leads = ranks is None or ranks.leads
+        with make_progress(options.progress if leads else "off") as shown:
+            if leads and options.output is not None:
+                require_writable("output", options.output)
+            return _tuned(workload_of_rank(ranks, workload), options, notes, started, ranks, shown)
 
 
-def _tune_with(
-    ranks: Ranks | None, workload: Workload, settings: TuneOptions, notes: list[str], started: float
+def _tuned(
+    workload: Workload,
+    options: TuneOptions,
+    notes: list[str],
+    started: float,
+    ranks: Ranks | None,
+    progress: Progress,
 ) -> TuningResult:
     machine = inspect_machine(environ=environment(ranks))
-    fingerprint = machine.fingerprint(dataset=_describe(workload.data.dataset))
-    leads = ranks is None or ranks.leads
-    if leads and settings.output is not None:
-        require_writable("output", settings.output)
-    progress = make_progress(settings.progress if leads else "off")
-    progress.announce(f"starting the probe on {machine.usable_cores} usable cores{_gpu_notice(machine)}")
-    memory_bytes = settings.max_host_memory_bytes or machine.memory_budget_bytes
-
-    def open_own() -> AbstractContextManager[OpenProbe]:
-        deadline_s = max(SHORTEST_START_DEADLINE_S, settings.budget_s)
-        return open_probe(workload, machine, settings.isolation, memory_bytes, start_deadline_s=deadline_s)
-
-    try:
-        with opened_together(ranks, open_own) as opened:
-            own_space = functools.partial(make_space, workload, opened.warmup, machine, settings)
-            space = common_space(ranks, machine.usable_cores, own_space)
-            if ranks is not None and not leads:
-                return follow(ranks, opened.probe, loader_parts(workload))
-            probe = lead(ranks, opened.probe)
-            progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers")
-            setting = RunContext(
-                workload=workload,
-                space=space,
-                warmup=opened.warmup,
-                fingerprint=fingerprint,
-                usable_cores=machine.usable_cores,
-                notes=(*notes, *opened.notes, *unmet(workload.data, settings.allow, space)),
-                tolerance=settings.tolerance,
-            )
-            memory = _CachedResult(setting, settings, progress, 1 if ranks is None else ranks.world_size)
-            earlier = memory.recall(probe, started)
-            if earlier is not None:
-                return share(probe, _saved(earlier, settings.output))
-            setting = memory.setting
-            reporter = _Reporter(setting, settings, progress, started)
-            search = TuningSession(
-                probe,
-                space,
-                replace(settings, budget_s=budget_of_search(settings.budget_s, settings.allow)),
-                own_config=workload.own_config,
-                usable_cores=machine.usable_cores,
-                default_threads=opened.warmup.default_threads,
-                step_uses_cores=workload.training.device.startswith("cpu"),
-                clock=time.monotonic,
-                started=started,
-                listener=reporter,
-                name=settings.study_name or _study_name(space, fingerprint),
-                has_step=workload.training.model is not None or workload.training.train_step is not None,
-                suggestions=memory.suggestions,
-                epoch_batches=None if workload.data.is_iterable else workload.data.batches_per_epoch(),
-            )
-            reporter.found = search.found
-            search.run()
-            search.found.accelerations = _accelerations(
-                search.found, setting, settings, opened.probe if ranks is None else None, started
-            )
-        result = assemble(search.found, setting, time.monotonic() - started, final=True)
-        result = _saved(result, settings.output)
-        search.finish()
-        memory.keep(result, cut_short=search.found.was_cut_short)
-        return share(probe, result)
-    finally:
-        progress.close()
-
-
-class _CachedResult:
-    """What was found earlier for the same workload on the same machine: recalled if it still holds, and kept for later."""
-
-    def __init__(self, setting: RunContext, settings: TuneOptions, progress: Progress, ranks: int) -> None:
-        step = setting.warmup.step
-        self._identity = cache.Identity.of(
-            setting.workload, setting.fingerprint, settings.limits(), step=step, ranks=ranks
+    progress.announce_machine(machine.usable_cores, machine.gpu_reason)
+    memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
+    deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
+    with opened_together(
+        ranks, lambda: open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s)
+    ) as opened:
+        space = common_space(ranks, machine.usable_cores, lambda: make_space(workload, opened.warmup, machine, options))
+        if ranks is not None and not ranks.leads:
+            return follow(ranks, opened.probe, loader_parts(workload))
+        probe = lead(ranks, opened.probe)
+        progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers")
+        context = RunContext(
+            workload=workload,
+            space=space,
+            warmup=opened.warmup,
+            fingerprint=machine.fingerprint(dataset=workload.data.description),
+            usable_cores=machine.usable_cores,
+            notes=(*notes, *opened.notes, *unmet(workload.data, options.allow, space)),
+            tolerance=options.tolerance,
         )
-        self._folder = cache.cache_folder()
-        self._settings = settings
-        self._progress = progress
-        self._without_objection = setting.notes
-        self.setting = setting
-        """With a note on why the earlier result was not used, if there was one."""
-        self.suggestions: tuple[LoaderConfig, ...] = ()
-        """Configurations to try early."""
-
-    def recall(self, probe: Probe, started: float) -> TuningResult | None:
-        """The earlier result, checked; None where there is none, or none that holds."""
-        # A study that is kept on purpose is to be gone on with, not passed over.
-        if not self._settings.reuse or self._settings.storage is not None:
-            return None
-        entry = cache.find(self._identity, self._folder)
-        if entry is None:
-            return None
-        self.suggestions = (entry.result.best,)
-        if not entry.is_enough_for(self._settings.budget_s, self._settings.max_trials):
-            log.info("the earlier result of %s had less time or fewer trials; tuning anew", entry.note.tuned_at)
-            return None
-        baseline = self.setting.workload.own_config or LoaderConfig()
-        self._progress.announce(f"checking the result of {entry.note.tuned_at}: {entry.result.best}")
-        seen = check(probe, entry, baseline, self.setting.space, self._settings.tolerance)
-        if seen.objection:
-            self._object(entry, seen.objection)
-            return None
-        study = study_of(entry.result, self.setting.space, self._settings, self.setting.warmup.default_threads)
-        return assemble_reused(entry, seen, self.setting, baseline, time.monotonic() - started, study)
-
-    def keep(self, result: TuningResult, *, cut_short: bool) -> None:
-        """Keep the result of a search for the next call."""
-        objections = set(self.setting.notes) - set(self._without_objection)
-        lasting = tuple(warning for warning in result.warnings if warning not in objections)
-        result = replace(result, warnings=lasting)
-        cache.keep(
-            self._identity,
-            result,
-            self._folder,
-            budget_s=self._settings.budget_s,
-            max_trials=self._settings.max_trials,
-            cut_short=cut_short,
+        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
+        held = earlier.check(probe, started, progress.announce)
+        if held is not None:
+            return share(probe, saved(held, options.output))
+        told = replace(context, notes=(*context.notes, *earlier.objections))
+        session = TuningSession(
+            probe,
+            space,
+            replace(options, budget_s=budget_of_search(options.budget_s, options.allow)),
+            Job.of(context, earlier.suggestions, options.study_name or name_of_study(space, context.fingerprint)),
+            clock=time.monotonic,
+            started=started,
+            listener=FileAndProgress(told, options.output, progress, started),
         )
-
-    def _object(self, entry: cache.Entry, objection: str) -> None:
-        text = f"the result of {entry.note.tuned_at} ({entry.result.best}) was not reused: {objection}"
-        log.warning("%s; tuning anew", text)
-        self.setting = replace(self.setting, notes=(*self.setting.notes, text))
-
-
-def _accelerations(
-    found: SearchState, setting: RunContext, settings: TuneOptions, probe: StepProbe | None, started: float
-) -> tuple[Acceleration, ...]:
-    """What allowed changes of the step would bring; Ctrl-C ends that, and keeps what the search found."""
-    if found.interrupted or not settings.allow & set(KINDS):
-        return ()
-    so_far = assemble(found, setting, 0.0, final=True)
-
-    def seconds_left() -> float:
-        return settings.budget_s - (time.monotonic() - started)
-
-    try:
-        return measure_allowed(settings.allow, so_far.verdict, probe, so_far.best.consumer_threads, seconds_left)
-    except KeyboardInterrupt:
-        found.interrupted = True
-        return ()
-
-
-def _saved(result: TuningResult, output: str | None) -> TuningResult:
-    """The result, written where that was asked for. A disk that is full by now costs a warning, not the result."""
-    if output is None:
-        return result
-    try:
-        result.save(output)
-    except OSError as error:
-        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
-        log.warning(text)
-        return replace(result, warnings=(*result.warnings, text))
-    return result
-
-
-class _Reporter:
-    """The search's listener: rewrites `loader.json` after every trial and draws a line for it."""
-
-    found: SearchState
-
-    def __init__(self, setting: RunContext, settings: TuneOptions, progress: Progress, started: float) -> None:
-        self._setting = setting
-        self._settings = settings
-        self._progress = progress
-        self._started = started
-
-    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
-        self._progress.trial(trial, best, seconds_left)
-        if self._settings.output is not None and best is not None:
-            seconds = time.monotonic() - self._started
-            _saved(assemble(self.found, self._setting, seconds, final=False), self._settings.output)
-
-    def finals_round(self, number: int, rates: dict[LoaderConfig, float], seconds_left: float) -> None:
-        self._progress.finals_round(number, rates, seconds_left)
-
-
-def _gpu_notice(machine: Machine) -> str:
-    """Why there will be no figures of a GPU, said once; nothing where there will be."""
-    return "" if machine.gpu_reason is None else f"; no GPU is watched ({machine.gpu_reason})"
-
-
-def _describe(dataset: Any) -> str:
-    """What identifies the data for the fingerprint: its class and length."""
-    try:
-        size = f"[{len(dataset)}]"
-    except (TypeError, NotImplementedError):
-        size = ""
-    return f"{type(dataset).__module__}.{type(dataset).__qualname__}{size}"
-
-
-def _study_name(space: Space, fingerprint: Fingerprint) -> str:
-    """One study holds trials of one space on one kind of machine with one dataset only."""
-    text = repr(replace(fingerprint, driver=None))
-    return f"autotune-{space.hash}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        state = session.run()
+        try_changed_steps(state, told, options, opened.probe if ranks is None else None, started)
+    result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
+    session.finish()
+    earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
+    return share(probe, result)

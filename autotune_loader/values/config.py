@@ -5,7 +5,7 @@ Torch is not imported here, so that a `loader.json` can be read and checked on a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 # What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
@@ -95,6 +95,10 @@ class LoaderConfig:
             in_order=bool(getattr(loader, "in_order", True)) if workers else True,
             multiprocessing_context=context.get_start_method() if context is not None else None,
         )
+
+    def key(self) -> LoaderConfig:
+        """The configuration without what evidence of a rate cannot tell apart: whether workers live on after an epoch."""
+        return replace(self, persistent_workers=False)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `torch.utils.data.DataLoader`, as short as they can be.

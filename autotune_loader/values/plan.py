@@ -25,5 +25,5 @@ class BurstPlan:
     """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
     null_dataset: bool = False
     """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
-    pause_s: float = 0.0
+    prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""

@@ -12,11 +12,11 @@ here can undo that; do not pass bursts of the search to these functions together
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 FOREIGN_CPU_LIMIT = 0.25
 """A round is suspect above this foreign CPU share: on 4 cores that is one whole core that a worker wanted."""
@@ -34,7 +34,7 @@ FINAL_SHARE = 0.5
 """Share of alpha kept for the last look, which is where the power of the hardest comparisons is."""
 VERDICT_ALPHA = 0.018
 """Two-sided error of a verdict: less than one A/A comparison in a hundred may call the candidate faster."""
-Verdict = Literal["faster", "slower", "tie", "undecided"]
+Comparison = Literal["faster", "slower", "tie", "undecided"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Interval:
 class Round:
     """One interleaved round of the finals: every candidate once, in random order, over the same indices."""
 
-    rates: Mapping[str, float]
-    """Samples/s by candidate key; a candidate that failed in this round is missing."""
+    rates: Mapping[Any, float]
+    """Samples/s by candidate, under any key; a candidate that failed in this round is missing."""
     anchor_drift: float | None = None
     """Log-ratio of the anchor's last to its first rate in the round: how much the machine changed meanwhile."""
     foreign_cpu_share: float | None = None
@@ -144,12 +144,12 @@ def usable_rounds(rounds: Sequence[Round]) -> UsableRounds:
     return UsableRounds(rounds=clean, discarded=suspect, note=note)
 
 
-def log_ratios(rounds: Sequence[Round], a: str, b: str) -> list[float]:
+def log_ratios(rounds: Sequence[Round], a: Hashable, b: Hashable) -> list[float]:
     """ln(rate of a / rate of b) of every round in which both were timed, in order."""
     return [math.log(each.rates[a] / each.rates[b]) for each in rounds if a in each.rates and b in each.rates]
 
 
-def paired_ratio(rounds: Sequence[Round], a: str, b: str, confidence: float = 0.95) -> Interval:
+def paired_ratio(rounds: Sequence[Round], a: Hashable, b: Hashable, confidence: float = 0.95) -> Interval:
     """Rate of `a` over rate of `b` with a t interval on the logarithms, for one look after rounds planned beforehand.
 
     Raises:
@@ -191,7 +191,7 @@ def sequential_interval(log_ratios: Sequence[float], alpha: float = 0.05, *, fin
 
 def sequential_verdict(
     log_ratios: Sequence[float], margin: float, alpha: float = VERDICT_ALPHA, *, final: bool = False
-) -> Verdict:
+) -> Comparison:
     """What the rounds so far show; may be asked after every round.
 
     "faster" and "slower" mean that `sequential_interval` excludes 1, "tie" that it lies within `margin` of 1 and

@@ -22,7 +22,9 @@ from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import SEARCH_BURST, TuningSession
+from autotune_loader.tuning.schedule import SEARCH_BURST
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -67,7 +69,8 @@ class _Watcher:
         self.held: list[tuple[float, LoaderConfig]] = []
         self.searched_s = 0.0
 
-    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
+    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
+        best = state.fastest()
         self.searched_s = self._clock()
         if best is not None and (not self.held or self.held[-1][1] != best.config):
             self.held.append((self.searched_s, best.config))
@@ -113,14 +116,15 @@ def by_search(
             seen_by(probe),
             space,
             TuneOptions(budget_s=budget_s, search=search, seed=seed),
-            own_config=None,
-            usable_cores=machine.cores,
-            default_threads=machine.cores,
-            step_uses_cores=kind == "cpu step",
+            Job(
+                usable_cores=machine.cores,
+                default_threads=machine.cores,
+                step_uses_cores=kind == "cpu step",
+                epoch_batches=epoch_batches,
+            ),
             clock=clock,
             started=0.0,
             listener=watcher,
-            epoch_batches=epoch_batches,
         ).run()
         fastest = found.fastest()
         assert fastest is not None

@@ -1,0 +1,115 @@
+"""The whole policy: what to do next, given what is believed.
+
+    explore   the configurations to begin with ─► the one of which an observation teaches most, again and again
+    compare   paired rounds between the shortlist and the baseline, until they are decided or not worth their time
+
+Pure: whoever asks observes, records and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autotune_loader.decision.acquisition import suggest
+from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.race import Race, may_go_on
+from autotune_loader.decision.stopping import StopReason
+from autotune_loader.values.config import LoaderConfig
+
+CEILING_SHARE = 0.98
+"""The ceiling is reached when the rates of `CEILING_TRIALS` trials come this close to it; one alone may have been lucky."""
+CEILING_TRIALS = 2
+EXPLORE_EVERY = 6
+"""After so many suggestions of ours the sampler proposes one, so that a wrong twin cannot trap the search."""
+MOST_REPEATS = 20
+"""A sampler that repeats itself so often in a row has nothing new to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explore:
+    """Observe this configuration; None lets a sampler propose one."""
+
+    config: LoaderConfig | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare:
+    """Run one paired round between these."""
+
+    configs: Sequence[LoaderConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Nothing more is worth its time."""
+
+    reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is wanted, and what may still be spent on it."""
+
+    tolerance: float
+    """Relative difference that counts as equally fast."""
+    seconds_left: float
+    explore_s: float = float("inf")
+    """Seconds left for exploring; 0 or less ends it."""
+    next_s: float = 0.0
+    """Seconds that one more observation will take."""
+    has_trials_left: bool = True
+    begin_with: Sequence[LoaderConfig] = ()
+    """What to observe first, in this order."""
+    queue: Sequence[LoaderConfig] | None = None
+    """All that is to be observed, for a search that walks a grid; None lets beliefs or the sampler propose."""
+    elsewhere: Collection[LoaderConfig] = ()
+    """What other hosts observe at this moment: passed over."""
+    by_belief: bool = True
+    """Whether beliefs propose; otherwise the sampler does."""
+    may_refine: bool = True
+    """Whether there is time for more than what it begins with."""
+    turns: int = 0
+    """How often beliefs or the sampler have proposed so far."""
+    repeats: int = 0
+    """How often in a row the sampler has proposed what was observed before."""
+    ceiling: float | None = None
+    """Samples/s of the step alone, where that is known."""
+
+
+def step(beliefs: Beliefs, race: Race | None, goal: Goal) -> Explore | Compare | Stop:
+    """What to do next. Without a race it is to be explored what should race; with one, the race is to be run."""
+    if race is not None:
+        entrants = race.next_entrants()
+        is_open = may_go_on(race, entrants, goal.seconds_left)
+        return Compare(configs=entrants) if is_open else Stop(reason=StopReason.CHOICE_SAFE)
+    reason = _reason_to_stop(beliefs, goal) if len(beliefs.log) else None
+    if reason is not None:
+        return Stop(reason=reason)
+    tried = {each.config for each in beliefs.log} | set(goal.elsewhere)
+    planned = goal.begin_with if goal.queue is None else [*goal.begin_with, *goal.queue]
+    untried = next((config for config in planned if config not in tried), None)
+    if untried is not None:
+        return Explore(config=untried)
+    if goal.queue is not None:
+        return Stop(reason=StopReason.CHOICE_SAFE)
+    if not goal.may_refine:
+        return Stop(reason=StopReason.OUT_OF_BUDGET)
+    if not goal.by_belief or goal.turns % (EXPLORE_EVERY + 1) == EXPLORE_EVERY:
+        return Explore(config=None)
+    posterior = beliefs.posterior()
+    keys = {config.key() for config in tried}
+    config = None if posterior is None else suggest(posterior, beliefs.space, keys, goal.tolerance)
+    return Stop(reason=StopReason.CHOICE_SAFE) if config is None else Explore(config=config)
+
+
+def _reason_to_stop(beliefs: Beliefs, goal: Goal) -> StopReason | None:
+    if not goal.has_trials_left:
+        return StopReason.OUT_OF_TRIALS
+    if goal.explore_s - goal.next_s < 0:
+        return StopReason.OUT_OF_BUDGET
+    if goal.repeats >= MOST_REPEATS:
+        return StopReason.SAMPLER_REPEATS
+    rates = [each.measurement.samples_per_s.value for each in beliefs.log if each.measurement is not None]
+    reaching = sum(rate >= CEILING_SHARE * (goal.ceiling or float("inf")) for rate in rates)
+    return StopReason.CEILING if goal.by_belief and reaching >= CEILING_TRIALS else None

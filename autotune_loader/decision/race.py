@@ -1,0 +1,388 @@
+"""Paired rounds between the few configurations that are left: who runs next, whether it is decided, who is chosen.
+
+    round 1   B A C      every candidate once, in random order, over the same samples
+    round 2   C A B      ... until every question is answered, or the time is up
+    round 3   A C B
+
+The bursts of the search chose the candidates, so no rate that is reported comes from them: the best of many noisy bursts looks
+better than it is. For the choice itself what is believed counts as one more witness, weighted by how sure it is: few rounds
+cannot tell 3 % apart, the twin often can. Where rounds prove that somebody is faster, no belief stands against them.
+
+Nothing here runs anything: rounds are recorded by whoever ran them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.rounds import as_round
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.statistics import (
+    MAX_ROUNDS,
+    Interval,
+    Round,
+    log_ratios,
+    mean_interval,
+    sequential_interval,
+    usable_rounds,
+)
+
+UNKNOWN_SD = 0.7
+"""Without beliefs anything may be twice as fast as anything else (standard deviation of the logarithm)."""
+TYPICAL_NOISE = 0.03
+"""Relative standard deviation of a burst's rate, where nothing else is known of it."""
+ADMITTING_ROUNDS = 2
+"""New candidates are let in after the first rounds, so that each runs in more than one; later only while in doubt."""
+NOISE_WEIGHT = 4.0
+"""So many bursts' worth a typical noise counts beside that of the rounds."""
+LEAST_NOISE = 0.003
+CERTAIN = 0.95
+"""A candidate that is slower, or as fast, with this probability needs no further rounds."""
+RIVALS = 1
+"""Besides the incumbent so many run in a round; more only where several were faster in their few rounds."""
+LONGER_PATIENCE = 2.0
+"""Patience lasts so many times longer while the rounds do not agree with the incumbent."""
+DOUBTFUL_PATIENCE, DOUBTFUL_SHARE = 3.5, 0.25
+"""And so many times while the incumbent is expected to lose more than this share of the tolerance: of 58 wrong choices on
+1,500 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
+SPEEDUP_PRECISION = 0.25
+"""Rounds agree with the incumbent only where its speed-up is known this well, relatively."""
+MIN_ROUNDS = 3
+"""Fewer rounds say nothing about noise."""
+PATIENT_ROUNDS = 5
+"""Open questions get so many, however long a round takes: on large machines three outlast all patience and settle nothing."""
+LEAST_OF_WINNER = 2
+"""Whoever wins ran in two rounds, or in as many as anybody: one burst gives no interval."""
+BASELINE_PRECISION = 0.03
+"""The baseline is only compared with the winner; once that ratio is known this well it sits out."""
+MAX_FAILURES = 2
+"""A candidate that failed this often in the race is out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceRules:
+    """What the race is about."""
+
+    tolerance: float
+    """Relative difference that counts as equally fast."""
+    cost: Callable[[LoaderConfig], tuple[float, ...]]
+    """What a configuration costs, compared as tuples are."""
+    patience_s: float
+    """Seconds after which open questions are left open, once there were `PATIENT_ROUNDS`."""
+    reserve_s: float = 0.0
+    """Seconds of the budget that patience leaves; only the first `PATIENT_ROUNDS` may use them."""
+    ceiling: float | None = None
+    """Samples/s that nobody can exceed, where that is known: whoever comes within tolerance of it is fast enough."""
+    noise_sd: float = TYPICAL_NOISE
+    """Relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceOutcome:
+    """The rounds and what they say."""
+
+    configs: tuple[LoaderConfig, ...]
+    rounds: tuple[Round, ...]
+    """Usable rounds, whose rates are by configuration."""
+    winner: LoaderConfig
+    rate: Interval
+    """Rate of the winner, from these rounds alone."""
+    measurement: Measurement
+    """The winner's latest burst in the race."""
+    speedup: Interval | None
+    """Winner over baseline; None when no round measured both."""
+    notes: tuple[str, ...] = ()
+
+
+class Race:
+    """The state of paired rounds between candidates and a baseline.
+
+    Args:
+        candidates: configurations that may win, best guess first.
+        baseline: what the winner is compared with; it may win too.
+        rules: what is asked.
+        believe: what is known of everything, the usable rounds included; used for the choice, never for a rate. It may return
+            None, and then the rounds alone decide.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[LoaderConfig],
+        baseline: LoaderConfig,
+        rules: RaceRules,
+        believe: Callable[[], Posterior | None] = lambda: None,
+    ) -> None:
+        self.rules = rules
+        self.baseline = baseline
+        self.configs = list(dict.fromkeys([*candidates, baseline]))
+        self.rounds: list[Round] = []
+        self.latest: dict[LoaderConfig, Measurement] = {}
+        self.spent_s = 0.0
+        self.bursts = 0
+        self._believe = believe
+        self._failures: dict[LoaderConfig, list[Failure]] = {}
+        self._first_rates: dict[LoaderConfig, float] = {}
+        self._known: tuple[object, Posterior] | None = None
+
+    def record(self, outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> Round:
+        """One round, in the order in which it was run, and the seconds that it took."""
+        done = as_round(outcomes)
+        for config, outcome in outcomes:
+            if isinstance(outcome, Failure):
+                self._failures.setdefault(config, []).append(outcome)
+            else:
+                self._first_rates.setdefault(config, outcome.samples_per_s.value)
+                self.latest[config] = outcome
+        self.rounds.append(done)
+        self.bursts += len(done.rates)
+        self.spent_s += max(seconds, 1e-9)
+        return done
+
+    def admit(self, configs: Sequence[LoaderConfig]) -> None:
+        """Let in whom the rounds so far have made a candidate."""
+        self.configs += [config for config in configs if config not in self.configs]
+
+    def is_admitting(self) -> bool:
+        """Whether others may still become candidates."""
+        return len(self.rounds) <= ADMITTING_ROUNDS or self.is_in_doubt()
+
+    def usable(self) -> tuple[Round, ...]:
+        """The rounds in which the machine was not disturbed."""
+        return usable_rounds(self.rounds).rounds
+
+    def disturbed(self) -> list[int]:
+        """Numbers of the other rounds."""
+        usable = self.usable()
+        return [number for number, each in enumerate(self.rounds) if not any(each is kept for kept in usable)]
+
+    def active(self) -> list[LoaderConfig]:
+        """Who has not failed too often."""
+        return [config for config in self.configs if len(self._failures.get(config, ())) < MAX_FAILURES]
+
+    def incumbent(self, least_rounds: int = 1) -> LoaderConfig | None:
+        """Who would be chosen now, of those that ran so often, if any did, and did not fail."""
+        usable = self.usable()
+        counts = {config: len(_rates(usable, config)) for config in self.active()}
+        most = max(counts.values(), default=0)
+        if most == 0:
+            return None
+        ran = [config for config, count in counts.items() if count >= min(least_rounds, most)]
+        chosen, _ = self._belief(ran).choice([self.rules.cost(config) for config in ran], self.rules.tolerance)
+        first = ran[chosen]
+        over_first = {config: log_ratios(usable, config, first) for config in ran}
+        proved = [config for config, logs in over_first.items() if _prove_faster(logs, self.rules.tolerance)]
+        return max(proved, key=lambda config: fmean(over_first[config]), default=first)
+
+    def next_entrants(self) -> list[LoaderConfig]:
+        """Who runs in the next round: the incumbent, its strongest rival, and a baseline that is not known yet."""
+        active, usable, incumbent = self.active(), self.usable(), self.incumbent()
+        if incumbent is None:
+            return active
+        new = [config for config in active if not _rates(usable, config)]
+        others = [config for config in active if config not in (incumbent, self.baseline)]
+        # Who looks faster runs on: where belief favours somebody else, few rounds must not be the last.
+        rivals = [config for config in others if self._needs_more_rounds(config, incumbent)]
+        if not rivals:
+            unanswered = [config for config in others if not self._is_answered(config, incumbent)]
+            rivals = sorted(unanswered, key=lambda config: -sum(self._ratio(config, incumbent)))[:RIVALS]
+        wanted = {incumbent, *new, *rivals}
+        if self.baseline in active and not self._is_baseline_known(incumbent):
+            wanted.add(self.baseline)
+        return [config for config in self.configs if config in wanted]
+
+    def is_in_doubt(self) -> bool:
+        """Whether what would be chosen now is expected to lose much against everything that is known, entrant or not."""
+        incumbent, known = self.incumbent(), self._believe()
+        if incumbent is None or known is None or incumbent.key() not in known.configs:
+            return False
+        loss = known.regret_samples()[:, known.configs.index(incumbent.key())].mean()
+        return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
+
+    def patience_s(self) -> float:
+        """Seconds that rounds may go on in all: longer where they contradict the choice, or where it is in doubt."""
+        if self.rounds and self.is_in_doubt():
+            return DOUBTFUL_PATIENCE * self.rules.patience_s
+        return (1.0 if self._rounds_agree() else LONGER_PATIENCE) * self.rules.patience_s
+
+    def outcome(self) -> RaceOutcome | None:
+        """What the rounds say; None where none could be completed."""
+        usable = usable_rounds(self.rounds)
+        incumbent = self.incumbent(LEAST_OF_WINNER)
+        if incumbent is None:
+            return None
+        winner = self._cheapest_unbeaten(incumbent)
+        rates = _rates(usable.rounds, winner)
+        logs = log_ratios(usable.rounds, winner, self.baseline)
+        exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
+        speedup = sequential_interval(logs, final=True) if len(logs) > 1 else None
+        failed = tuple(
+            f"{config} failed {len(failures)} time(s) in the finals: {failures[-1].message}"
+            for config, failures in self._failures.items()
+        )
+        return RaceOutcome(
+            configs=tuple(self.configs),
+            rounds=usable.rounds,
+            winner=winner,
+            rate=mean_interval(rates) if len(rates) > 1 else self.latest[winner].samples_per_s,
+            measurement=self.latest[winner],
+            speedup=exactly_one if winner == self.baseline else speedup,
+            notes=((usable.note,) if usable.note else ()) + failed,
+        )
+
+    def _belief(self, configs: Sequence[LoaderConfig]) -> Posterior:
+        """What is believed of some candidates, in their order: with what is known of everything, or by the rounds alone."""
+        known = self._believe()
+        version = (len(self.rounds), len(self.configs), id(known))
+        if self._known is None or self._known[0] != version:
+            self._known = (
+                version,
+                _by_rounds(self.configs, self.usable(), self.rules.noise_sd)
+                if known is None
+                else self._completed(known),
+            )
+        named = configs if known is None else [config.key() for config in configs]
+        return self._known[1].at(named)
+
+    def _completed(self, known: Posterior) -> Posterior:
+        """What is known of the candidates; of those that the search could not observe, what their first burst said."""
+        keys = list(dict.fromkeys(config.key() for config in self.configs))
+        first = {config.key(): rate for config, rate in self._first_rates.items()}
+        typical = math.exp(float(known.mean.max()))
+        missing = {key: first.get(key, typical) for key in keys if key not in known.configs}
+        return (known.including(missing) if missing else known).at(keys)
+
+    def _ratio(self, config: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
+        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
+        return self._belief(self.configs).ratio(self.configs.index(config), self.configs.index(other))
+
+    def _is_as_fast(self, config: LoaderConfig, other: LoaderConfig) -> bool:
+        """Whether it was seen that the workers of `config` suffice, so that `other`, which has more, is not faster."""
+        one, two = self.configs.index(config), self.configs.index(other)
+        return self._belief(self.configs).is_as_fast(one, two, self.rules.tolerance)
+
+    def _is_answered(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
+        tolerance = self.rules.tolerance
+        looks_faster = _look_faster(log_ratios(self.usable(), config, incumbent), tolerance)
+        if not looks_faster and self._is_as_fast(incumbent, config):
+            return True
+        mean, sd = self._ratio(config, incumbent)
+        slower = _below(math.log(1 - tolerance), mean, sd)
+        faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
+        return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+    def _needs_more_rounds(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
+        """Whether a candidate was faster in its rounds, and these are too few to prove it."""
+        logs = log_ratios(self.usable(), config, incumbent)
+        return len(logs) < MIN_ROUNDS and _look_faster(logs, self.rules.tolerance)
+
+    def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
+        logs = log_ratios(self.usable(), self.baseline, incumbent)
+        if len(logs) < MIN_ROUNDS:
+            return False
+        ratio = mean_interval(logs)
+        return (ratio.high - ratio.low) / 2 < BASELINE_PRECISION and ratio.high < -2 * self.rules.tolerance
+
+    def _rounds_agree(self) -> bool:
+        """Whether the rounds alone agree with the choice: nothing was faster, the baseline slower by a known amount."""
+        usable, incumbent = self.usable(), self.incumbent()
+        if incumbent is None:
+            return False
+        for config in self.active():
+            logs = log_ratios(usable, config, incumbent)
+            looks_faster = config != incumbent and len(logs) > 1 and _look_faster(logs, self.rules.tolerance)
+            if looks_faster and not self._is_as_fast(incumbent, config):
+                return False
+        if incumbent == self.baseline:
+            return True
+        over_base = log_ratios(usable, incumbent, self.baseline)
+        speedup = mean_interval(over_base) if len(over_base) > 1 else None
+        return speedup is not None and speedup.low > 0 and speedup.high - speedup.value < SPEEDUP_PRECISION
+
+    def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
+        """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps.
+
+        Where its workers were seen to be too few the rounds must prove it: slow batches may have been few in most of them.
+        A candidate as near the ceiling as the tolerance allows need not be as fast: there is nothing to gain.
+        """
+        usable, floor = self.usable(), math.log(1 - self.rules.tolerance)
+        belief = self._belief(self.configs)
+
+        def is_unbeaten(config: LoaderConfig) -> bool:
+            logs = log_ratios(usable, config, incumbent)
+            is_proved = len(logs) >= MIN_ROUNDS and mean_interval(logs).low >= floor
+            one, two = self.configs.index(config), self.configs.index(incumbent)
+            if belief.is_starving(one, two, self.rules.tolerance) and not is_proved:
+                return False
+            if len(logs) >= MIN_ROUNDS and median(logs) >= 0:
+                return True
+            if self.rules.ceiling is None or len(logs) < LEAST_OF_WINNER:
+                return False
+            return min(math.log(fmean(_rates(usable, config)) / self.rules.ceiling), fmean(logs)) >= floor
+
+        unbeaten = [config for config in self.active() if config != incumbent and is_unbeaten(config)]
+        return min([incumbent, *unbeaten], key=self.rules.cost)
+
+
+def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float) -> bool:
+    """Whether another round between these is worth its time: it fits, the choice is open, and patience is not spent."""
+    if len(race.rounds) >= MAX_ROUNDS or not race.active():
+        return False
+    round_s = len(entrants) * race.spent_s / max(race.bursts, 1)
+    is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
+    if seconds_left < round_s or is_decided:
+        return False
+    is_patient = round_s <= min(race.patience_s() - race.spent_s, seconds_left - race.rules.reserve_s)
+    return is_patient or len(race.rounds) < PATIENT_ROUNDS
+
+
+def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:
+    """The rates of one candidate, in the rounds that it ran in."""
+    return [each.rates[config] for each in rounds if config in each.rates]
+
+
+def _look_faster(logs: Sequence[float], tolerance: float) -> bool:
+    """Whether rounds with these logarithms of ratios speak for the one above, by their mean."""
+    return bool(logs) and fmean(logs) > tolerance
+
+
+def _prove_faster(logs: Sequence[float], tolerance: float) -> bool:
+    """Whether such rounds alone show it, whatever is believed."""
+    return len(logs) >= MIN_ROUNDS and _look_faster(logs, tolerance) and mean_interval(logs).low > 0
+
+
+def _by_rounds(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> Posterior:
+    """What the rounds alone tell, each relative to its own level."""
+    before = Posterior(
+        configs=tuple(configs),
+        mean=np.zeros(len(configs)),
+        covariance=UNKNOWN_SD**2 * np.eye(len(configs)),
+        noise_sd=typical_sd,
+    )
+    seen = [(configs.index(config), math.log(rate)) for each in rounds for config, rate in each.rates.items()]
+    level = fmean(log for _, log in seen) if seen else 0.0
+    noise = _noise_sd(configs, rounds, typical_sd)
+    return before.updated([index for index, _ in seen], [log - level for _, log in seen], [noise**2] * len(seen))
+
+
+def _noise_sd(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> float:
+    """Noise of one burst: a typical one, and the scatter of each candidate over the rounds, by their weight."""
+    squares, freedom = NOISE_WEIGHT * typical_sd**2, NOISE_WEIGHT
+    for config in configs:
+        logs = [math.log(rate) for rate in _rates(rounds, config)]
+        if len(logs) > 1:
+            # The median deviation: a single disturbed burst is no noise.
+            typical = median(abs(log - median(logs)) for log in logs) * 1.48
+            squares, freedom = squares + (len(logs) - 1) * typical**2, freedom + len(logs) - 1
+    return max(math.sqrt(squares / freedom), LEAST_NOISE)
+
+
+def _below(value: float, mean: float, sd: float) -> float:
+    """Probability that a normal value lies below `value`."""
+    return 0.5 * math.erfc((mean - value) / sd / math.sqrt(2))

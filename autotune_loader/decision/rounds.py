@@ -1,0 +1,36 @@
+"""Paired rounds: everybody once in each, in turning or random order, so that whatever slows a round cancels in ratios."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.statistics import Round
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Outcome = TypeVar("_Outcome")
+
+
+def in_random_order(
+    entrants: Sequence[_Key], observe: Callable[[_Key], _Outcome], rng: random.Random
+) -> list[tuple[_Key, _Outcome]]:
+    """One round: what was observed of each, in the order in which it was."""
+    return [(entrant, observe(entrant)) for entrant in rng.sample(list(entrants), len(entrants))]
+
+
+def in_turning_order(
+    entrants: Sequence[_Key], observe: Callable[[_Key], _Outcome], number: int
+) -> list[tuple[_Key, _Outcome]]:
+    """One round of a few: A B, B A, A B ... by the number of the round, so that each is as often first."""
+    return [(entrant, observe(entrant)) for entrant in (entrants if number % 2 == 0 else reversed(entrants))]
+
+
+def as_round(outcomes: Sequence[tuple[Hashable, Measurement | Failure]]) -> Round:
+    """The rates of one round, without those that failed, and the largest share of the cores that others took meanwhile."""
+    measured = [(key, outcome) for key, outcome in outcomes if isinstance(outcome, Measurement)]
+    foreign = [each.foreign_cpu_share for _, each in measured if each.foreign_cpu_share is not None]
+    return Round(
+        rates={key: each.samples_per_s.value for key, each in measured}, foreign_cpu_share=max(foreign, default=None)
+    )

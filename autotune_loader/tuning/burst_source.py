@@ -1,0 +1,152 @@
+"""Evidence from short bursts of real training: how long each is, which are run again, and what they say.
+
+search     one burst; a second where the first was much slower than expected: disturbances only slow down
+compare    one burst over the samples of the round; from full queues where workers would compute more than in training
+epoch      whole epochs, with start-up and the gaps between
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autotune_loader.decision.evidence import Ask, Evidence
+from autotune_loader.decision.space import Space
+from autotune_loader.probe.protocol import CountedProbe, Probe
+from autotune_loader.tuning.schedule import (
+    CEILING_BURST,
+    FINAL_BURST,
+    SEARCH_BURST,
+    EpochLength,
+    deadline_s,
+    least_window_s,
+    prefill_s,
+    startup_s,
+)
+from autotune_loader.twin.context import TwinContext
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
+
+SUSPICIOUS_SLOWDOWN = 0.15
+"""A burst this much slower than predicted (as a log-ratio) is run again before it is believed."""
+STEP_RESOLUTION_S = 0.0005
+"""Steps shorter than this differ by scheduling alone."""
+ROUND_SEEDS = 1_000
+"""Rounds read other samples than the bursts of the search: fresh samples as well as fresh bursts."""
+
+
+class BurstSource:
+    """Evidence from a probe.
+
+    Args:
+        probe: runs the bursts.
+        space: the legal configurations, which knows what leaves too little memory.
+        context: cores, and the step alone; kept up to date by the caller.
+        trials: what was observed so far: how long bursts take is learnt from it. The caller goes on appending to it.
+        seconds_left: of the budget.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        space: Space,
+        context: TwinContext,
+        trials: Sequence[Trial],
+        seconds_left: Callable[[], float],
+    ) -> None:
+        self._probe = CountedProbe(probe)
+        self._space = space
+        self._trials = trials
+        self._seconds_left = seconds_left
+        self._prefills: dict[LoaderConfig, float] = {}
+        self.context = context
+
+    @property
+    def bursts(self) -> int:
+        """How many were run so far."""
+        return self._probe.count
+
+    def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
+        if ask.phase == "search":
+            outcome = self._confirmed(config, ask)
+        elif ask.kind == "epoch":
+            outcome = self._whole_epochs(config, ask)
+        else:
+            outcome = self._from_full_queues(config, ask)
+        return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
+
+    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
+        if ask.kind == "epoch":
+            epoch = EpochLength.of(self._trials, self.context.epoch_batches)
+            started_s = (startup_s(config, self._trials) or 0.0) if config.num_workers else 0.0
+            return started_s + (FINAL_BURST.max_s if epoch is None else epoch.burst_s)
+        seconds = {trial.config.key(): trial.seconds for trial in self._trials}
+        return seconds.get(config.key(), max(seconds.values(), default=0.0))
+
+    def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
+        """The step on one cached batch again and again: the rate that no loader can exceed."""
+        return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
+
+    def _confirmed(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
+        """A burst; a suspiciously slow one is run again, and the faster of the two believed."""
+        first = self._searched(config, ask)
+        if isinstance(first, Failure) or not self._looks_disturbed(config, first, ask.predicted):
+            return first
+        second = self._searched(config, ask)
+        if isinstance(second, Failure):
+            return first
+        return max(first, second, key=lambda measurement: measurement.samples_per_s.value)
+
+    def _searched(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
+        plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group))
+        outcome = self._probe.burst(config, plan)
+        if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
+            outcome = self._probe.burst(config, plan)
+        return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
+
+    def _looks_disturbed(self, config: LoaderConfig, measured: Measurement, predicted: float | None) -> bool:
+        """Whether a burst is so much slower than expected that it was disturbed, or the twin is wrong.
+
+        What is faster than expected was not disturbed. Without workers nothing shares the cores with the step, so there it is
+        compared with itself on a cached batch.
+        """
+        undisturbed_s = self.context.step_s_by_threads.get(config.consumer_threads)
+        if config.batch_size is not None:  # another step, on other batches
+            return False
+        if config.num_workers == 0 and undisturbed_s:
+            return measured.step_s > undisturbed_s * math.exp(SUSPICIOUS_SLOWDOWN) + STEP_RESOLUTION_S
+        rate = measured.samples_per_s.value
+        return predicted is not None and 0 < rate < predicted * math.exp(-SUSPICIOUS_SLOWDOWN)
+
+    def _from_full_queues(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
+        """One burst; a second where the first shows that it, and all later ones, must begin with full queues."""
+        plan = self._paced(config, replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group))
+        filled_s = self._prefills.get(config, 0.0)
+        outcome = self._probe.burst(config, replace(plan, prefill_s=filled_s))
+        if filled_s or isinstance(outcome, Failure):
+            return outcome
+        filled_s = prefill_s(config, outcome, self.context)
+        if not filled_s:
+            return outcome
+        self._prefills[config] = filled_s
+        return self._probe.burst(config, replace(plan, prefill_s=filled_s))
+
+    def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
+        """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
+        deadline = deadline_s(self._trials, self._seconds_left())
+        whole = config.num_workers > 0
+        plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=deadline, whole_epochs=whole)
+        return self._probe.burst(config, plan)
+
+    def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+        """The plan for one configuration: long enough for some rounds of its workers, and with a deadline."""
+        least_s = least_window_s(config, self._trials, self.context.usable_cores)
+        return replace(
+            plan,
+            min_s=max(plan.min_s, least_s),
+            max_s=max(plan.max_s, least_s),
+            deadline_s=deadline_s(self._trials, self._seconds_left()),
+        )
