@@ -53,7 +53,6 @@ class Goal:
 
     tolerance: float
     """Relative difference that counts as equally fast."""
-    seconds_left: float
     explore_s: float = float("inf")
     """Seconds left for exploring; 0 or less ends it."""
     next_s: float = 0.0
@@ -77,12 +76,8 @@ class Goal:
     """Samples/s of the step alone, where that is known."""
 
 
-def step(beliefs: Beliefs, race: Race | None, goal: Goal) -> Explore | Compare | Stop:
-    """What to do next. Without a race it is to be explored what should race; with one, the race is to be run."""
-    if race is not None:
-        entrants = race.next_entrants()
-        is_open = may_go_on(race, entrants, goal.seconds_left)
-        return Compare(configs=entrants) if is_open else Stop(reason=StopReason.CHOICE_SAFE)
+def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
+    """The next configuration to observe: what is to be observed first, then whatever teaches most."""
     reason = _reason_to_stop(beliefs, goal) if len(beliefs.log) else None
     if reason is not None:
         return Stop(reason=reason)
@@ -101,6 +96,13 @@ def step(beliefs: Beliefs, race: Race | None, goal: Goal) -> Explore | Compare |
     keys = {config.key() for config in tried}
     config = None if posterior is None else suggest(posterior, beliefs.space, keys, goal.tolerance)
     return Stop(reason=StopReason.CHOICE_SAFE) if config is None else Explore(config=config)
+
+
+def compare(race: Race, seconds_left: float) -> Compare | Stop:
+    """The next round, unless the race is decided or another one is not worth its time."""
+    entrants = race.next_entrants()
+    is_open = may_go_on(race, entrants, seconds_left)
+    return Compare(configs=entrants) if is_open else Stop(reason=StopReason.CHOICE_SAFE)
 
 
 def _reason_to_stop(beliefs: Beliefs, goal: Goal) -> StopReason | None:

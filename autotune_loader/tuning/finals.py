@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 
 from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
-from autotune_loader.decision.evidence import Ask, EvidenceSource
-from autotune_loader.decision.policy import Compare, Goal, step
+from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
+from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.rounds import in_random_order
 from autotune_loader.decision.selection import cost
@@ -61,11 +62,15 @@ class Finals:
         believe = self._beliefs.posterior if short is None else lambda: None
         entrants = [self._as_trained(config) for config in candidates]
         race = Race(entrants, self._state.baseline, self._rules(short), believe)
-        order = random.Random(self._options.seed)
-        while isinstance(todo := step(self._beliefs, race, self._goal(seconds_left())), Compare):
-            rates = self._run_round(race, todo.configs, order, seconds_left)
-            on_round(len(race.rounds), rates, seconds_left())
-        return race.outcome()
+        return run_rounds(
+            race,
+            self._source,
+            self._state.kind,
+            seconds_left=seconds_left,
+            seed=self._options.seed,
+            learn=lambda gathered: self._learn(race, gathered),
+            on_round=on_round,
+        )
 
     def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
         """Who races, as time allows: best guess first."""
@@ -104,25 +109,15 @@ class Finals:
             noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
         )
 
-    def _goal(self, seconds_left: float) -> Goal:
-        return Goal(tolerance=self._options.tolerance, seconds_left=seconds_left)
-
-    def _run_round(
-        self, race: Race, configs: Sequence[LoaderConfig], order: random.Random, seconds_left: Callable[[], float]
-    ) -> dict[LoaderConfig, float]:
-        """One round of these, recorded; its rates."""
-        begun_s = seconds_left()
-        ask = Ask(phase="compare", kind=self._state.kind, group=len(race.rounds))
-        gathered = in_random_order(configs, lambda config: self._source.gather(config, ask), order)
-        for _, evidence in gathered:
+    def _learn(self, race: Race, gathered: Sequence[Evidence]) -> None:
+        """What a round adds to the beliefs, and who else becomes a candidate by it."""
+        for evidence in gathered:
             self._beliefs.log.add(evidence)
-        done = race.record([(config, evidence.outcome) for config, evidence in gathered], begun_s - seconds_left())
         self._beliefs.log.leave_out(race.disturbed())
         known = None if self._state.whole_epochs else self._beliefs.posterior()
         if known is not None and race.is_admitting():
             nominated = shortlist(known, self._beliefs.space, self._options.tolerance)
             race.admit([self._name_in(race, config) for config in nominated])
-        return dict(done.rates)
 
     def _name_in(self, race: Race, config: LoaderConfig) -> LoaderConfig:
         """As what a nominated configuration races: as the one that cannot be told from it, if that races already."""
@@ -135,6 +130,37 @@ class Finals:
     def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
         ask = Ask(phase="compare", kind=self._state.kind)
         return round_s(self._source, [*candidates, self._state.baseline], ask)
+
+
+def run_rounds(
+    race: Race,
+    source: EvidenceSource,
+    kind: Kind = "steady",
+    *,
+    seconds_left: Callable[[], float],
+    seed: int = 0,
+    learn: Callable[[Sequence[Evidence]], None] = lambda gathered: None,
+    on_round: Callable[[int, dict[LoaderConfig, float], float], None] = lambda number, rates, seconds_left: None,
+) -> RaceOutcome | None:
+    """Run rounds until the policy has enough of them.
+
+    Args:
+        race: who takes part.
+        source: observes.
+        kind: what is observed.
+        seconds_left: until the budget is spent.
+        seed: of the order within the rounds.
+        learn: told the evidence of each round, which the race has recorded.
+        on_round: told its number from 1, its rates, and the seconds left.
+    """
+    order = random.Random(seed)
+    while isinstance(todo := compare(race, seconds_left()), Compare):
+        begun_s, ask = seconds_left(), Ask(phase="compare", kind=kind, group=len(race.rounds))
+        gathered = in_random_order(todo.configs, functools.partial(source.gather, ask=ask), order)
+        done = race.record([(config, each.outcome) for config, each in gathered], begun_s - seconds_left())
+        learn([each for _, each in gathered])
+        on_round(len(race.rounds), dict(done.rates), seconds_left())
+    return race.outcome()
 
 
 def round_s(source: EvidenceSource, configs: Sequence[LoaderConfig], ask: Ask | None = None) -> float:

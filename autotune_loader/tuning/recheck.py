@@ -20,7 +20,7 @@ from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round, paired_ratio
 
@@ -92,12 +92,19 @@ def check(probe: Probe, entry: Entry, baseline: LoaderConfig, space: Space, tole
 def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Recheck) -> Failure | None:
     """One burst of each side; the failure of the best, if it failed."""
     sides = {_BEST: best} if seen.partner is None else {_BEST: best, _PARTNER: seen.partner}
-    number = len(seen.rounds)
-    outcomes = in_turning_order(list(sides), lambda side: probe.burst(sides[side], replace(plan, seed=number)), number)
-    seen.bursts += len(outcomes)
-    seen.rounds.append(as_round(outcomes))
-    failed = dict(outcomes)[_BEST]
-    return failed if isinstance(failed, Failure) else None
+    number, failed = len(seen.rounds), list[Failure]()
+
+    def observe(side: str) -> Measurement | Failure:
+        if failed:  # nothing more is to be learnt
+            return failed[0]
+        seen.bursts += 1
+        outcome = probe.burst(sides[side], replace(plan, seed=number))
+        if side == _BEST and isinstance(outcome, Failure):
+            failed.append(outcome)
+        return outcome
+
+    seen.rounds.append(as_round(in_turning_order(list(sides), observe, number)))
+    return failed[0] if failed else None
 
 
 def _is_unanimous(seen: Recheck, earlier: TuningResult, tolerance: float) -> bool:

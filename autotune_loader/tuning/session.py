@@ -16,7 +16,7 @@ from typing import Protocol
 from autotune_loader.decision.acquisition import initial_design
 from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.policy import Compare, Explore, Goal, step
+from autotune_loader.decision.policy import Goal, Stop, explore
 from autotune_loader.decision.race import MIN_ROUNDS
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
@@ -36,7 +36,7 @@ from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.tuning.study import Claim, OptunaStudy, journal_beside
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.trial import Trial, TrialRole
+from autotune_loader.values.trial import Trial, role_of
 
 log = logging.getLogger(__name__)
 
@@ -170,9 +170,8 @@ class TuningSession:
         grid = self._space.configs() if self._options.search == "grid" else None
         while True:
             self._adopt(self._study.arrived())
-            todo = step(self._beliefs, None, self._goal(begin_with, grid))
-            if not isinstance(todo, Explore):
-                assert not isinstance(todo, Compare)
+            todo = explore(self._beliefs, self._goal(begin_with, grid))
+            if isinstance(todo, Stop):
                 self.state.stop_reason = todo.reason
                 return
             self._turns += todo.config is None or todo.config not in begin_with
@@ -187,7 +186,6 @@ class TuningSession:
         finals_s = 0.0 if fastest is None else MIN_ROUNDS * round_s(self._source, [fastest.config, self.state.baseline])
         return Goal(
             tolerance=self._options.tolerance,
-            seconds_left=self.seconds_left(),
             explore_s=self.seconds_left() - max(budget_s * share, finals_s, epochs_s),
             next_s=median(trial.seconds for trial in self.state.trials) if self.state.trials else 0.0,
             has_trials_left=not self._is_out_of_trials(kept=variants_kept),
@@ -232,17 +230,12 @@ class TuningSession:
         return Trial(
             number=len(self.state.trials),
             config=config,
-            role=self._role(config),
+            role=role_of(config, self._job.own_config),
             measurement=outcome if isinstance(outcome, Measurement) else None,
             failure=outcome if isinstance(outcome, Failure) else None,
             predicted_samples_per_s=predicted,
             seconds=self._clock() - begun,
         )
-
-    def _role(self, config: LoaderConfig) -> TrialRole:
-        if config == self._job.own_config:
-            return "baseline"
-        return "default" if config == LoaderConfig() else "search"
 
     def _try_variants(self) -> None:
         """The best with each change that the user allows and the twin knows nothing of, one knob after the other."""

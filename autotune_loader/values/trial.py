@@ -59,3 +59,10 @@ class Trial:
     def samples_per_s(self) -> float | None:
         """The measured rate; None when the trial failed."""
         return self.measurement.samples_per_s.value if self.measurement else None
+
+
+def role_of(config: LoaderConfig, own: LoaderConfig | None) -> TrialRole:
+    """Why a configuration is tried: it is the user's own, torch's default, or the search proposes it."""
+    if config == own:
+        return "baseline"
+    return "default" if config == LoaderConfig() else "search"

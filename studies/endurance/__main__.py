@@ -107,7 +107,7 @@ def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> N
 def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy, fault: Path, tally: Tally) -> None:
     name, right, config = drawn
     fault.write_text(name)
-    asked, _ = book.ask(config)
+    claim = book.ask(config)
     plan = HOARDING if "hoard" in name else STUCK if "hang" in name else HEALTHY
     begun = time.monotonic()
     with watched(f"trial {tally.trials}: {name} with {config}", plan.deadline_s + 3 * RESTART_S):
@@ -126,7 +126,7 @@ def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy,
         tally.surprises.append(f"{name} with {config.num_workers} workers: {kind}: {said}")
     failure, measured = (outcome, None) if isinstance(outcome, Failure) else (None, outcome)
     book.tell(
-        asked,
+        claim,
         Trial(number=number, config=config, role="search", failure=failure, measurement=measured, seconds=seconds),
     )
 

@@ -22,11 +22,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.decision.selection import modelled
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.testing import FakeClock, SimulatedProbe
-from autotune_loader.tuning.finals import FINAL_BURST
+from autotune_loader.tuning.schedule import FINAL_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -87,7 +86,7 @@ def table(rounds: Sequence[Readings], reference: str) -> str:
 FILLING_PLANS = {
     "as they fill": FINAL_BURST,
     # Longer than the queues of these workloads take to fill.
-    "filled first": replace(FINAL_BURST, pause_s=1.0),
+    "filled first": replace(FINAL_BURST, prefill_s=1.0),
     "training": BurstPlan(max_s=3.0, min_s=3.0, relative_error=0.0),
 }
 
@@ -196,7 +195,7 @@ def depth_ratios(rates: Mapping[str, float]) -> list[float]:
     of_config: dict[LoaderConfig, float] = {}
     for text, rate in rates.items():
         if rate > 0:
-            of_config.setdefault(modelled(config_of(text)), rate)
+            of_config.setdefault(config_of(text).key(), rate)
     shallow = {
         replace(config, prefetch_factor=DEEP): rate
         for config, rate in of_config.items()

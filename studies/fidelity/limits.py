@@ -20,7 +20,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.report.advice import limits as ceilings
 from autotune_loader.report.advice.limits import Limit
-from autotune_loader.tuning.session import CEILING_BURST, SEARCH_BURST
+from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from studies.fidelity.grid import WORKLOAD_NAMES

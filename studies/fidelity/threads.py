@@ -20,16 +20,15 @@ from unittest.mock import patch
 import numpy as np
 
 from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.belief import TwinInputs, fit_twin
+from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.tuning.finals import FINAL_BURST
-from autotune_loader.tuning.session import CEILING_BURST
+from autotune_loader.tuning.schedule import CEILING_BURST, FINAL_BURST
 from autotune_loader.twin import smoothing
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.trial import Trial
 from studies.fidelity.measure import workload_of
 from studies.regret.bench import regret_workload
 from studies.workloads import DOCUMENTS, WORKLOADS
@@ -66,21 +65,19 @@ def main() -> None:
             for number in range(ROUNDS)
         ]
     steps = {threads: each.step_s for threads, each in ceilings.items() if isinstance(each, Measurement)}
-    inputs = TwinInputs(usable_cores=cores, consumer_cores=float(cores), step_s_by_threads=steps)
-    tell(rounds, first, inputs)
+    context = TwinContext(usable_cores=cores, consumer_cores=float(cores), step_s=tuple(steps.items()))
+    tell(rounds, first, context)
 
 
 def tell(
-    rounds: Sequence[Mapping[LoaderConfig, Measurement]], first: Sequence[LoaderConfig], inputs: TwinInputs
+    rounds: Sequence[Mapping[LoaderConfig, Measurement]], first: Sequence[LoaderConfig], context: TwinContext
 ) -> None:
     """Print each configuration's errors, and those of all together."""
     rates = {config: median(each[config].samples_per_s.value for each in rounds) for config in rounds[0]}
-    scouted = [
-        [Trial(number=0, config=config, role="search", measurement=each[config]) for config in first] for each in rounds
-    ]
+    scouted = [[(config, each[config]) for config in first] for each in rounds]
     with patch.object(smoothing, "OFFSET_EVIDENCE", math.inf):
-        without = errors(rates, scouted, inputs)
-    within = errors(rates, scouted, inputs)
+        without = errors(rates, scouted, context)
+    within = errors(rates, scouted, context)
     print("| configuration | samples/s | error without offsets | error |")
     print("|---|---|---|---|")
     for config, rate in rates.items():
@@ -90,12 +87,14 @@ def tell(
 
 
 def errors(
-    rates: Mapping[LoaderConfig, float], scouted: Sequence[Sequence[Trial]], inputs: TwinInputs
+    rates: Mapping[LoaderConfig, float],
+    scouted: Sequence[Sequence[tuple[LoaderConfig, Measurement]]],
+    context: TwinContext,
 ) -> dict[LoaderConfig, list[float]]:
     """Of each configuration, by the twin of each round's first bursts."""
     found: dict[LoaderConfig, list[float]] = {config: [] for config in rates}
-    for trials in scouted:
-        twin = fit_twin(trials, inputs)
+    for observed in scouted:
+        twin = fit_twin(observed, context)
         assert twin is not None, "there are no bursts"
         for prediction in twin.predict_all(list(rates)):
             found[prediction.config].append(math.log(prediction.samples_per_s.value / rates[prediction.config]))

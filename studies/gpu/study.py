@@ -18,7 +18,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.advice.limits import is_compute_bound
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.session import CEILING_BURST, SEARCH_BURST
+from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.statistics import Round, paired_ratio
 from studies.gpu.jobs import JOBS, Size

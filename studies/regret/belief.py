@@ -12,16 +12,16 @@ import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.posterior import Posterior
-from autotune_loader.decision.selection import modelled
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import SimulatedMachine
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Trial
 from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR
 from studies.regret.simulated import by_search
@@ -38,7 +38,7 @@ class _Recorder:
     """A probe that keeps every burst of the one that it asks."""
 
     probe: Probe = field(init=False)
-    trials: list[Trial] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     step_s: dict[int | None, float] = field(default_factory=dict)
 
     def of(self, probe: Probe) -> Probe:
@@ -48,8 +48,7 @@ class _Recorder:
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         outcome = self.probe.burst(config, plan)
         if isinstance(outcome, Measurement):
-            plain = modelled(config)
-            self.trials.append(Trial(number=len(self.trials), config=plain, role="search", measurement=outcome))
+            self.evidence.append(Evidence(config=config, outcome=outcome))
         return outcome
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
@@ -78,9 +77,12 @@ def look(seed: int, oracles: Path | None) -> Looked:
     oracle = oracle_of(seed, machine, space, oracles)
     recorder = _Recorder()
     chosen = by_search("auto", 60.0, recorder.of)(machine, space, kind, seed, math.inf).config
-    known = learn(space, recorder.trials, _inputs(kind, machine, recorder))
+    beliefs = Beliefs(space, _context(kind, machine, recorder))
+    for evidence in recorder.evidence:
+        beliefs.log.add(evidence)
+    known = beliefs.posterior()
     assert known is not None
-    plain = modelled(chosen)
+    plain = chosen.key()
     loss = known.regret_samples()[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
     errors = {}
     if kind in ("cpu", "mixed") and machine.cores >= LARGE_CORES:
@@ -92,9 +94,9 @@ def look(seed: int, oracles: Path | None) -> Looked:
     return Looked(regret=oracle.regret(chosen), expected_loss=float(loss), errors=errors)
 
 
-def _inputs(kind: str, machine: SimulatedMachine, recorder: _Recorder) -> TwinInputs:
+def _context(kind: str, machine: SimulatedMachine, recorder: _Recorder) -> TwinContext:
     cores = float(machine.cores) if kind == "cpu step" else 1.0
-    return TwinInputs(usable_cores=machine.cores, consumer_cores=cores, step_s_by_threads=recorder.step_s)
+    return TwinContext(usable_cores=machine.cores, consumer_cores=cores, step_s=tuple(recorder.step_s.items()))
 
 
 def _pair(known: Posterior, space: Space, share: float) -> tuple[LoaderConfig, LoaderConfig]:

@@ -13,7 +13,7 @@ from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import SearchState
+from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from studies.verdict.outcomes import Outcome
 
@@ -91,10 +91,7 @@ def searched(
         probe,
         Space(max_workers=max_workers or useful),
         TuneOptions(budget_s=60.0, seed=seed),
-        own_config=None,
-        usable_cores=machine.cores,
-        default_threads=machine.cores,
-        step_uses_cores=False,
+        Job(usable_cores=machine.cores, default_threads=machine.cores, step_uses_cores=False),
         clock=clock,
         started=0.0,
         listener=_Nobody(),
@@ -115,7 +112,7 @@ def judged(found: SearchState, cores: int) -> tuple[Verdict, tuple[Advice, ...],
         epoch_batches=None,
         trials=found.trials,
         has_batched_fetch=False,
-        twin=fit_twin(found.trials, found.inputs),
+        twin=fit_twin([(t.config, t.measurement) for t in found.trials if t.measurement is not None], found.context),
         cached_steps=tuple(found.ceilings.values()),
     )
     verdict = judge(evidence)

@@ -13,11 +13,11 @@ from autotune_loader.results.loader_file import (
     Measured,
     Predicted,
     Spent,
-    TwinBasis,
     Verdict,
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
@@ -150,5 +150,5 @@ def synthetic_result() -> TuningResult:
         warnings=("The dataset's order <was> not shuffled & read twice.",),
         finals=Finals(configs=last, rounds=rounds),
         spent=Spent(seconds=58.3, bursts=42),
-        twin=TwinBasis(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.022), (1, 0.022))),
+        twin=TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.022), (1, 0.022))),
     )

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.decision.belief import TwinInputs, fit_twin
+from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.experiments import budget_of_search, measure_allowed
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
@@ -22,6 +23,10 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Acceleration, Trial
 
 BEST = LoaderConfig(num_workers=4)
+
+
+def observed(trials):
+    return [(each.config, each.measurement) for each in trials if each.measurement is not None]
 
 
 def exactly(value):
@@ -238,7 +243,7 @@ def waiting_machine_with(limits, *, worker_bytes=0, batch_bytes=1 << 20):
         config = LoaderConfig(num_workers=workers)
         burst = probe.burst(config, BurstPlan())
         trials.append(Trial(number=number, config=config, role="search", measurement=burst))
-    twin = fit_twin(trials, TwinInputs(usable_cores=4, consumer_cores=1.0, step_s_by_threads={None: 0.001}))
+    twin = fit_twin(observed(trials), TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.001),)))
     space = Space(max_workers=16, limits=limits)
     last = trials[-1].measurement
     return evidence(last, trials=trials, twin=twin, space=space, ceiling=None, on_accelerator=True)
@@ -412,7 +417,7 @@ def simulated(best, others=(), *, failed=(), **machine):
         for number, config in enumerate(dict.fromkeys(tried))
     ]
     step = probe.step_ceiling(None, plan)
-    inputs = TwinInputs(usable_cores=4, consumer_cores=1.0, step_s_by_threads={None: step.step_s})
+    context = TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, step.step_s),))
     burst = trials[-1].measurement
     return evidence(
         burst,
@@ -420,7 +425,7 @@ def simulated(best, others=(), *, failed=(), **machine):
         ceiling=step.samples_per_s,
         on_accelerator=True,
         trials=(*trials, *failed),
-        twin=fit_twin(trials, inputs),
+        twin=fit_twin(observed(trials), context),
         cached_steps=(step,),
     )
 

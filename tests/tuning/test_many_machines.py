@@ -124,14 +124,14 @@ def test_what_another_host_runs_is_neither_dropped_nor_taken(tmp_path: Path) -> 
     # GIVEN a trial that another host is running
     url = f"sqlite:///{tmp_path}/study.db"
     mine = a_ledger(url)
-    asked, config = mine.ask(LoaderConfig(num_workers=3))
-    mine.study._storage.set_trial_user_attr(asked._trial_id, "owner", "elsewhere:1")
+    claim = mine.ask(LoaderConfig(num_workers=3))
+    mine.study._storage.set_trial_user_attr(claim.asked._trial_id, "owner", "elsewhere:1")
 
     # WHEN a run of ours begins
     again = a_ledger(url)
 
     # THEN it knows that the configuration is taken, and lets the trial run
-    assert again.is_taken(config)
+    assert again.is_taken(claim.config)
     assert not again.is_taken(LoaderConfig(num_workers=4))
     states = [trial.state for trial in again.study.get_trials(deepcopy=False)]
     assert states == [optuna.trial.TrialState.RUNNING]

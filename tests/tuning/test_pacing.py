@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.decision.belief import TwinInputs
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.tuning.schedule import LONGEST_FILLING_S, filling_s
+from autotune_loader.tuning.schedule import LONGEST_PREFILL_S, prefill_s
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan
 
@@ -23,8 +23,8 @@ CROWDED = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.012, step_cores=1.0, se
 def filling_after(machine: SimulatedMachine, config: LoaderConfig) -> float:
     """Seconds to fill the queues first, as a burst of this configuration tells."""
     probe = SimulatedProbe(machine, FakeClock())
-    inputs = TwinInputs(usable_cores=machine.cores, consumer_cores=1.0, step_s_by_threads={})
-    return filling_s(config, probe.burst(config, BURST), inputs)
+    context = TwinContext(usable_cores=machine.cores, consumer_cores=1.0)
+    return prefill_s(config, probe.burst(config, BURST), context)
 
 
 def test_a_burst_with_queues_filled_first_reads_what_training_reads():
@@ -33,7 +33,7 @@ def test_a_burst_with_queues_filled_first_reads_what_training_reads():
     truth = probe.truth(MANY)
     assert probe.burst(MANY, BURST).samples_per_s.value < 0.95 * truth
     # WHEN the workers get the time to fill them THEN the next one does not
-    filled = probe.burst(MANY, replace(BURST, pause_s=filling_after(CROWDED, MANY)))
+    filled = probe.burst(MANY, replace(BURST, prefill_s=filling_after(CROWDED, MANY)))
     assert filled.samples_per_s.value == pytest.approx(truth, rel=0.02)
 
 
@@ -60,4 +60,4 @@ def test_queues_are_left_alone_where_filling_them_disturbs_nobody(machine, confi
 
 def test_slow_batches_do_not_make_a_burst_wait_for_ever():
     slow = replace(CROWDED, cpu_s=0.1, step_s=0.04)
-    assert filling_after(slow, replace(MANY, prefetch_factor=16)) == LONGEST_FILLING_S
+    assert filling_after(slow, replace(MANY, prefetch_factor=16)) == LONGEST_PREFILL_S

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.belief import FAILURES_TO_STOP_GROWING, Beliefs
+from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.space import Space, max_useful_workers
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import deadline_s
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import FAILURES_TO_STOP_GROWING
+from autotune_loader.tuning.state import Job
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
@@ -33,8 +36,8 @@ class Log:
     trials: list = field(default_factory=list)
     rounds: list = field(default_factory=list)
 
-    def trial(self, trial, best, seconds_left):
-        self.trials.append((trial, best, seconds_left))
+    def trial(self, state, trial, seconds_left):
+        self.trials.append((trial, state.fastest(), seconds_left))
 
     def finals_round(self, number, rates, seconds_left):
         self.rounds.append((number, rates, seconds_left))
@@ -69,16 +72,26 @@ def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, l
         probe,
         space or space_of(machine),
         TuneOptions(budget_s=budget_s, seed=seed, **options),
-        own_config=own,
-        usable_cores=machine.cores,
-        default_threads=machine.cores,
-        step_uses_cores=machine.step_cores > 0,
+        Job(
+            own_config=own,
+            usable_cores=machine.cores,
+            default_threads=machine.cores,
+            step_uses_cores=machine.step_cores > 0,
+            study_name=name,
+        ),
         clock=clock,
         started=clock(),
         listener=listener or Log(),
-        name=name,
     )
     return run.run(), simulated, clock
+
+
+def believed(space, trials):
+    """What these trials say of every configuration, on eight cores."""
+    beliefs = Beliefs(space, TwinContext(usable_cores=8, consumer_cores=1.0, step_s=((None, 0.001),)))
+    for trial in trials:
+        beliefs.log.add(Evidence(config=trial.config, outcome=trial.measurement))
+    return beliefs.posterior()
 
 
 def space_of(machine, **changes):
@@ -113,7 +126,7 @@ def test_a_search_ends_at_the_ceiling_of_the_step():
     # GIVEN a step that two workers keep busy
     found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
     # THEN the search ends there, soon
-    assert "ceiling" in found.stopped_because
+    assert found.stop_reason is StopReason.CEILING
     assert len(found.trials) <= 8
 
 
@@ -132,7 +145,7 @@ def test_the_budget_holds_and_leaves_time_for_finals(search, budget_s, seed):
 def test_no_more_trials_than_allowed():
     found, _, _ = run_on(FAST_STEP, max_trials=4)
     assert len(found.trials) == 4
-    assert "max_trials=4" in found.stopped_because
+    assert found.stop_reason is StopReason.OUT_OF_TRIALS
 
 
 # Optuna's TPE, left alone on a small grid, repeats itself.
@@ -151,7 +164,7 @@ def test_a_grid_walks_the_whole_space():
 
 def test_an_exhausted_random_search_ends_though_there_is_time():
     found, _, clock = run_on(FAST_STEP, search="random", budget_s=10_000, space=Space(max_workers=1))
-    assert "repeats itself" in found.stopped_because
+    assert found.stop_reason is StopReason.SAMPLER_REPEATS
     assert clock() < 5_000
 
 
@@ -192,14 +205,10 @@ def test_without_a_step_there_is_no_ceiling():
         SimulatedProbe(FAST_STEP, clock),
         space_of(FAST_STEP),
         TuneOptions(),
-        own_config=None,
-        usable_cores=4,
-        default_threads=4,
-        step_uses_cores=False,
+        Job(usable_cores=4, default_threads=4, step_uses_cores=False, has_step=False),
         clock=clock,
         started=0.0,
         listener=Log(),
-        has_step=False,
     )
     found = run.run()
     assert found.ceiling is None
@@ -223,7 +232,7 @@ def test_a_resumed_search_that_has_all_its_trials_runs_no_other(tmp_path):
     first, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
     again, _, _ = run_on(FAST_STEP, storage=storage, max_trials=3)
     assert [trial.config for trial in again.trials] == [trial.config for trial in first.trials]
-    assert "max_trials=3" in again.stopped_because
+    assert again.stop_reason is StopReason.OUT_OF_TRIALS
 
 
 def test_a_resumed_search_goes_on_in_the_same_way_for_a_seed(tmp_path):
@@ -249,7 +258,7 @@ def test_a_step_that_sleeps_keeps_no_core_busy():
 
     machine = SimulatedMachine(step_cores=4.0)
     found, _, _ = run_on(machine, probe=Idle(SimulatedProbe(machine, FakeClock()), at=10_000))
-    assert found.inputs.consumer_cores < 0.1
+    assert found.context.consumer_cores < 0.1
 
 
 # Failures
@@ -381,11 +390,10 @@ def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
         for number, (config, burst) in enumerate([*design, *[(few, slow)] * 4])
     ]
     # WHEN it is learnt from them
-    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
-    known = learn(space, trials, inputs)
+    known = believed(space, trials)
     # THEN they pull the belief most of the way to what they say
-    believed = math.exp(known.mean[known.configs.index(few)])
-    assert believed < 1.4 * rate
+    expected = math.exp(known.mean[known.configs.index(few)])
+    assert expected < 1.4 * rate
 
 
 def test_bursts_beside_neighbours_say_less():
@@ -393,7 +401,6 @@ def test_bursts_beside_neighbours_say_less():
     probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())
     space = space_of(probe.machine)
     bursts = [(config, probe.burst(config, BurstPlan())) for config in initial_design(space, usable_cores=8)]
-    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.001})
     most = bursts[-1][0]
 
     def sd_beside(foreign):
@@ -401,7 +408,7 @@ def test_bursts_beside_neighbours_say_less():
         trials = [
             Trial(number=i, config=each, role="search", measurement=burst) for i, (each, burst) in enumerate(seen)
         ]
-        known = learn(space, trials, inputs)
+        known = believed(space, trials)
         return known.sd()[known.configs.index(most)]
 
     # THEN with neighbours less is known of what was measured; where nobody counted them as much as if there were none
@@ -423,7 +430,7 @@ def test_an_interruption_at_any_moment_keeps_the_trials():
         found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=7)
         # THEN every trial before it is kept
         assert found.interrupted
-        assert found.stopped_because == "interrupted"
+        assert found.stop_reason is StopReason.INTERRUPTED
         assert found.finals is None
         assert found.bursts == at + 1
         assert [trial.config for trial in found.trials] == [

@@ -12,22 +12,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.acquisition import initial_design
+from autotune_loader.decision.race import TYPICAL_NOISE
 from autotune_loader.decision.space import Space
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.tuning.epochs import (
-    SHORT_EPOCH_S,
-    are_short,
-    kept_for_epochs_s,
-    noise_of_epochs,
-    with_fewer_rounds,
-)
-from autotune_loader.tuning.finals import TYPICAL_NOISE
 from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.schedule import SHORT_EPOCH_S, EpochLength, startup_s, with_fewer_rounds
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import OUT_OF_BUDGET, SearchState
+from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -139,16 +134,18 @@ def searched(
         probe,
         Space(max_workers=4, may_keep_workers=may_keep),
         settings or TuneOptions(),
-        own_config=None,
-        usable_cores=4,
-        default_threads=4,
-        step_uses_cores=False,
+        Job(usable_cores=4, default_threads=4, step_uses_cores=False, epoch_batches=batches),
         clock=clock,
         started=0.0,
         listener=Silent(),
-        epoch_batches=batches,
     )
     return run.run(), probe
+
+
+def epoch_of(found: SearchState, batches: int) -> float:
+    """Seconds of an epoch of so many batches, by what was found."""
+    epoch = EpochLength.of(found.trials, batches)
+    return 0.0 if epoch is None else epoch.seconds
 
 
 def winner(found: SearchState) -> LoaderConfig:
@@ -172,7 +169,7 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     # GIVEN 16 batches that take 0.4 s each to fetch: with four workers 1.6 s, a quarter of it for the first
     slow = replace(MACHINE, cpu_s=0.4)
     found, probe = searched(16, may_keep=True, machine=slow)
-    assert (found.epoch_s() or 0.0) > SHORT_EPOCH_S
+    assert epoch_of(found, 16) > SHORT_EPOCH_S
     assert found.whole_epochs
     assert any(plan.whole_epochs for plan in probe.plans)
     # BUT not 160 of them, whose first is little of an epoch
@@ -186,7 +183,7 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     ids=["quick", "first batch counts", "first batch hardly counts", "no time for it"],
 )
 def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, seconds_left: float, short: bool) -> None:
-    assert are_short(epoch_s, first_batch_s, seconds_left) is short
+    assert EpochLength(seconds=epoch_s, first_fetch_s=first_batch_s).is_short(seconds_left) is short
 
 
 @pytest.mark.parametrize(
@@ -195,11 +192,12 @@ def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, second
     ids=["most of 60 s", "three rounds of three", "bursts of many epochs", "too long", "first batch hardly counts"],
 )
 def test_the_search_leaves_time_for_whole_epochs(epoch_s: float, first_batch_s: float, kept_s: float) -> None:
-    assert kept_for_epochs_s(epoch_s, first_batch_s, budget_s=60.0) == pytest.approx(kept_s)
+    assert EpochLength(seconds=epoch_s, first_fetch_s=first_batch_s).kept_s(60.0) == pytest.approx(kept_s)
 
 
 def test_one_epoch_tells_less_than_many() -> None:
-    assert noise_of_epochs(3.0) == noise_of_epochs(0.4) > noise_of_epochs(0.1) > noise_of_epochs(0.001) == TYPICAL_NOISE
+    noise = [EpochLength(seconds=seconds).noise_sd for seconds in (3.0, 0.4, 0.1, 0.001)]
+    assert noise[0] == noise[1] > noise[2] > noise[3] == TYPICAL_NOISE
 
 
 def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
@@ -207,7 +205,9 @@ def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
     found, _ = searched(8, may_keep=True, machine=replace(MACHINE, alpha=2.0, beta=0.5))
     # THEN what they wait for later is not taken from it
     for workers in (1, 4):
-        assert found.startup_s(LoaderConfig(num_workers=workers)) == pytest.approx(0.02 + 0.2 * workers, rel=0.5)
+        assert startup_s(LoaderConfig(num_workers=workers), found.trials) == pytest.approx(
+            0.02 + 0.2 * workers, rel=0.5
+        )
 
 
 def test_a_search_leaves_time_for_whole_epochs() -> None:
@@ -215,7 +215,7 @@ def test_a_search_leaves_time_for_whole_epochs() -> None:
     slow, settings = replace(MACHINE, cpu_s=0.4), TuneOptions(search="random", budget_s=40.0)
     found, probe = searched(16, may_keep=True, machine=slow, settings=settings)
     # THEN it ends for want of time, and epochs are run whole
-    assert found.stopped_because == OUT_OF_BUDGET
+    assert found.stop_reason is StopReason.OUT_OF_BUDGET
     assert any(plan.whole_epochs for plan in probe.plans)
 
 
@@ -224,10 +224,10 @@ def test_where_whole_epochs_take_most_of_the_budget_the_scouts_are_the_search() 
     found, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=60.0))
     design = initial_design(Space(max_workers=4), usable_cores=4)
     assert [trial.config.num_workers for trial in found.trials] == [scout.num_workers for scout in design]
-    assert found.stopped_because == OUT_OF_BUDGET
+    assert found.stop_reason is StopReason.OUT_OF_BUDGET
     # BUT not where there is time for both
     longer, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=120.0))
-    assert longer.stopped_because != OUT_OF_BUDGET
+    assert longer.stop_reason is not StopReason.OUT_OF_BUDGET
 
 
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:

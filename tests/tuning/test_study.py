@@ -17,12 +17,12 @@ import pytest
 
 from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.tuning.study import OptunaStudy, role_of
+from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.trial import Trial, role_of
 
 States = optuna.trial.TrialState
 SPACE = Space(
@@ -70,8 +70,8 @@ def failure(number, config):
 
 def run(book, *trials):
     for trial in trials:
-        asked, _ = book.ask(trial.config)
-        book.tell(asked, trial)
+        claim = book.ask(trial.config)
+        book.tell(claim, trial)
 
 
 def lean(trial):
@@ -126,8 +126,8 @@ def test_a_config_over_the_memory_limit_is_not_the_best_even_if_it_ran():
 
 def test_an_abandoned_trial_carries_no_information():
     book = ledger()
-    asked, _ = book.ask(workers(2))
-    book.abandon(asked)
+    claim = book.ask(workers(2))
+    book.abandon(claim)
     assert [frozen.state for frozen in book.study.get_trials()] == [States.FAIL]
     assert book.restored() == []
 
@@ -143,9 +143,10 @@ def test_only_legal_configs_are_proposed(search):
     # WHEN the sampler proposes
     proposals = []
     for number in range(40):
-        asked, config = book.ask()
+        claim = book.ask()
+        config = claim.config
         fails = config.num_workers > 4
-        book.tell(asked, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
+        book.tell(claim, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
         proposals.append(config)
     # THEN everything proposed is in the space
     assert counts >= {config.num_workers for config in proposals}
@@ -158,9 +159,10 @@ def test_the_sampler_leaves_what_fails():
     book, space = ledger(), Space(max_workers=64)
     book = ledger(space=space)
     for number in range(40):
-        asked, config = book.ask()
+        claim = book.ask()
+        config = claim.config
         fails = config.num_workers > 20
-        book.tell(asked, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
+        book.tell(claim, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
     # THEN the later proposals hardly crash
     late = book.restored()[20:]
     assert sum(trial.failure is not None for trial in late) < len(late) / 2
@@ -168,10 +170,11 @@ def test_the_sampler_leaves_what_fails():
 
 def test_an_asked_config_comes_back_as_it_was():
     config = workers(3, prefetch_factor=5, consumer_threads=1, in_order=False, multiprocessing_context="spawn")
-    asked, proposed = ledger().ask(config)
+    claim = ledger().ask(config)
+    proposed = claim.config
     assert proposed == config
-    assert asked.params["num_workers"] == 3
-    assert asked.params["prefetch_factor"] == 5
+    assert claim.asked.params["num_workers"] == 3
+    assert claim.asked.params["prefetch_factor"] == 5
 
 
 @pytest.mark.parametrize(
@@ -189,12 +192,13 @@ def test_an_asked_config_comes_back_as_it_was():
 def test_a_config_outside_the_space_is_taken_as_it_is(config):
     # WHEN the user's own configuration is outside of what is searched
     book = ledger()
-    asked, proposed = book.ask(config)
-    book.tell(asked, success(0, config))
+    claim = book.ask(config)
+    proposed = claim.config
+    book.tell(claim, success(0, config))
     # THEN it is recorded unchanged, and the sampler goes on from there
     assert proposed == config
     assert book.restored()[0].config == config
-    assert book.ask()[1] in set(SPACE.configs())
+    assert book.ask().config in set(SPACE.configs())
 
 
 def test_proposals_depend_on_the_seed_alone():
@@ -202,8 +206,9 @@ def test_proposals_depend_on_the_seed_alone():
         book = ledger(seed=seed)
         found = []
         for number in range(12):
-            asked, config = book.ask()
-            book.tell(asked, success(number, config, rate=1.0 + config.num_workers))
+            claim = book.ask()
+            config = claim.config
+            book.tell(claim, success(number, config, rate=1.0 + config.num_workers))
             found.append(config)
         return found
 
@@ -265,10 +270,11 @@ def test_what_another_process_enqueued_is_never_mistaken_for_what_is_asked(tmp_p
     book = ledger(tmp_path / "study.journal")
     book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
     # WHEN a configuration is asked, and then a proposal
-    asked, config = book.ask(workers(3))
-    proposed = book.ask()[1]
+    claim = book.ask(workers(3))
+    config = claim.config
+    proposed = book.ask().config
     # THEN each is what it should be
-    assert (config.num_workers, asked.params["num_workers"]) == (3, 3)
+    assert (config.num_workers, claim.asked.params["num_workers"]) == (3, 3)
     assert (proposed.num_workers, proposed.prefetch_factor) == (5, 2)
 
 
@@ -334,13 +340,13 @@ def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path
 def test_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
     # GIVEN a dashboard that holds the database for a second
     book = ledger(f"sqlite:///{tmp_path}/study.db")
-    asked, _ = book.ask(workers(1))
+    claim = book.ask(workers(1))
     other = sqlite3.connect(tmp_path / "study.db", check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
     release = threading.Timer(1.0, other.rollback)
     release.start()
     # WHEN a trial is told
-    book.tell(asked, success(0, workers(1)))
+    book.tell(claim, success(0, workers(1)))
     # THEN it is in the database
     release.join()
     other.close()
@@ -355,11 +361,11 @@ def test_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_ru
     path = tmp_path / "study.journal"
     book = ledger(path)
     run(book, success(0, workers(1)))
-    asked, _ = book.ask(workers(2))
+    claim = book.ask(workers(2))
     path.unlink()
     path.mkdir()
     # WHEN the run goes on
-    book.tell(asked, success(1, workers(2)))
+    book.tell(claim, success(1, workers(2)))
     run(book, success(2, workers(3)))
     # THEN the study holds what was told since, and says what happened
     assert {2, 3} <= {trial.config.num_workers for trial in book.restored()}
@@ -440,8 +446,9 @@ book = Ledger(storage={str(tmp_path / "s.journal")!r}, name="n", space=Space(max
               search="tpe", seed=0, default_threads=4)
 failure = Failure(kind="crashed", phase="start", message="m")
 for number, config in enumerate([LoaderConfig(num_workers=900, prefetch_factor=900), *[None] * 6]):
-    asked, config = book.ask(config)
-    book.tell(asked, Trial(number=number, config=config, role="search", failure=failure))
+    claim = book.ask(config)
+    config = claim.config
+    book.tell(claim, Trial(number=number, config=config, role="search", failure=failure))
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=60

@@ -17,7 +17,7 @@ from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import SearchState
+from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -73,10 +73,7 @@ def searched(probe: Batches, space: Space, **options: Any) -> SearchState:
         probe,
         space,
         TuneOptions(**{"budget_s": 60.0, **options}),
-        own_config=None,
-        usable_cores=4,
-        default_threads=4,
-        step_uses_cores=False,
+        Job(usable_cores=4, default_threads=4, step_uses_cores=False),
         clock=probe.clock,
         started=0.0,
         listener=Silent(),

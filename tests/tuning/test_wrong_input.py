@@ -10,8 +10,8 @@ import torch
 
 from autotune_loader import cli, tune
 from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.listener import NOT_WRITTEN
 from autotune_loader.tuning.study_storage import open_database
-from autotune_loader.tuning.tune import NOT_WRITTEN
 from autotune_loader.values.errors import MissingExtraError
 
 DATASET = [(torch.rand(4), 0)] * 64

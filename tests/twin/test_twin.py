@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.decision.belief import TwinInputs, learn
+from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.posterior import consumer_bound, prior_covariance
 from autotune_loader.decision.space import Space
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation, Twin, simulate, steady_rate
 from autotune_loader.twin.contention import fit_contention
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.observation import level
 from autotune_loader.twin.smoothing import smooth, smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
@@ -24,7 +26,6 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
-from autotune_loader.values.trial import Trial
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)
@@ -589,18 +590,18 @@ def test_bursts_of_even_batches_need_no_simulated_scatter():
 def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():
     # GIVEN workers that wait, rare slow batches, and one burst of 10 workers that by bad luck saw several of them
     clock, space = StubClock(), Space(max_workers=16)
-    inputs = TwinInputs(usable_cores=8, consumer_cores=1.0, step_s_by_threads={None: 0.012})
+    beliefs = Beliefs(space, TwinContext(usable_cores=8, consumer_cores=1.0, step_s=((None, 0.012),)))
     probe = SimulatedProbe(replace(RARELY_SLOW, cores=8, step_s=0.012), clock)
-    trials = []
     for workers, seconds in ((0, 1.0), (1, 1.0), (8, 4.0)):
         config = LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None)
         burst = probe.burst(config, BurstPlan(max_s=seconds, min_s=seconds, deadline_s=100.0))
-        trials.append(Trial(number=len(trials), config=config, role="search", measurement=burst))
+        beliefs.log.add(Evidence(config=config, outcome=burst))
     more = LoaderConfig(num_workers=10, prefetch_factor=8)
     bursts = [probe.burst(more, BurstPlan(max_s=0.4, min_s=0.4, seed=seed)) for seed in range(24)]
     unlucky = min(bursts, key=lambda burst: burst.samples_per_s.value)
-    before = learn(space, trials, inputs)
-    after = learn(space, [*trials, Trial(number=3, config=more, role="search", measurement=unlucky)], inputs)
+    before = beliefs.posterior()
+    beliefs.log.add(Evidence(config=more, outcome=unlucky))
+    after = beliefs.posterior()
     # THEN it is far below what is believed of them, and changes that little
     believed = np.exp(before.mean[before.configs.index(more)])
     assert unlucky.samples_per_s.value < 0.75 * believed

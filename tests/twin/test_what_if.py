@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.results.loader_file import TwinBasis
 from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -30,7 +30,7 @@ def result() -> TuningResult:
         for number, (config, burst) in enumerate(zip(TRIED, bursts, strict=True))
         if isinstance(burst, Measurement)
     )
-    basis = TwinBasis(usable_cores=4, consumer_cores=1.0, step_s=((None, step.step_s),), epoch_batches=500)
+    basis = TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, step.step_s),), epoch_batches=500)
     return TuningResult(best=TRIED[-1], status="complete", baseline=TRIED[0], trials=trials, twin=basis)
 
 

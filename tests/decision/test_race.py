@@ -1,4 +1,4 @@
-"""Finals: no claim without difference, the cheapest of equals, time kept, and failures survived."""
+"""Paired rounds: no claim without difference, the cheapest of equals, time kept, and failures survived."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import numpy as np
 import pytest
 
 from autotune_loader.decision.posterior import Posterior
-from autotune_loader.decision.sufficiency import Sufficiency
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.tuning.finals import (
+from autotune_loader.decision.race import (
     ADMITTING_ROUNDS,
     DOUBTFUL_PATIENCE,
     LONGER_PATIENCE,
     MAX_FAILURES,
     MIN_ROUNDS,
     PATIENT_ROUNDS,
-    run_finals,
+    Race,
+    RaceRules,
 )
+from autotune_loader.decision.space import Space
+from autotune_loader.decision.sufficiency import Sufficiency
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.tuning import burst_source
+from autotune_loader.tuning.burst_source import BurstSource
+from autotune_loader.tuning.finals import run_rounds
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
@@ -55,19 +61,31 @@ class RatedProbe:
 
 
 def race(
-    probe, candidates, baseline=BASELINE, *, budget_s=1000.0, patience_s=1000.0, tolerance=0.02, seed=0, **options
+    probe,
+    candidates,
+    baseline=BASELINE,
+    *,
+    budget_s=1000.0,
+    seed=0,
+    believe=lambda: None,
+    nominate=list,
+    on_round=lambda *_: None,
+    **rules,
 ):
-    return run_finals(
-        probe,
-        candidates,
-        baseline,
-        cost=lambda config: (config.num_workers,),
-        tolerance=tolerance,
-        time_left=lambda: budget_s - probe.clock(),
-        patience_s=patience_s,
-        seed=seed,
-        **options,
-    )
+    """The outcome of rounds between these, whatever is believed of them."""
+    rules = {"tolerance": 0.02, "patience_s": 1000.0, "cost": lambda config: (config.num_workers,), **rules}
+    running = Race(candidates, baseline, RaceRules(**rules), believe)
+
+    def seconds_left():
+        return budget_s - probe.clock()
+
+    def learn(gathered):
+        if running.is_admitting():
+            running.admit(nominate())
+
+    context = TwinContext(usable_cores=64, consumer_cores=1.0)
+    source = BurstSource(probe, Space(max_workers=8), context, [], seconds_left)
+    return run_rounds(running, source, seconds_left=seconds_left, seed=seed, learn=learn, on_round=on_round)
 
 
 @pytest.mark.acceptance
@@ -134,10 +152,10 @@ def test_patience_ends_open_questions_but_not_before_the_first_rounds():
 
 
 def test_patience_leaves_some_of_the_budget_unspent_but_for_the_first_rounds():
-    def spent_s(unspent_s):
+    def spent_s(reserve_s):
         # GIVEN bursts of a second that leave the question open, and time for sixty
         probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
-        outcome = race(probe, [FEW, SOME], budget_s=60.0, unspent_s=unspent_s)
+        outcome = race(probe, [FEW, SOME], budget_s=60.0, reserve_s=reserve_s)
         return probe.clock(), len(outcome.rounds)
 
     # WHEN some of it is to be left THEN no round goes on into it, once there were enough
@@ -146,7 +164,7 @@ def test_patience_leaves_some_of_the_budget_unspent_but_for_the_first_rounds():
     assert spent_s(60.0)[1] == PATIENT_ROUNDS
 
 
-def believing(bursts):
+def believing():
     """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
     return Posterior(
         configs=(FEW, SOME, BASELINE), mean=np.log([100.0, 110.0, 50.0]), covariance=4e-3 * np.eye(3), noise_sd=0.02
@@ -182,7 +200,7 @@ def test_who_is_as_fast_as_the_step_allows_need_not_be_the_fastest(ceiling, winn
     probe = RatedProbe({BASELINE: 50.0, FEW: 99.0, SOME: 100.0}, noise=0.0005)
     believed = replace(_known([FEW, SOME, BASELINE]), mean=np.log([96.0, 100.0, 50.0]))
     # WHEN it comes within tolerance of the ceiling THEN it wins
-    outcome = race(probe, [SOME, FEW], believe=lambda bursts: believed, patience_s=9.0, ceiling=ceiling)
+    outcome = race(probe, [SOME, FEW], believe=lambda: believed, patience_s=9.0, ceiling=ceiling)
     assert outcome.winner == winner
 
 
@@ -227,18 +245,18 @@ def test_who_the_rounds_make_a_candidate_is_let_in():
     # GIVEN a configuration that the search did not send to the finals
     probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
     # WHEN what is known after the first round nominates it
-    outcome = race(probe, [FEW], believe=lambda bursts: _known([FEW, SOME, BASELINE]), nominate=lambda known: [SOME])
+    outcome = race(probe, [FEW], believe=lambda: _known([FEW, SOME, BASELINE]), nominate=lambda: [SOME])
     # THEN it runs
     assert SOME in outcome.configs
     assert probe.asked.count(SOME) >= 2
 
 
-def unsure(bursts):
+def unsure():
     """A search that cannot tell SOME from MANY, whatever the rounds say: the cheaper is expected to lose 2 %."""
-    return replace(sure(bursts), covariance=np.diag([1e-8, 1.5e-3, 1.5e-3, 1e-8]))
+    return replace(sure(), covariance=np.diag([1e-8, 1.5e-3, 1.5e-3, 1e-8]))
 
 
-def sure(bursts):
+def sure():
     """The same without doubt."""
     rates = np.log([80.0, 100.0, 100.0, 50.0])
     return Posterior(configs=(FEW, SOME, MANY, BASELINE), mean=rates, covariance=1e-8 * np.eye(4), noise_sd=0.02)
@@ -262,7 +280,7 @@ def test_who_becomes_a_candidate_late_is_let_in_only_where_the_choice_is_in_doub
     # GIVEN a faster configuration that is nominated after the rounds that admit anybody
     probe = RatedProbe({BASELINE: 99.0, SOME: 100.0, MANY: 110.0}, noise=0.01)
 
-    def nominate(known):
+    def nominate():
         return [MANY] if probe.asked.count(SOME) > ADMITTING_ROUNDS else []
 
     # WHEN the finals run THEN it takes part where what would be chosen without it is in doubt
@@ -275,12 +293,12 @@ def test_who_ran_only_once_does_not_win():
     # GIVEN a configuration that becomes a candidate when there is time for one more round
     probe = RatedProbe({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
 
-    def nominate(known):
+    def nominate():
         return [SOME] if probe.asked.count(FEW) == 2 else []
 
     # WHEN it is fastest there
     known = _known([FEW, SOME, BASELINE])
-    outcome = race(probe, [FEW], patience_s=6.0, budget_s=8.5, believe=lambda bursts: known, nominate=nominate)
+    outcome = race(probe, [FEW], patience_s=6.0, budget_s=8.5, believe=lambda: known, nominate=nominate)
     # THEN it is not chosen: one burst has no interval
     assert probe.asked.count(SOME) == 1
     assert outcome.winner == FEW
@@ -322,7 +340,7 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
     def run(belief, many):
         rates = {SOME: in_turns(101.0, 100.0), MANY: in_turns(*many), BASELINE: in_turns(20.1, 20.0)}
         probe = RatedProbe(rates)
-        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda bursts: belief).winner, probe.asked.count(MANY)
+        return race(probe, [SOME, MANY], patience_s=9.0, believe=lambda: belief).winner, probe.asked.count(MANY)
 
     # WHEN they are 1 % faster THEN they run once, where without what was seen of the feeding they run to the end
     assert run(belief, many=(102.0, 101.0)) == (SOME, 1)
@@ -334,7 +352,7 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
 @pytest.mark.parametrize("others", [100.0, 110.0], ids=["one", "two"])
 def test_rounds_that_contradict_a_belief_are_heard_out(others):
     # GIVEN a belief that is sure of SOME, and of FEW that they are much slower
-    def believe(bursts):
+    def believe():
         return Posterior(
             configs=(FEW, SOME, MANY, BASELINE),
             mean=np.log([60.0, 100.0, 100.5, 50.0]),
@@ -347,29 +365,30 @@ def test_rounds_that_contradict_a_belief_are_heard_out(others):
     outcome = race(probe, [SOME, MANY, FEW], believe=believe, patience_s=9.0)
     # THEN they run in enough of these to prove it
     assert outcome.winner == FEW
-    assert all(str(outcome.configs.index(FEW)) in each.rates for each in outcome.rounds[:MIN_ROUNDS])
+    assert all(FEW in each.rates for each in outcome.rounds[:MIN_ROUNDS])
 
 
-def test_a_burst_that_should_have_begun_with_full_queues_is_run_again():
+def test_a_burst_that_should_have_begun_with_full_queues_is_run_again(monkeypatch):
     # GIVEN SOME that read low until their queues are full, as their first burst shows
     def rate(asked):
-        return 100.0 if probe.plans[-1].pause_s else 80.0
+        return 100.0 if probe.plans[-1].prefill_s else 80.0
 
     probe = RatedProbe({BASELINE: 50.0, SOME: rate, FEW: 90.0})
+    monkeypatch.setattr(burst_source, "prefill_s", lambda config, *_: 0.4 if config == SOME else 0.0)
     # WHEN they race
-    outcome = race(probe, [SOME, FEW], pause_of=lambda config, measured: 0.4 if config == SOME else 0.0)
+    outcome = race(probe, [SOME, FEW])
     # THEN all but that burst begin so, and it does not count
-    plans = [plan.pause_s for config, plan in zip(probe.asked, probe.plans, strict=True) if config == SOME]
+    plans = [plan.prefill_s for config, plan in zip(probe.asked, probe.plans, strict=True) if config == SOME]
     assert plans[0] == 0.0
     assert plans[1:] == [0.4] * (len(plans) - 1)
     assert outcome.winner == SOME
     assert outcome.rate.value == pytest.approx(100.0)
-    assert all(plan.pause_s == 0.0 for config, plan in zip(probe.asked, probe.plans, strict=True) if config != SOME)
+    assert all(plan.prefill_s == 0.0 for config, plan in zip(probe.asked, probe.plans, strict=True) if config != SOME)
 
 
 def test_no_belief_stands_against_rounds_that_prove_somebody_faster():
     # GIVEN a belief that hardly any burst can change, in SOME
-    def believe(bursts):
+    def believe():
         return Posterior(
             configs=(MANY, SOME, BASELINE), mean=np.log([99.0, 103.0, 50.0]), covariance=4e-4 * np.eye(3), noise_sd=0.02
         )
@@ -388,7 +407,7 @@ def test_workers_that_were_seen_to_be_too_few_do_not_win_by_lucky_rounds():
 
     def winner(belief, some=(60.0, 101.0, 100.0)):
         rates = {SOME: in_turns(*some), FEW: in_turns(95.0, 102.0, 100.0), BASELINE: in_turns(20.1, 20.0)}
-        return race(RatedProbe(rates), [SOME, FEW], patience_s=9.0, believe=lambda bursts: belief).winner
+        return race(RatedProbe(rates), [SOME, FEW], patience_s=9.0, believe=lambda: belief).winner
 
     # THEN SOME win nevertheless; without what was seen of the feeding the cheaper would
     assert winner(belief) == SOME
@@ -450,7 +469,7 @@ def test_the_order_within_rounds_varies_and_depends_on_the_seed_alone():
 def test_each_round_is_told():
     told = []
     outcome = race(
-        RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], on_round=lambda number, rates: told.append((number, rates))
+        RatedProbe({BASELINE: 50.0, FEW: 100.0}), [FEW], on_round=lambda number, rates, _: told.append((number, rates))
     )
     assert [number for number, _ in told] == [*range(1, len(outcome.rounds) + 1)]
     assert told[0][1] == {FEW: 100.0, BASELINE: 50.0}
@@ -466,7 +485,7 @@ def test_who_looks_slower_runs_again_where_bursts_are_known_to_scatter_more(nois
     # GIVEN an entrant that is 12 % slower in a first round
     probe = RatedProbe({BASELINE: 50.0, FEW: 88.0, SOME: 100.0})
     # WHEN there is time for two rounds
-    race(probe, [SOME, FEW], budget_s=6.5, typical_noise=noise)
+    race(probe, [SOME, FEW], budget_s=6.5, noise_sd=noise)
     # THEN it is out where that is four times the noise, and runs again where it is about as much
     assert probe.asked.count(FEW) == runs
 
