@@ -14,7 +14,7 @@ Nothing here runs anything: rounds are recorded by whoever ran them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -245,18 +245,10 @@ class Race:
                 version,
                 _by_rounds(self.configs, self.usable(), self.rules.noise_sd)
                 if known is None
-                else self._completed(known),
+                else _completed(known, self.configs, self._first_rates),
             )
         named = configs if known is None else [config.key() for config in configs]
         return self._known[1].at(named)
-
-    def _completed(self, known: Posterior) -> Posterior:
-        """What is known of the candidates; of those that the search could not observe, what their first burst said."""
-        keys = list(dict.fromkeys(config.key() for config in self.configs))
-        first = {config.key(): rate for config, rate in self._first_rates.items()}
-        typical = math.exp(float(known.mean.max()))
-        missing = {key: first.get(key, typical) for key in keys if key not in known.configs}
-        return (known.including(missing) if missing else known).at(keys)
 
     def _ratio(self, config: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
         """Mean and standard deviation of ln(rate of the one / rate of the other)."""
@@ -355,6 +347,17 @@ def _look_faster(logs: Sequence[float], tolerance: float) -> bool:
 def _prove_faster(logs: Sequence[float], tolerance: float) -> bool:
     """Whether such rounds alone show it, whatever is believed."""
     return len(logs) >= MIN_ROUNDS and _look_faster(logs, tolerance) and mean_interval(logs).low > 0
+
+
+def _completed(
+    known: Posterior, configs: Sequence[LoaderConfig], first_rates: Mapping[LoaderConfig, float]
+) -> Posterior:
+    """What is known of the candidates; of those that the search could not observe, what their first burst said."""
+    keys = list(dict.fromkeys(config.key() for config in configs))
+    first = {config.key(): rate for config, rate in first_rates.items()}
+    typical = math.exp(float(known.mean.max()))
+    missing = {key: first.get(key, typical) for key in keys if key not in known.configs}
+    return (known.including(missing) if missing else known).at(keys)
 
 
 def _by_rounds(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> Posterior:

@@ -16,17 +16,17 @@ BUSY_SHARE = 0.9
 """Workers of a right-sized variant are busy for no more than this share of their time."""
 
 
-def variants(space: Space, fastest: Callable[[], LoaderConfig | None]) -> Iterator[LoaderConfig]:
+def variants(space: Space, fastest: Callable[[], Trial | None]) -> Iterator[LoaderConfig]:
     """The fastest configuration with each value that the twin knows nothing of, one knob after the other.
 
     Args:
         space: the legal configurations.
-        fastest: the fastest so far, asked again for each knob.
+        fastest: the fastest trial so far, asked again for each knob.
     """
     for knob in UNMODELLED:
         best = fastest()
         if best is not None:
-            yield from space.variants(best, knob)
+            yield from space.variants(best.config, knob)
 
 
 def count_variants(space: Space) -> int:

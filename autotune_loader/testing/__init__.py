@@ -14,6 +14,7 @@ from autotune_loader.testing.gpus import (
 from autotune_loader.testing.machine import SimulatedMachine
 from autotune_loader.testing.replay import ReplayProbe
 from autotune_loader.testing.simulation import Clock, SimulatedProbe
+from autotune_loader.testing.source import SimulatedSource
 
 __all__ = [
     "Clock",
@@ -26,4 +27,5 @@ __all__ = [
     "ReplayProbe",
     "SimulatedMachine",
     "SimulatedProbe",
+    "SimulatedSource",
 ]

@@ -103,7 +103,8 @@ def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Recheck)
             failed.append(outcome)
         return outcome
 
-    seen.rounds.append(as_round(in_turning_order(list(sides), observe, number)))
+    outcomes = in_turning_order(list(sides), observe, number)
+    seen.rounds.append(as_round(outcomes))
     return failed[0] if failed else None
 
 

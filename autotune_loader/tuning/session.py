@@ -240,7 +240,7 @@ class TuningSession:
     def _try_variants(self) -> None:
         """The best with each change that the user allows and the twin knows nothing of, one knob after the other."""
         if self._count_variants():
-            for config in variants(self._space, self._fastest_config):
+            for config in variants(self._space, self.state.fastest):
                 if self._is_tried(config) or not may_grow_to(config.batch_size, self.state.trials):
                     continue
                 if not self._has_time_for_variants():
@@ -260,10 +260,6 @@ class TuningSession:
     def _count_variants(self) -> int:
         """How many trials variants take; searches by sampler or grid propose them like any other knob."""
         return count_variants(self._space) if self._options.search == "auto" else 0
-
-    def _fastest_config(self) -> LoaderConfig | None:
-        fastest = self.state.fastest()
-        return None if fastest is None else fastest.config
 
     def _is_tried(self, config: LoaderConfig) -> bool:
         return any(trial.config == config for trial in self.state.trials)

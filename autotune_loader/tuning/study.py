@@ -20,9 +20,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.space import MAX_WORKERS, Space
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.tuning.options import Search
+from autotune_loader.tuning.study_knobs import Knobs
 from autotune_loader.tuning.study_storage import OWNER, is_abandoned, open_database, owner, patiently
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -34,15 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OBJECTIVE = "samples_per_s"
-# Bounds of the integer knobs: wide and fixed, because Optuna refuses to resume a study whose bounds moved.
-MOST_PREFETCH = 64
-MOST_THREADS = 1024
 # A lock left by a killed writer is taken over after this long; Optuna's own default of 30 s would stall a restart.
 LOCK_GRACE_S = 3
 # TPE's first trials are random; the twin's scouts take their place.
 TPE_STARTUP_TRIALS = 4
-# Axes that mean nothing without workers.
-ONLY_WITH_WORKERS = ("in_order", "multiprocessing_context")
 # Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
 FINISHED = "finished"
 
@@ -88,12 +84,12 @@ class OptunaStudy:
         self._name = name
         self._space = space
         self._sampler = _sampler(search, seed)
-        self._default_threads = default_threads
+        self._knobs = Knobs(space, default_threads)
         self._seen: set[str] = set()
         self._arrived: list[Trial] = []
         self._passed_over: dict[LoaderConfig, float] = {}
         self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
-        self._drop_zombies()
+        _drop_zombies(self.study)
 
     def _opened(self, storage: str | None) -> optuna.Study:
         import optuna
@@ -182,7 +178,7 @@ class OptunaStudy:
                 return Claim(self._started(config), config)
             trial = self.study.ask()
             trial.set_user_attr(OWNER, owner())
-            return Claim(trial, self._suggest(trial))
+            return Claim(trial, self._knobs.suggest(trial))
 
     def _started(self, config: LoaderConfig) -> optuna.trial.Trial:
         """A running trial of just this configuration.
@@ -191,7 +187,7 @@ class OptunaStudy:
         """
         import optuna
 
-        knobs = self._knobs(config)
+        knobs = self._knobs.of(config)
         template = optuna.trial.FrozenTrial(
             number=-1,  # the storage gives number and id
             trial_id=-1,
@@ -200,24 +196,13 @@ class OptunaStudy:
             datetime_start=datetime.now(),
             datetime_complete=None,
             params=knobs,
-            distributions={name: self._distribution(name) for name in knobs},
+            distributions={name: self._knobs.distribution(name) for name in knobs},
             user_attrs={OWNER: owner()},
             system_attrs={},
             intermediate_values={},
         )
         trial_id = self.study._storage.create_new_trial(self.study._study_id, template_trial=template)
         return optuna.trial.Trial(self.study, trial_id)
-
-    def _distribution(self, name: str) -> optuna.distributions.BaseDistribution:
-        from optuna.distributions import CategoricalDistribution, IntDistribution
-
-        if name == "num_workers":
-            return IntDistribution(0, MAX_WORKERS)
-        if name == "prefetch_factor":
-            return IntDistribution(1, MOST_PREFETCH, log=True)
-        if name == "consumer_threads":
-            return IntDistribution(1, MOST_THREADS, log=True)
-        return CategoricalDistribution(self._searched()[name])
 
     def tell(self, claim: Claim, trial: Trial) -> None:
         """Complete a claimed trial: its rate as the value, everything else as attributes and constraints."""
@@ -282,7 +267,7 @@ class OptunaStudy:
         """
         import optuna
 
-        states, knobs = (optuna.trial.TrialState.RUNNING,), self._knobs(config)
+        states, knobs = (optuna.trial.TrialState.RUNNING,), self._knobs.of(config)
         running = patiently(lambda: self.study.get_trials(deepcopy=False, states=states), mend=self.close)
         return any(
             frozen.params == knobs
@@ -306,62 +291,16 @@ class OptunaStudy:
         with contextlib.suppress(Exception), quiet_optuna():
             self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())
 
-    def _drop_zombies(self) -> None:
-        """Tell the trials that a killed run left running. Those of other live processes and machines stay."""
-        import optuna
 
-        states = optuna.trial.TrialState
-        with quiet_optuna(), contextlib.suppress(Exception):
-            for frozen in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-                if is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start):
-                    self.study.tell(frozen.number, state=states.FAIL)
+def _drop_zombies(study: optuna.Study) -> None:
+    """Tell the trials that a killed run left running. Those of other live processes and machines stay."""
+    import optuna
 
-    def _knobs(self, config: LoaderConfig) -> dict[str, Any]:
-        """Where a configuration lies on Optuna's scales. Beyond their ends is at their ends: `record` has the truth."""
-        knobs: dict[str, Any] = {"num_workers": min(config.num_workers, MAX_WORKERS)}
-        if config.prefetch_factor is not None:
-            knobs["prefetch_factor"] = min(config.prefetch_factor, MOST_PREFETCH)
-        for name, values in self._searched().items():
-            value = getattr(config, name)
-            if name in ONLY_WITH_WORKERS and not config.num_workers:
-                continue
-            if name == "consumer_threads":
-                knobs[name] = min(value or self._default_threads, MOST_THREADS)
-            elif value in values:
-                knobs[name] = value
-        return knobs
-
-    def _searched(self) -> dict[str, list[Any]]:
-        """The categorical knobs that have more than one value here."""
-        axes: dict[str, tuple[Any, ...]] = {
-            "pin_memory": self._space.pin_memory,
-            "device_prefetch": self._space.device_prefetch,
-            "in_order": self._space.in_order,
-            "multiprocessing_context": self._space.multiprocessing_contexts,
-            "sharing_strategy": self._space.sharing_strategies,
-            "batch_size": self._space.batch_sizes,
-            "drop_last": self._space.drop_lasts,
-            "consumer_threads": self._space.consumer_threads,
-        }
-        return {name: list(values) for name, values in axes.items() if len(values) > 1}
-
-    def _suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
-        workers = trial.suggest_int("num_workers", 0, MAX_WORKERS)
-        values: dict[str, Any] = {"num_workers": min(workers, self._space.max_workers)}
-        if workers:
-            prefetch = trial.suggest_int("prefetch_factor", 1, MOST_PREFETCH, log=True)
-            values["prefetch_factor"] = min(self._space.prefetch_factors, key=lambda legal: abs(legal - prefetch))
-            values["persistent_workers"] = self._space.persistent_workers
-        for name, choices in self._searched().items():
-            if name == "consumer_threads":
-                threads = trial.suggest_int(name, 1, MOST_THREADS, log=True)
-                legal = {count or self._default_threads: count for count in choices}
-                values[name] = legal[min(legal, key=lambda count: abs(count - threads))]
-            elif name not in ONLY_WITH_WORKERS or workers:
-                values[name] = trial.suggest_categorical(name, choices)
-        if values["num_workers"] == 0:
-            values = {k: v for k, v in values.items() if k not in ("prefetch_factor", "persistent_workers")}
-        return LoaderConfig(**{"drop_last": self._space.drop_lasts[0], **values})
+    states = optuna.trial.TrialState
+    with quiet_optuna(), contextlib.suppress(Exception):
+        for frozen in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            if is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start):
+                study.tell(frozen.number, state=states.FAIL)
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:

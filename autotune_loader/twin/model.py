@@ -20,6 +20,7 @@ from autotune_loader.twin.queue import (
     MOST_STEADY_BATCHES,
     Floats,
     Ints,
+    Times,
     batches_needed,
     burst_rate,
     relative,
@@ -108,26 +109,25 @@ class Twin:
         num_workers: int,
         prefetch_factor: int | None = None,
         *,
-        in_order: bool = True,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
-        device_prefetch: int = 0,
-        consumer_threads: int | None = None,
         epoch_batches: int | None = None,
         startup_s: float | None = None,
         cores: float | None = None,
+        **knobs: Any,
     ) -> Prediction:
-        """What to expect of one configuration; `predict_all` is much faster for many."""
-        with_workers = num_workers > 0
-        config = LoaderConfig(
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if with_workers else None,
-            in_order=in_order or not with_workers,
-            persistent_workers=persistent_workers and with_workers,
-            pin_memory=pin_memory,
-            device_prefetch=device_prefetch,
-            consumer_threads=consumer_threads,
-        )
+        """What to expect of one configuration; `predict_all` is much faster for many.
+
+        Args:
+            num_workers: as in `LoaderConfig`, like `prefetch_factor` and `knobs`; what needs workers is dropped without them.
+            prefetch_factor: batches that each worker is handed ahead.
+            epoch_batches: as in `predict_all`, like the next two.
+            startup_s: seconds until workers begin.
+            cores: usable cores.
+            **knobs: other fields of `LoaderConfig`.
+        """
+        if not num_workers:
+            prefetch_factor = None
+            knobs = {**knobs, "in_order": True, "persistent_workers": False}
+        config = LoaderConfig(num_workers=num_workers, prefetch_factor=prefetch_factor, **knobs)
         return self.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s, cores=cores)[0]
 
     def predict_all(
@@ -343,13 +343,9 @@ class Twin:
     def _simulated(self, columns: Columns, stages: Stages, service: Floats, step: Floats) -> Floats:
         """The same, given how long each batch takes to be made and each step, relative to their means."""
         return simulate(
-            service * stages.service_s,
-            stages.receive_s,
-            step * stages.step_s,
+            Times(service * stages.service_s, stages.receive_s, step * stages.step_s, stages.pin_s, stages.transit_s),
             workers=columns.workers,
             prefetch=columns.prefetch,
-            pin_s=stages.pin_s,
-            transit_s=stages.transit_s,
             device_prefetch=columns.ahead,
             in_order=columns.in_order,
         )

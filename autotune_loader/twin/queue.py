@@ -16,7 +16,7 @@ the bursts saw.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,41 +33,46 @@ FILL_ROUNDS = 3
 """Rounds of `workers` batches before the window opens: by then the pipeline has left its synchronous start."""
 
 
+class Times(NamedTuple):
+    """What each stage takes, in seconds; all are broadcast to `service_s`."""
+
+    service_s: ArrayLike
+    """Fetch and collate, shape (batches, columns) or (batches,) for one column. Batch i is the i-th handed out."""
+    receive_s: ArrayLike
+    """In which the training loop takes a ready batch over."""
+    step_s: ArrayLike
+    pin_s: ArrayLike = 0.0
+    """Of the pinning thread, per batch and column; ignored without workers."""
+    transit_s: ArrayLike = 0.0
+    """In which a whole batch travels while nobody works on it, per column; ignored without workers."""
+
+
 def simulate(
-    service_s: ArrayLike,
-    receive_s: ArrayLike,
-    step_s: ArrayLike,
+    times: Times,
     *,
     workers: ArrayLike,
     prefetch: ArrayLike,
-    pin_s: ArrayLike = 0.0,
-    transit_s: ArrayLike = 0.0,
     device_prefetch: ArrayLike = 0,
     in_order: ArrayLike = True,
 ) -> Floats:
     """When each step was done, in seconds from the moment the workers could begin, shape (batches, columns).
 
     Args:
-        service_s: fetch and collate seconds, shape (batches, columns) or (batches,) for one column. Batch i is the i-th
-            handed out.
-        receive_s: seconds in which the training loop takes a ready batch over; broadcast to `service_s`.
-        step_s: seconds of the step; broadcast to `service_s`.
+        times: of every stage.
         workers: worker processes per column; 0 fetches in the training loop.
         prefetch: batches handed out ahead per worker, at least 1; ignored without workers.
-        pin_s: seconds of the pinning thread per batch and column; ignored without workers.
-        transit_s: seconds per column that a whole batch travels while nobody works on it; ignored without workers.
         device_prefetch: batches received ahead of the step, per column.
         in_order: whether batches are delivered in the order they were handed out, per column.
     """
-    service = np.asarray(service_s, dtype=np.float64)
+    service = np.asarray(times.service_s, dtype=np.float64)
     service = service[:, None] if service.ndim == 1 else service
     shape = service.shape
-    receive, step = (_column_shaped(values, shape) for values in (receive_s, step_s))
+    receive, step = (_column_shaped(values, shape) for values in (times.receive_s, times.step_s))
     columns: dict[str, Any] = {
         "workers": np.broadcast_to(np.asarray(workers, dtype=np.int64), shape[1:]),
         "prefetch": np.broadcast_to(np.asarray(prefetch, dtype=np.int64), shape[1:]),
-        "pin_s": np.broadcast_to(np.asarray(pin_s, dtype=np.float64), shape[1:]),
-        "transit_s": np.broadcast_to(np.asarray(transit_s, dtype=np.float64), shape[1:]),
+        "pin_s": np.broadcast_to(np.asarray(times.pin_s, dtype=np.float64), shape[1:]),
+        "transit_s": np.broadcast_to(np.asarray(times.transit_s, dtype=np.float64), shape[1:]),
         "device_prefetch": np.broadcast_to(np.asarray(device_prefetch, dtype=np.int64), shape[1:]),
     }
     serial = columns["workers"] == 0

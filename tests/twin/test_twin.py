@@ -16,10 +16,11 @@ from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.posterior import consumer_bound, prior_covariance
 from autotune_loader.decision.space import Space
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.twin import Observation, Twin, simulate, steady_rate
+from autotune_loader.twin import Observation, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.observation import level
+from autotune_loader.twin.queue import Times
 from autotune_loader.twin.smoothing import smooth, smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
@@ -42,6 +43,10 @@ class StubClock:
 
     def advance(self, seconds):
         self.now += seconds
+
+
+def simulate(service_s, receive_s, step_s, *, pin_s=0.0, transit_s=0.0, **loader):
+    return queue.simulate(Times(service_s, receive_s, step_s, pin_s, transit_s), **loader)
 
 
 def constant(service, receive, step, *, workers, batches=400, **options):

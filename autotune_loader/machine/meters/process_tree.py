@@ -122,7 +122,7 @@ class TreeMeter:
     """Watches a process tree from entering to leaving a `with` block; then `reading` tells what it took.
 
     Args:
-        pid: Root of the tree.
+        root: Process at the root of the tree, or the tree.
         usable_cores: What CPU use is a share of.
         memory_budget_bytes: The tree may not outgrow 90 % of it; None for no alarm.
         memory_held_bytes: What the tree held before anything was run; it comes on top of the budget.
@@ -130,12 +130,11 @@ class TreeMeter:
         gpus: Where to ask about the GPU; None leaves it unwatched.
         cuda_index: Which GPU, as CUDA counts.
         clock: Monotonic seconds.
-        tree: The tree, for tests.
     """
 
     def __init__(
         self,
-        pid: int,
+        root: int | ProcessTree,
         *,
         usable_cores: float,
         memory_budget_bytes: int | None = None,
@@ -144,11 +143,10 @@ class TreeMeter:
         gpus: Gpus | None = None,
         cuda_index: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        tree: ProcessTree | None = None,
     ) -> None:
         self._usable_cores = usable_cores
         self._clock = clock
-        self._tree = tree or ProcessTree(pid)
+        self._tree = root if isinstance(root, ProcessTree) else ProcessTree(root)
         self._cpus = affinity()
         self._gpus = gpus
         self._cuda_index = cuda_index

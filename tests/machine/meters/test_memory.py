@@ -154,7 +154,7 @@ def test_a_tree_over_its_budget_raises_the_alarm() -> None:
     # GIVEN a meter on a tree that is too large
     alarm = threading.Event()
     tree = FakeTree(rss_bytes=100 * MIB, pss_bytes=95 * MIB)
-    meter = TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=100 * MIB, on_memory_limit=alarm.set, tree=tree)
+    meter = TreeMeter(tree, usable_cores=1, memory_budget_bytes=100 * MIB, on_memory_limit=alarm.set)
     # WHEN it runs THEN the alarm comes
     with meter:
         assert alarm.wait(20.0)
@@ -212,7 +212,7 @@ def test_pss_is_read_rarely() -> None:
     # GIVEN a tree and a clock that a test moves
     clock = FakeClock()
     tree = FakeTree(rss_bytes=1, pss_bytes=1)
-    meter = TreeMeter(os.getpid(), usable_cores=1, clock=clock, tree=tree)
+    meter = TreeMeter(tree, usable_cores=1, clock=clock)
     # WHEN forty looks are made over ten seconds
     for _ in range(40):
         clock.advance(0.25)

@@ -1,0 +1,37 @@
+"""Evidence straight from a simulated machine: bursts as they are asked for, none run again, no pacing."""
+
+from __future__ import annotations
+
+from autotune_loader.decision.evidence import Ask, Evidence
+from autotune_loader.testing.machine import SimulatedMachine
+from autotune_loader.testing.simulation import Clock, SimulatedProbe
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.plan import BurstPlan
+
+
+class SimulatedSource:
+    """An `EvidenceSource` for tests of decisions.
+
+    Args:
+        machine: what is observed.
+        clock: moves on by what each observation takes.
+        seed: of the machine's noise.
+        epoch_batches: batches of an epoch; None where it never ends.
+    """
+
+    def __init__(
+        self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0, epoch_batches: int | None = None
+    ) -> None:
+        self.probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
+        self._clock = clock
+        self._seconds: dict[LoaderConfig, float] = {}
+
+    def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
+        begun = self._clock()
+        whole = ask.kind == "epoch" and config.num_workers > 0
+        outcome = self.probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=ask.group, whole_epochs=whole))
+        self._seconds[config.key()] = self._clock() - begun
+        return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
+
+    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:  # noqa: ARG002 - every kind costs the same here
+        return self._seconds.get(config.key(), max(self._seconds.values(), default=0.0))
