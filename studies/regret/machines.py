@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,15 @@ from studies.regret.plateaus import PLATEAU_LOSS
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 
 
-def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
+CORES = (4, 4, 8, 8, 16, 32, 64, 128)
+SMALL_TOO = (2, 2, 4, 4, 8, 8, 16, 32, 64, 128)
+"""Machines with two cores among them."""
+
+
+def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, SimulatedMachine]:
     """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
     rng = random.Random(seed)
-    cores = rng.choice((4, 4, 8, 8, 16, 32, 64, 128))
+    cores = rng.choice(cores_of)
     kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
     cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
     step_s, step_cores, threads = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0, {}
