@@ -153,9 +153,8 @@ class Beliefs:
 
 def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext, seed: int = 0) -> Twin | None:
     """The twin of these bursts; None where there are none."""
-    # Each burst of the search reads other samples, so that no page cache flatters it: positions tell nothing in common.
     observations = [
-        replace(Observation.from_measurement(config, measurement), positions=())
+        Observation.from_measurement(config, measurement)
         for config, measurement in observed
         if config.batch_size is None
     ]

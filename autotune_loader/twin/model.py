@@ -11,7 +11,7 @@ import numpy as np
 from autotune_loader.twin.calibration import Calibration, calibrate
 from autotune_loader.twin.contention import BURST_SD
 from autotune_loader.twin.epoch import epoch_ends
-from autotune_loader.twin.observation import Observation, level, whole_cycles
+from autotune_loader.twin.observation import Observation, whole_cycles
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
 from autotune_loader.twin.queue import (
     BEST,
@@ -83,7 +83,7 @@ class Twin:
             raise ValueError("the twin needs at least one observation, such as a burst with one worker")
         if cores <= 0:
             raise ValueError(f"cores={cores} is not positive; cores=1 would work")
-        observations = whole_cycles(level(observations))
+        observations = whole_cycles(observations)
         bases = dict(step_s_by_threads or {})
         for seen in sorted(observations, key=lambda o: o.workers_at_work):
             bases.setdefault(seen.consumer_threads, float(seen.step_s.mean()))

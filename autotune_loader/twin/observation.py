@@ -3,7 +3,7 @@
     worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
                                 └─ transit ─► receive ── step    transit   travelling, while nobody works on it
 
-`read_stages` chooses the batches that count; `level` and `whole_cycles` correct bursts by what others of the workload show.
+`read_stages` chooses the batches that count; `whole_cycles` adds what only some bursts show.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Reading:
     step_s: Floats
     busy_workers: float
     first_fetch_s: float
-    positions: tuple[int, ...] = ()
     waited_s: float | None = None
     saw_ready: bool = True
     at_work: float | None = None
@@ -64,9 +63,9 @@ def mean_stages(config: LoaderConfig, measurement: Measurement) -> Reading:
 def read_stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> Reading:
     serial = config.num_workers == 0
     first_fetch_s = traces[0].service_s + traces[0].receive_s
-    whole, traces = len(traces), _after_the_gap(traces)
-    positions, steady = _steady(traces, config)
-    kept = [traces[i] for i in positions]
+    traces = _after_the_gap(traces)
+    numbers, steady = _steady(traces, config)
+    kept = [traces[i] for i in numbers]
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
     begins = [t.requested if serial else t.fetch_start for t in kept]
     service_s = np.array([t.collate_end - begin for t, begin in zip(kept, begins, strict=True)])
@@ -88,7 +87,6 @@ def read_stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> Reading:
         busy_workers=0.0 if serial else _busy_workers(traces, kept),
         at_work=min(at_work, float(config.num_workers)),
         first_fetch_s=first_fetch_s,
-        positions=tuple(positions) if len(traces) == whole else (),
         between_s=_between_batches_s(traces, config),
         waited_s=waited_s,
         saw_ready=saw_ready,
@@ -250,8 +248,6 @@ class Observation:
     """Bytes of the tensors in one batch."""
     copy_s: float = 0.0
     """Seconds of `receive_s` that were the copy to a device."""
-    positions: tuple[int, ...] = ()
-    """Position in the sampler's order of each of `service_s`; empty where it is not known."""
 
     def __post_init__(self) -> None:
         for name in ("service_s", "cpu_s", "receive_s", "step_s"):
@@ -299,7 +295,6 @@ class Observation:
             startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),
             batch_bytes=measurement.batch_bytes,
             copy_s=measurement.gpu.copy_s or 0.0,
-            positions=stages.positions if config.in_order else (),
         )
 
     @property
@@ -318,10 +313,6 @@ class Observation:
     def consumer_share(self) -> float:
         """Share of the time in which the training loop received or stepped."""
         return min(1.0, self.batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))
-
-
-MIN_COMMON = 8
-"""Two bursts need so many batches in common before the one may correct the other."""
 
 
 def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]:
@@ -344,30 +335,3 @@ def _cycle(seen: Observation, typical_s: float) -> Observation:
         at_work=min(seen.workers_at_work * longer, float(seen.num_workers)),
         between_s=None,
     )
-
-
-def level(observations: Sequence[Observation]) -> tuple[Observation, ...]:
-    """The same bursts, as if each had seen all the batches that the longest one saw.
-
-    Bursts read the same samples in the same order, but a slow one fewer of them; by chance those may be light or heavy.
-    How heavy, the longest burst knows: it saw them too. So its mean over all batches against its mean over the common
-    ones corrects the slow one (a control variate), as far as the two agree on which batches are heavy. As far as they do
-    not, its own mean stands, which has seen batches that the longest burst left out while its queues filled.
-    """
-    longest = max(observations, key=lambda o: len(o.positions))
-    return tuple(o if o is longest else _levelled(o, longest) for o in observations)
-
-
-def _levelled(seen: Observation, longest: Observation) -> Observation:
-    where = {position: i for i, position in enumerate(longest.positions)}
-    pairs = [(i, where[p]) for i, p in enumerate(seen.positions) if p in where]
-    if len(pairs) < MIN_COMMON:
-        return seen
-    mine, theirs = (np.array(indices) for indices in zip(*pairs, strict=True))
-    own, reference = seen.service_s[mine], longest.service_s[theirs]
-    if min(own.std(), reference.std(), own.mean(), reference.mean()) <= 0:
-        return seen
-    agreement = max(0.0, float(np.corrcoef(own, reference)[0, 1]))
-    mean_s = own.mean() / reference.mean() * longest.service_s.mean()
-    factor = (mean_s / seen.service_s.mean()) ** agreement
-    return replace(seen, service_s=seen.service_s * factor, cpu_s=seen.cpu_s * factor)

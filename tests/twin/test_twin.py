@@ -19,7 +19,6 @@ from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.context import TwinContext
-from autotune_loader.twin.observation import level
 from autotune_loader.twin.queue import Times
 from autotune_loader.twin.smoothing import smooth, smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
@@ -304,16 +303,6 @@ class TestTwin:
         twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
         rates = [twin.predict(n, 2).samples_per_s.value for n in (0, 1, 4)]
         assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
-
-    def test_what_the_longest_burst_knows_of_the_batches_corrects_the_others(self):
-        # GIVEN two bursts over the same heavy-tailed samples, of which the slow one met few and light ones
-        weights = np.array([1.0] * 40 + [1.0, 6.0] * 40)
-        slow, fast = (
-            replace(observation(n), service_s=0.02 * w, cpu_s=0.02 * w, positions=tuple(range(len(w))))
-            for n, w in ((1, weights[:40] * (1 + 0.01 * np.arange(40))), (4, weights * (1 + 0.01 * np.arange(120))))
-        )
-        # THEN its mean is what it would have been over all
-        assert level([slow, fast])[0].service_s.mean() == pytest.approx(fast.service_s.mean())
 
     def test_luck_with_heavy_batches_is_evened_out(self):
         # GIVEN one batch in five that takes 16 times as long
