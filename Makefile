@@ -16,11 +16,12 @@ venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=pytho
 demo: $(INSTALLED) ## make 1,200 JPEG files once, tune a training job on them, write loader.json, use it
 	@$(BIN)/autotune-loader demo
 
-check: $(INSTALLED) ## lint, format, types and layers
+check: $(INSTALLED) ## lint, format, types, floors, circles between files
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m studies.house --check
 
 # The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
 test: check ## check, then every test but acceptance: units, processes, and the system with its documentation
