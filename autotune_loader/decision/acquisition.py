@@ -12,7 +12,7 @@ from autotune_loader.decision.space import Space
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 
 LARGE_MACHINE = 16
-"""From so many cores on, the initial design has a point between one worker and as many as cores."""
+"""From this many cores on, the initial design has a point between one worker and as many as cores."""
 WORTHWHILE_SHARE = 0.4
 """A search ends when one more burst of no configuration is expected to gain more than this share of the tolerance."""
 RIVAL_SHARE = 0.1
@@ -36,7 +36,7 @@ def initial_design(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
 
 
 def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | None:
-    """The legal configuration with these threads and torch's prefetch that comes closest to so many workers."""
+    """The legal configuration with these threads and torch's prefetch that comes closest to this many workers."""
     legal = [config for config in space.modelled_configs() if config.consumer_threads == threads and config.in_order]
     plain = [config for config in legal if config.prefetch_factor in (None, TORCH_PREFETCH_FACTOR)] or legal
     return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)

@@ -27,7 +27,7 @@ from autotune_loader.values.measurement import Failure, Measurement
 CORES_OF_A_SERIAL_STEP = 1.3
 """A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
 FAILURES_TO_STOP_GROWING = 2
-"""After so many failures of `RUN_OUT_OF` at so many workers or fewer, no more workers are tried."""
+"""After this many failures of `RUN_OUT_OF` at this many workers or fewer, no more workers are tried."""
 RUN_OUT_OF = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors")
 
 

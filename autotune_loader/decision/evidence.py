@@ -1,4 +1,4 @@
-"""Observations of configurations, whoever made them: the only thing that beliefs rest on.
+"""Observations of configurations, from any source: the only thing that beliefs rest on.
 
 A source (bursts before training, blocks of training itself, a simulated machine) makes `Evidence`; the log keeps it in order.
 Nothing here knows a clock or a process.

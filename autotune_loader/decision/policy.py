@@ -3,7 +3,7 @@
     explore   the configurations to begin with ─► the one of which an observation teaches most, again and again
     compare   paired rounds between the shortlist and the baseline, until they are decided or not worth their time
 
-Pure: whoever asks observes, records and asks again.
+Pure: the caller observes, records and asks again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CEILING_SHARE = 0.98
 """The ceiling is reached when the rates of `CEILING_TRIALS` trials come this close to it; one alone may have been lucky."""
 CEILING_TRIALS = 2
 EXPLORE_EVERY = 6
-"""After so many suggestions of ours the sampler proposes one, so that a wrong twin cannot trap the search."""
+"""After this many suggestions of ours the sampler proposes one, so that a wrong twin cannot trap the search."""
 MOST_REPEATS = 20
 """A sampler that repeats itself so often in a row has nothing new to say."""
 

@@ -24,7 +24,7 @@ MODEL_SD = 0.06
 LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
 LEAST_HEADROOM = 1.2
-"""So many times what the consumer takes must workers be able to deliver before the consumer is held for what binds."""
+"""This many times what the consumer takes must workers be able to deliver before the consumer is held for what binds."""
 HEADROOM_SD = 0.15
 """Relative error of that headroom where service times do not vary."""
 USE_POWER = 10.0
@@ -41,9 +41,9 @@ SAFE = 0.9
 CHEAPNESS_SHARE = 0.2
 """Of the tolerance, what a cheaper configuration may be expected to lose against the one expected to lose least."""
 REFUTED = 3.0
-"""More workers that are faster by so many standard deviations show that those that were seen to be enough are not."""
+"""More workers that are faster by this many standard deviations show that those that were seen to be enough are not."""
 DEPTH_REFUTED = 1.5
-"""A shallow queue that is faster than a deeper one by so many shows that this one slows the workers, as large batches do. It
+"""A shallow queue that is faster than a deeper one by this many shows that this one slows the workers, as large batches do. It
 takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
@@ -64,7 +64,7 @@ class Posterior:
     sufficient: Floats | None = None
     """And what these owe to configurations with more workers, as `Sufficiency.floor` says."""
     sufficiency: Sufficiency | None = None
-    """Whose workers are enough, so that nobody with more of them can be faster."""
+    """Which workers suffice, so that more of them cannot be faster."""
 
     def at(self, configs: Sequence[LoaderConfig]) -> Posterior:
         """The same belief about some of the configurations only."""
@@ -196,7 +196,7 @@ class Posterior:
         return self.sufficiency.floor(draws, sufficient)
 
     def _refuting(self, index: int, sds: float = REFUTED) -> NDArray[np.bool_]:
-        """Which configurations are faster than one by so many standard deviations; by default beyond all luck."""
+        """Which configurations are faster than one by this many standard deviations; by default beyond all luck."""
         faster, deviations = self._ratios_to(index)
         refuting: NDArray[np.bool_] = faster > sds * deviations
         return refuting

@@ -6,9 +6,9 @@
 
 The bursts of the search chose the candidates, so no rate that is reported comes from them: the best of many noisy bursts looks
 better than it is. For the choice itself what is believed counts as one more witness, weighted by how sure it is: few rounds
-cannot tell 3 % apart, the twin often can. Where rounds prove that somebody is faster, no belief stands against them.
+cannot tell 3 % apart, the twin often can. Where rounds prove that a candidate is faster, they overrule the belief.
 
-Nothing here runs anything: rounds are recorded by whoever ran them.
+Nothing here runs anything: the caller runs the rounds and records them.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ UNKNOWN_SD = 0.7
 TYPICAL_NOISE = 0.03
 """Relative standard deviation of a burst's rate, where nothing else is known of it."""
 ADMITTING_ROUNDS = 2
-"""New candidates are let in after the first rounds, so that each runs in more than one; later only while in doubt."""
+"""New candidates may join after the first rounds, so that each runs in more than one; later only while in doubt."""
 NOISE_WEIGHT = 4.0
-"""So many bursts' worth a typical noise counts beside that of the rounds."""
+"""This many bursts' worth a typical noise counts beside that of the rounds."""
 LEAST_NOISE = 0.003
 CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1
-"""Besides the incumbent so many run in a round; more only where several were faster in their few rounds."""
+"""Besides the incumbent this many run in a round; more only where several were faster in their few rounds."""
 LONGER_PATIENCE = 2.0
-"""Patience lasts so many times longer while the rounds do not agree with the incumbent."""
+"""Patience lasts this many times longer while the rounds do not agree with the incumbent."""
 DOUBTFUL_PATIENCE, DOUBTFUL_SHARE = 3.5, 0.25
-"""And so many times while the incumbent is expected to lose more than this share of the tolerance: of 58 wrong choices on
+"""And this many times while the incumbent is expected to lose more than this share of the tolerance: of 58 wrong choices on
 1,500 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
 SPEEDUP_PRECISION = 0.25
 """Rounds agree with the incumbent only where its speed-up is known this well, relatively."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 5
-"""Open questions get so many, however long a round takes: on large machines three outlast all patience and settle nothing."""
+"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
-"""Whoever wins ran in two rounds, or in as many as anybody: one burst gives no interval."""
+"""The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
 """The baseline is only compared with the winner; once that ratio is known this well it sits out."""
 MAX_FAILURES = 2
@@ -79,7 +79,7 @@ class RaceRules:
     reserve_s: float = 0.0
     """Seconds of the budget that patience leaves; only the first `PATIENT_ROUNDS` may use them."""
     ceiling: float | None = None
-    """Samples/s that nobody can exceed, where that is known: whoever comes within tolerance of it is fast enough."""
+    """Samples/s that no configuration can exceed, where that is known: within tolerance of it is fast enough."""
     noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone."""
 
@@ -146,7 +146,7 @@ class Race:
         return done
 
     def admit(self, configs: Sequence[LoaderConfig]) -> None:
-        """Let in whom the rounds so far have made a candidate."""
+        """Add candidates that the rounds so far suggest."""
         self.configs += [config for config in configs if config not in self.configs]
 
     def is_admitting(self) -> bool:
@@ -187,7 +187,7 @@ class Race:
             return active
         new = [config for config in active if not _rates(usable, config)]
         others = [config for config in active if config not in (incumbent, self.baseline)]
-        # Who looks faster runs on: where belief favours somebody else, few rounds must not be the last.
+        # A candidate that looks faster runs on: where belief favours another, few rounds must not be the last.
         rivals = [config for config in others if self._needs_more_rounds(config, incumbent)]
         if not rivals:
             unanswered = [config for config in others if not self._is_answered(config, incumbent)]

@@ -1,4 +1,4 @@
-"""Workers that are enough, for the training loop or for the cores: with more of them, and all else equal, nobody is faster.
+"""Workers that are enough, for the training loop or for the cores: with more of them, and all else equal, no rate is higher.
 
 Two bursts differ by whatever the machine does meanwhile, and that hides a few percent of their rates. Within one burst workers
 and loop have the same machine: how much more the workers could deliver than the loop takes, the headroom
@@ -37,14 +37,14 @@ READING_SD = 0.02
 NEARLY_SUFFICIENT = 0.9
 """Workers that have less headroom, and take less of the cores' time, are no help in telling how fast more of them are."""
 SURE = 2.0
-"""Standard deviations of bad luck with which workers must still be enough before nobody else need be measured."""
+"""Standard deviations of bad luck with which workers must still be enough before no other need be measured."""
 MOST_LOST = 0.999
 RECEIPT_SCATTER = 1.25
-"""Receipts that take so many times as long as the quickest, in steps, may be no slower but by chance."""
+"""Receipts that take this many times as long as the quickest, in steps, may be no slower but by chance."""
 SEEN_ENOUGH = 0.03
 """Relative error of the mean service time from which on bursts may lack the rare slow batches that the loop waits for."""
 WorkerSetup = tuple[int, bool, int | None, int]
-"""Whatever decides how well the loop is fed, prefetch apart: workers, pinning, the step's threads, device prefetch."""
+"""What decides whether workers suffice, prefetch apart: workers, pinning, the step's threads, device prefetch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class Sufficiency:
         )
 
     def extended(self, count: int) -> Sufficiency:
-        """The same, and so many configurations more of which nothing was seen."""
+        """The same, and this many configurations more of which nothing was seen."""
         return Sufficiency(
             log_headroom=np.concatenate([self.log_headroom, np.full(count, -np.inf)]),
             headroom_sd=np.concatenate([self.headroom_sd, np.zeros(count)]),
@@ -195,7 +195,7 @@ class _Burst:
 
 
 def _by_worker_setup(observations: Sequence[Observation]) -> dict[WorkerSetup, list[_Burst]]:
-    # By all of the crew but the workers: the quickest receipt, in steps.
+    # By all of the setup but the number of workers: the quickest receipt, in steps.
     receipts: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
     for seen in observations:
         if seen.num_workers:
@@ -251,7 +251,7 @@ def _receipt(seen: Observation) -> float:
 
 
 def _consumer_s(seen: Observation, receipt: float) -> float:
-    """Seconds of the loop for each batch with a receipt of so many steps, were it never to wait."""
+    """Seconds of the loop for each batch with a receipt of this many steps, were it never to wait."""
     return _step_s(seen) * float(loop_s(receipt, 1.0, seen.device_prefetch))
 
 
@@ -277,7 +277,7 @@ def free_share(
     bursts = [seen for seen in observations if seen.num_workers]
     if cores is None or not bursts:
         return np.ones(len(configs)), np.zeros(len(configs))
-    # What computing takes shows where the fewest are at work: nobody else is in the caches.
+    # What computing takes shows where the fewest are at work: no other is in the caches.
     alone = min(bursts, key=lambda seen: seen.workers_at_work)
     variance = relative_variance(bursts)
     # All else is waiting, but among many workers for a core, too, and at first for cold files: the least is what must be.
@@ -293,7 +293,7 @@ def free_share(
 
 
 def taken_share(workers: Floats, cores: float, waiting: float) -> Floats:
-    """Share of the cores' time that so many workers take, from 0 to 1.
+    """Share of the cores' time that this many workers take, from 0 to 1.
 
     Args:
         workers: how many there are, shape (n,); parts of a worker count in proportion.

@@ -65,7 +65,7 @@ EPOCH_NOISE = 0.08
 """Relative standard deviation of one epoch's rate: 6 to 11 % in 36 bursts of `tutorial`, whose step and workers share cores."""
 LEAST_EPOCH_NOISE = 0.03
 ROUNDS = (1, 2)
-"""Workers that fetch an epoch in so many rounds are raced: they are done early, and leave the cores to the step."""
+"""Workers that fetch an epoch in this many rounds are raced: they are done early, and leave the cores to the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class EpochLength:
 
     @classmethod
     def of(cls, trials: Sequence[Trial], batches: int | None) -> EpochLength | None:
-        """The length of an epoch of so many batches; None where that, or every rate, is unknown."""
+        """The length of an epoch of this many batches; None where that, or every rate, is unknown."""
         own = [trial.measurement for trial in trials if trial.measurement and trial.config.batch_size is None]
         best = fastest(trials)
         if not own or best is None or best.measurement is None or batches is None or not best.samples_per_s:

@@ -41,7 +41,7 @@ from autotune_loader.values.trial import Trial, role_of
 log = logging.getLogger(__name__)
 
 LEAST_TRIALS = 2
-"""So many trials come before any variant of the best: two to compare."""
+"""This many trials come before any variant of the best: two to compare."""
 
 
 class Listener(Protocol):

@@ -40,7 +40,7 @@ STEP_CORES = np.linspace(0.0, 2.0, 21)
 
 
 def stretch(running: Floats, alpha: Floats, beta: Floats) -> Floats:
-    """Factor on CPU seconds with so many processes running at once."""
+    """Factor on CPU seconds with this many processes running at once."""
     more = np.maximum(running, 1.0) - 1.0
     return 1.0 + alpha * more + beta * more * (more + 1.0)
 

@@ -37,7 +37,7 @@ UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
 PER_CONFIG = BEST + DRAWS
 SHORT_EPOCH_BATCHES = 512
-"""Up to so many batches an epoch is followed batch by batch; of a longer one the ends are too little."""
+"""Up to this many batches an epoch is followed batch by batch; of a longer one the ends are too little."""
 SCATTER_RUNS = 24
 """Simulated bursts whose rates tell how far those of real ones scatter: to 15 %."""
 
@@ -277,7 +277,7 @@ class Twin:
         return float(self._services().std())
 
     def startup_s(self, num_workers: int) -> float:
-        """Seconds until the first of so many workers begins, on a line through the bursts."""
+        """Seconds until the first of this many workers begins, on a line through the bursts."""
         seen = [(o.num_workers, o.startup_s) for o in self.observations if o.num_workers > 0]
         if num_workers == 0 or not seen:
             return 0.0

@@ -20,15 +20,15 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import BatchTrace, after_first_of_each
 
 MIN_WARM_SAMPLES = 4
-"""Below so many samples warm-up batches are kept: a biased estimate beats none."""
+"""Below this many samples warm-up batches are kept: a biased estimate beats none."""
 MIN_STEADY = 8
-"""So many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
+"""This many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
 MANY = 1024
 """Records of fewer batches are complete."""
 LEFT_OUT = 20.0
-"""So many mean periods between one step and the next request, and batches were left out there."""
+"""This many mean periods between one step and the next request, and batches were left out there."""
 MIN_QUEUED = 4
-"""So many batches that were ready when asked for tell the receive time; else those that were waited for do."""
+"""This many batches that were ready when asked for tell the receive time; else those that were waited for do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
