@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune_loader.cli.exits import exit_code_of
-from autotune_loader.probe.opening import ISOLATIONS
 from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
+from autotune_loader.values.plan import ISOLATIONS
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 
@@ -15,9 +14,7 @@ from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
-
-Isolation = Literal["auto", "process", "inline"]
-ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+from autotune_loader.values.plan import Isolation
 
 # A workload larger than this share of the available memory would be copied more often than is polite.
 PAYLOAD_MEMORY_SHARE = 0.15

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autotune_loader.probe.opening import ISOLATIONS, Isolation
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
+from autotune_loader.values.plan import ISOLATIONS, Isolation
 from autotune_loader.values.validation import require_choice, require_count
 
 SEARCHES = ("auto", "tpe", "grid", "random")

@@ -174,8 +174,11 @@ class TuningSession:
             if isinstance(todo, Stop):
                 self.state.stop_reason = todo.reason
                 return
-            self._turns += todo.config is None or todo.config not in begin_with
-            self._try(None if todo.config is None else as_planned(todo.config, self._space))
+            if todo.config in begin_with:
+                self._try(todo.config)
+            else:
+                self._turns += 1
+                self._try(None if todo.config is None else as_planned(todo.config, self._space))
 
     def _goal(self, begin_with: Sequence[LoaderConfig], grid: Sequence[LoaderConfig] | None) -> Goal:
         budget_s, variants_kept = self._options.budget_s, self._count_variants()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.opening import Isolation, open_probe
+from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
@@ -38,6 +38,7 @@ from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, RunContext
 from autotune_loader.tuning.study import name_of_study
+from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 
 if TYPE_CHECKING:

@@ -1,8 +1,13 @@
-"""How one burst is to be run."""
+"""How bursts are to be run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Isolation = Literal["auto", "process", "inline"]
+"""Where bursts run: in a process of their own, in this one (for debugging), or in whichever works."""
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.payload import DataSide, Payload, TrainingSide, Workload
-from autotune_loader.values.trace import BurstPlan, Failure
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
 import limited
 
 def told(case):

@@ -89,7 +89,8 @@ SIMULATED_JOB = """
     from autotune_loader.values.config import LoaderConfig
     from autotune_loader.tuning.ranks import LockstepProbe, joined_ranks, serve
     from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-    from autotune_loader.values.trace import BurstPlan, Failure
+    from autotune_loader.values.measurement import Failure
+    from autotune_loader.values.plan import BurstPlan
 
     class Probe(SimulatedProbe):
         def burst(self, config, plan):

@@ -203,8 +203,9 @@ def _exists(name: str) -> bool:
 
 HOST = """
     import json, sys, time
-    from autotune_loader.tuning.session import SearchRun
-    from autotune_loader.tuning.options import Settings
+    from autotune_loader.tuning.session import TuningSession
+    from autotune_loader.tuning.options import TuneOptions
+    from autotune_loader.tuning.state import Job
     from autotune_loader.decision.space import Space
     from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 
@@ -214,14 +215,14 @@ HOST = """
             return super().burst(config, plan)
 
     class Nobody:
-        def trial(self, trial, best, seconds_left): print("TRIAL", flush=True)
+        def trial(self, state, trial, seconds_left): print("TRIAL", flush=True)
         def finals_round(self, number, rates, seconds_left): pass
 
     clock = FakeClock()
     probe = Probe(SimulatedMachine(), clock, seed=int(sys.argv[2]))
-    settings = Settings(storage=sys.argv[1], search="grid", budget_s=1e6)
-    search = SearchRun(probe, Space(max_workers=8), settings, own_config=None, usable_cores=4, default_threads=4,
-                       step_uses_cores=False, clock=clock, started=0.0, listener=Nobody(), name="shared", has_step=False)
+    options = TuneOptions(storage=sys.argv[1], search="grid", budget_s=1e6)
+    job = Job(usable_cores=4, default_threads=4, step_uses_cores=False, has_step=False, study_name="shared")
+    search = TuningSession(probe, Space(max_workers=8), options, job, clock=clock, started=0.0, listener=Nobody())
     search._race = lambda: None
     found = search.run()
     print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)

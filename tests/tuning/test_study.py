@@ -440,9 +440,10 @@ def test_nothing_is_printed_or_warned_about(tmp_path):
 import warnings; warnings.simplefilter("error")
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.decision.space import Space
-from autotune_loader.tuning.study import Ledger
-from autotune_loader.values.trace import Failure, Trial
-book = Ledger(storage={str(tmp_path / "s.journal")!r}, name="n", space=Space(max_workers=4, pin_memory=(False, True)),
+from autotune_loader.tuning.study import OptunaStudy
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.trial import Trial
+book = OptunaStudy(storage={str(tmp_path / "s.journal")!r}, name="n", space=Space(max_workers=4, pin_memory=(False, True)),
               search="tpe", seed=0, default_threads=4)
 failure = Failure(kind="crashed", phase="start", message="m")
 for number, config in enumerate([LoaderConfig(num_workers=900, prefetch_factor=900), *[None] * 6]):
