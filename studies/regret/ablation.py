@@ -94,12 +94,17 @@ RULES: dict[str, list[Off]] = {
 }
 
 
+TOGETHER = "+"
+"""Several rules at once: their names with this between."""
+
+
 @contextlib.contextmanager
 def switched_off(rule: str) -> Iterator[None]:
     """The tuner without one rule."""
     with contextlib.ExitStack() as stack:
-        for where, name, instead in RULES.get(rule, []):
-            stack.enter_context(patch.object(where, name, instead))
+        for each in rule.split(TOGETHER):
+            for where, name, instead in RULES.get(each, []):
+                stack.enter_context(patch.object(where, name, instead))
         yield
 
 
@@ -151,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=300)
     parser.add_argument("--first", type=int, default=30_000, help="seed of the first machine")
-    parser.add_argument("--rules", default="", help="only these, with commas between")
+    parser.add_argument("--rules", default="", help="only these, with commas between; with + between, together")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--oracles", type=Path, help="folder in which the true rates are kept from run to run")
     parser.add_argument("--output", type=Path, default=RESULTS)
