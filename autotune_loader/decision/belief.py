@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
+from autotune_loader.decision.plain_rule import plain_rule_of
 from autotune_loader.decision.posterior import Posterior, consumer_bound, prior_covariance
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.sufficiency import Sufficiency
@@ -73,6 +74,16 @@ class Beliefs:
         shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
         # Few workers that feed the loop in the long run take longer to begin each epoch.
         return replace(steady, mean=steady.mean + np.log(np.maximum(shares, 1e-12)), sufficiency=None)
+
+    def plain_rule(self) -> LoaderConfig | None:
+        """What arithmetic on the burst with the fewest workers gives; None before there is one, or where it is not legal."""
+        seen = [each for each in self._modelled() if each.measurement is not None and each.config.num_workers]
+        if not seen:
+            return None
+        look = min(seen, key=lambda each: each.config.num_workers).measurement
+        assert look is not None
+        config = plain_rule_of(look, self.context.usable_cores, self.space.max_workers)
+        return config if self.space.veto(config) is None else None
 
     def predicted(self, config: LoaderConfig) -> float | None:
         """Samples/s that the twin expects; None before it knows anything, and of batches of another size."""

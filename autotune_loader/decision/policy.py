@@ -1,6 +1,7 @@
 """The whole policy: what to do next, given what is believed.
 
-    explore   the configurations to begin with ─► the one of which an observation teaches most, again and again
+    explore   the configurations to begin with ─► what the plain rule makes of them ─► the one of which an observation teaches
+              most, again and again
     compare   paired rounds between the shortlist and the baseline, until they are decided or not worth their time
 
 Pure: the caller observes, records and asks again.
@@ -90,10 +91,13 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
         return Stop(reason=StopReason.CHOICE_SAFE)
     if not goal.may_refine:
         return Stop(reason=StopReason.OUT_OF_BUDGET)
+    keys = {config.key() for config in tried}
+    rule = beliefs.plain_rule() if goal.by_belief else None
+    if rule is not None and rule not in keys:
+        return Explore(config=rule)
     if not goal.by_belief or goal.turns % (EXPLORE_EVERY + 1) == EXPLORE_EVERY:
         return Explore(config=None)
     posterior = beliefs.posterior()
-    keys = {config.key() for config in tried}
     config = None if posterior is None else suggest(posterior, beliefs.space, keys, goal.tolerance)
     return Stop(reason=StopReason.CHOICE_SAFE) if config is None else Explore(config=config)
 

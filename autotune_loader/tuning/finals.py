@@ -81,6 +81,8 @@ class Finals:
         space = self._beliefs.space
         chosen = [*faster_variants(self._state.trials, space, tolerance), *shortlist(known, space, tolerance)]
         chosen += self._fastest_burst()
+        rule = self._beliefs.plain_rule()
+        chosen += [rule] if rule is not None else []
         if whole:
             # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
             chosen[1:1] = with_fewer_rounds(chosen[0], self._job.epoch_batches or 1, space.max_workers)

@@ -2,3 +2,5 @@
 
 OURS = "autotune_loader"
 """What tables and records call `tune()` itself."""
+PLAIN_RULE = "plain rule"
+"""What they call the rule that needs one look."""

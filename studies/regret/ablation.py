@@ -27,9 +27,9 @@ from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.pipeline import throughput
 from autotune_loader.tuning import burst_source, finals, schedule
 from autotune_loader.twin import calibration, model, smoothing
+from studies.regret import PLAIN_RULE
 from studies.regret.machines import SMALL_TOO, oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR
-from studies.regret.plain_rule import PLAIN_RULE
 from studies.regret.quantiles import at
 from studies.regret.simulated import OURS, STRATEGIES
 

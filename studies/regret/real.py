@@ -20,12 +20,11 @@ from typing import Any
 
 from autotune_loader.values.statistics import Round
 from studies.quiet import QuietTurns
-from studies.regret import OURS, oracle
+from studies.regret import OURS, PLAIN_RULE, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
 from studies.regret.load import neighbours
 from studies.regret.oracle import key
 from studies.regret.outcomes import report
-from studies.regret.plain_rule import PLAIN_RULE
 from studies.regret.records import Known, Log
 from studies.regret.strategies import STRATEGIES, Lattice, applies, lattice_of, seeds_of
 from studies.workloads import DOCUMENTS, WORKLOADS

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
@@ -29,10 +30,9 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
-from studies.regret import OURS
+from studies.regret import OURS, PLAIN_RULE
 from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR, held_at
-from studies.regret.plain_rule import LOOK_S, LOOK_WORKERS, PLAIN_RULE, plain_rule
 from studies.regret.plateaus import plateaus
 from studies.regret.quantiles import at
 
@@ -167,15 +167,7 @@ def plain(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s
     )
     if not isinstance(seen, Measurement):
         return Chosen(LoaderConfig(), clock())
-    chosen = plain_rule(
-        fetch_s=seen.service_s,
-        fetch_cpu_s=seen.service_cpu_s,
-        step_s=seen.step_s,
-        loop_s=seen.batch_size / seen.samples_per_s.value,
-        cores=machine.cores,
-        most_workers=space.max_workers,
-    )
-    return Chosen(chosen, clock())
+    return Chosen(plain_rule_of(seen, machine.cores, space.max_workers), clock())
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule
 from autotune_loader.values.config import LoaderConfig
-from studies.regret import OURS
+from studies.regret import OURS, PLAIN_RULE
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
-from studies.regret.plain_rule import LOOK_S, LOOK_WORKERS, PLAIN_RULE, plain_rule
 from studies.workloads import study_cache
 
 BUDGET = "60s"

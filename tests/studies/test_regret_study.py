@@ -287,7 +287,7 @@ def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose(monkeypatch: py
 @pytest.fixture
 def plain_rule(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("studies.regret.plain_rule").plain_rule
+    return importlib.import_module("autotune_loader.decision.plain_rule").plain_rule
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The plain rule: what arithmetic on one short look at training gives without any search. Every table holds it as a rival.
+"""The plain rule: what arithmetic on one short look at training gives without any search.
+
+The search begins from it, and it runs in the paired rounds; every table of the studies holds it as a rival.
 
 look      1.5 s of training with 2 workers
 workers   1.15 x fetch seconds / step seconds + 1, at most cores x fetch seconds / CPU seconds of a fetch + 1, rounded
@@ -11,12 +13,11 @@ from __future__ import annotations
 import math
 
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
 
-PLAIN_RULE = "plain rule"
-"""What tables and records call it."""
 LOOK_S, LOOK_WORKERS = 1.5, 2
-# Fetching varies, so that workers who keep up exactly do not keep up.
 SPARE = 1.15
+"""Fetching varies, so that workers who keep up exactly do not keep up."""
 FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2
 
 
@@ -31,7 +32,7 @@ def plain_rule(
         step_s: seconds of a training step.
         loop_s: seconds from one batch to the next in the loop that was seen, with `LOOK_WORKERS`.
         cores: that this process may use.
-        most_workers: that whoever asks allows; None for no other limit than the cores.
+        most_workers: that the caller allows; None for no other limit than the cores.
     """
     if fetch_s + step_s < loop_s:
         return LoaderConfig()
@@ -41,6 +42,18 @@ def plain_rule(
     workers = round(min(needed, useful, most) + 1)
     return LoaderConfig(
         num_workers=workers, prefetch_factor=DEEP_PREFETCH if workers <= FEW_WORKERS else SHALLOW_PREFETCH
+    )
+
+
+def plain_rule_of(measured: Measurement, cores: int, most_workers: int | None = None) -> LoaderConfig:
+    """The rule on what a burst with workers measured."""
+    return plain_rule(
+        fetch_s=measured.service_s,
+        fetch_cpu_s=measured.service_cpu_s,
+        step_s=measured.step_s,
+        loop_s=measured.batch_size / max(measured.samples_per_s.value, 1e-12),
+        cores=cores,
+        most_workers=most_workers,
     )
 
 
