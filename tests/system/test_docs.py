@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PreloadedPython
 
 pytestmark = pytest.mark.system
 
@@ -99,7 +100,7 @@ _tune = _tuner.tune
 
 @functools.wraps(_tune)
 def _briefly(*arguments, **options):
-    return _tune(*arguments, **{**options, "budget": 4, "max_trials": 4, "isolation": "inline", "progress": False})
+    return _tune(*arguments, **{**options, "budget": 1, "max_trials": 3, "isolation": "inline", "progress": False})
 
 
 _tuner.tune = autotune_loader.tune = _briefly
@@ -123,15 +124,28 @@ def pages_with_code() -> list[object]:
     return [pytest.param(p, id=name(p)) for p in shown]
 
 
-@pytest.mark.parametrize("page", pages_with_code())
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def script_of(page: Path) -> str:
     found = blocks(page)
     given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
     code = [f"\n{first}\n# line {line}\n{block}" for first, (line, block) in zip(given, found, strict=True)]
-    script = tmp_path / "page.py"
-    script.write_text(PRELUDE + "".join(code), encoding="utf-8")
+    return PRELUDE + "".join(code)
 
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+
+@pytest.mark.parametrize("page", pages_with_code())
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "page.py").write_text(script_of(page), encoding="utf-8")
+    kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
+    python: PreloadedPython = request.getfixturevalue(kind)
+
+    run = python.start("page.py", folder=tmp_path)
+
+    assert run.wait(timeout=110) == 0, run.output
+
+
+def test_the_code_of_the_readme_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(script_of(ROOT / "README.md"), encoding="utf-8")
+
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
 
     assert done.returncode == 0, done.stderr
 
