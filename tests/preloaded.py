@@ -47,18 +47,24 @@ class Run:
     def poll(self) -> int | None:
         return self.returncode if self._ends_within(0) else None
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if not self._ends_within(timeout):
             self._read()
-            raise subprocess.TimeoutExpired("a preloaded script", timeout, self.output.encode())
+            raise subprocess.TimeoutExpired("a preloaded script", timeout or 0, self.output.encode())
         assert self.returncode is not None
         return self.returncode
 
-    def communicate(self, timeout: float) -> tuple[str, None]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.wait(timeout)
         return self.output, None
 
-    def _ends_within(self, seconds: float) -> bool:
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ends_within(self, seconds: float | None) -> bool:
         if self.returncode is None and select.select([self._report], [], [], seconds)[0]:
             self.returncode = json.loads(os.read(self._report, 32))
             self._read()
