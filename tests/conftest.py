@@ -22,6 +22,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from preloaded import FRAMEWORKS, PreloadedPython
 
 KINDS = ("process", "system", "acceptance", "gpu")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
@@ -47,6 +48,22 @@ def same_random_numbers() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[PreloadedPython]:
+    """Runs scripts without the time that importing torch takes."""
+    python = PreloadedPython()
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def preloaded_frameworks() -> Iterator[PreloadedPython]:
+    """The same, with Lightning, Transformers, Accelerate and Datasets: for few tests, as they take seconds themselves."""
+    python = PreloadedPython(*FRAMEWORKS)
+    yield python
+    python.close()
 
 
 @pytest.fixture

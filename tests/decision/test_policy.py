@@ -48,8 +48,12 @@ def test_what_others_observe_is_passed_over(beliefs: Beliefs) -> None:
     assert explore(beliefs, replace(GOAL, elsewhere={FIRST[0]})) == Explore(config=FIRST[1])
 
 
-def test_the_sampler_proposes_now_and_then(beliefs: Beliefs) -> None:
+def test_the_plain_rule_comes_next_and_then_the_sampler_now_and_then(beliefs: Beliefs) -> None:
     observe(beliefs, *FIRST)
+    rule = explore(beliefs, GOAL)
+    assert isinstance(rule, Explore)
+    assert rule.config == beliefs.plain_rule()
+    observe(beliefs, rule.config)
     asked = [explore(beliefs, replace(GOAL, turns=turn)) for turn in range(2 * (EXPLORE_EVERY + 1))]
     of_sampler = [turn for turn, todo in enumerate(asked) if todo == Explore(config=None)]
     assert of_sampler == [EXPLORE_EVERY, 2 * EXPLORE_EVERY + 1]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from preloaded import PreloadedPython, Run
 
 from autotune_loader import TuningResult
 
@@ -53,7 +54,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": package, "PYTHONUNBUFFERED": "1", **variables}
 
 
-def run(arguments: list[str], folder: Path, text: str | None = None, **variables: str) -> str:
+def run_fresh(arguments: list[str], folder: Path, text: str | None = None, **variables: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -71,18 +72,24 @@ def run(arguments: list[str], folder: Path, text: str | None = None, **variables
 def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    assert "STATUS complete ['ok'" in run(["train.py"], tmp_path)
+    assert "STATUS complete ['ok'" in run_fresh(["train.py"], tmp_path)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_classes_of_the_script_reach_workers_of_any_start_method(tmp_path: Path, method: str) -> None:
+def test_classes_of_the_script_reach_workers_of_any_start_method(
+    tmp_path: Path, preloaded: PreloadedPython, method: str
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    assert "STATUS complete ['ok'" in run(["train.py"], tmp_path, METHOD=method)
+    run = preloaded.start("train.py", folder=tmp_path, environ=environment(METHOD=method))
+
+    assert run.wait(DEADLINE_S) == 0, run.output
+    assert "STATUS complete ['ok'" in run.output
+    assert TuningResult.load(tmp_path / "loader.json").status == "complete"
 
 
 def test_the_same_through_standard_input(tmp_path: Path) -> None:
-    assert "STATUS complete ['ok'" in run(["-"], tmp_path, text=SCRIPT)
+    assert "STATUS complete ['ok'" in run_fresh(["-"], tmp_path, text=SCRIPT)
 
 
 def test_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
@@ -97,30 +104,22 @@ def test_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
         "print(''.join(o.get('text', '') for o in book.cells[0].outputs))"
     )
 
-    assert "STATUS complete ['ok'" in run(["-c", execute], tmp_path)
+    assert "STATUS complete ['ok'" in run_fresh(["-c", execute], tmp_path)
 
 
-def started_and_measuring(folder: Path) -> subprocess.Popen[str]:
+def started_and_measuring(folder: Path, python: PreloadedPython) -> Run:
     """A long run that has written its first trial."""
     (folder / "train.py").write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, "train.py"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(BUDGET="600", TRIALS="100000"),
-        start_new_session=True,
-    )
+    run = python.start("train.py", folder=folder, environ=environment(BUDGET="600", TRIALS="100000"))
     deadline = time.monotonic() + DEADLINE_S
-    while not (folder / "loader.json").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (folder / "loader.json").exists() and time.monotonic() < deadline and run.poll() is None:
         time.sleep(0.05)
-    assert process.poll() is None, process.communicate()[0]
-    return process
+    assert run.poll() is None, run.output
+    return run
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    members = psutil.Process(process.pid).children(recursive=True)
+def family(run: Run) -> list[psutil.Process]:
+    members = psutil.Process(run.pid).children(recursive=True)
     assert members, "the probe process runs"
     return members
 
@@ -131,31 +130,31 @@ def assert_all_gone(members: list[psutil.Process], within_s: float) -> None:
 
 
 def test_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
-    tmp_path: Path, orphaned_segments: Callable[[], set[str]]
+    tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
 ) -> None:
     before = orphaned_segments()
-    process = started_and_measuring(tmp_path)
-    members = family(process)
+    run = started_and_measuring(tmp_path, preloaded)
+    members = family(run)
 
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    os.kill(run.pid, signal.SIGINT)
 
-    assert process.returncode == 0, output
-    assert "STATUS partial" in output
+    assert run.wait(timeout=20) == 0, run.output
+    assert "STATUS partial" in run.output
     assert TuningResult.load(tmp_path / "loader.json").status == "partial"
     assert_all_gone(members, within_s=5)
     assert orphaned_segments() <= before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(tmp_path: Path, number: signal.Signals) -> None:
-    process = started_and_measuring(tmp_path)
-    members = family(process)
+def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
+    tmp_path: Path, preloaded: PreloadedPython, number: signal.Signals
+) -> None:
+    run = started_and_measuring(tmp_path, preloaded)
+    members = family(run)
 
-    process.send_signal(number)
-    process.communicate(timeout=20)
+    os.kill(run.pid, number)
 
-    assert process.returncode == -number
+    assert run.wait(timeout=20) == -number
     assert_all_gone(members, within_s=5)
     assert TuningResult.load(tmp_path / "loader.json").status == "partial"
 

@@ -1,19 +1,19 @@
-"""Lightning and Accelerate with two processes, as torchrun starts them: gloo, CPU, hard deadlines, nothing left behind."""
+"""Lightning and Accelerate with two processes, as torchrun's agent starts them: gloo, CPU, hard deadlines, nothing left."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from preloaded import PreloadedPython, Run
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
@@ -139,44 +139,52 @@ ACCELERATE = """
 """
 
 
-def run_two_ranks(script: str, folder: Path) -> list[dict[str, Any]]:
+# What `torchrun --standalone --nproc-per-node 2` does, but that its ranks are forked: a framework's import takes seconds.
+TORCHRUN = """
+import runpy, sys, uuid
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+del sys.argv[0]
+elastic_launch(LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
+    rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+), rank)()
+"""
+
+
+def run_two_ranks(script: str, folder: Path, python: PreloadedPython) -> list[dict[str, Any]]:
     """What both ranks said; fails when a process that they started is still there afterwards."""
-    path, mark = folder / "job.py", uuid.uuid4().hex
-    path.write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = subprocess.Popen(
-        [*launcher, str(path), str(folder)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
-            MARK: mark,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    mark = uuid.uuid4().hex
+    (folder / "job.py").write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
+    (folder / "torchrun.py").write_text(TORCHRUN)
+    environ = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
+        MARK: mark,
+    }
+    job = python.start("torchrun.py", "job.py", str(folder), folder=folder, environ=environ)
     try:
-        output = job.communicate(timeout=HARD_DEADLINE_S)[0]
-        assert job.returncode == 0, output
-        assert [process.cmdline() for process in marked(mark)] == []
+        assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
+        assert [process.cmdline() for process in started_by(job, mark)] == []
     finally:
-        for process in marked(mark):
+        for process in started_by(job, mark):
             process.send_signal(signal.SIGKILL)
-        job.wait()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes that a run started, whatever session they are in; what is ending already does not count."""
+def started_by(job: Run, mark: str) -> list[psutil.Process]:
+    """The processes of a run: of its session, or marked, whatever session they are in; what is ending does not count."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            is_ours = os.getsid(process.pid) == job.pid or process.environ().get(MARK) == mark
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:
+        except (psutil.Error, ProcessLookupError):
             continue
     return found
 
@@ -187,10 +195,12 @@ def assert_trained_as_one(said: list[dict[str, Any]], samples: int) -> None:
     assert sorted(said[0]["seen"] + said[1]["seen"]) == list(range(samples))
 
 
-def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(tmp_path: Path) -> None:
-    pytest.importorskip("lightning.pytorch")
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
+def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(
+    tmp_path: Path, preloaded_frameworks: PreloadedPython
+) -> None:
     # GIVEN a Lightning job on two ranks WHEN its data module is tuned in fit()
-    said = run_two_ranks(LIGHTNING, tmp_path)
+    said = run_two_ranks(LIGHTNING, tmp_path, preloaded_frameworks)
 
     # THEN both have one configuration for their share of the cores, and Lightning's own sampler shares out the samples
     assert_trained_as_one(said, 256)
@@ -201,9 +211,12 @@ def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(tmp_p
 
 
 @pytest.fixture(scope="module")
-def with_accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    pytest.importorskip("accelerate")
-    return run_two_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"))
+def with_accelerate(
+    tmp_path_factory: pytest.TempPathFactory, preloaded_frameworks: PreloadedPython
+) -> list[dict[str, Any]]:
+    if not find_spec("accelerate"):
+        pytest.skip("needs accelerate")
+    return run_two_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"), preloaded_frameworks)
 
 
 def test_accelerate_tunes_in_lock_step_where_all_ranks_load(with_accelerate: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import PreloadedPython, Run
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.limits import usable_cores
@@ -44,16 +45,14 @@ def a_free_port() -> int:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Any:
+def launch(tmp_path: Path, preloaded: PreloadedPython) -> Any:
     """Starts a script as rank r of n, and ends at the latest with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Run] = []
     port = a_free_port()
 
-    def start(script: str, rank: int, world_size: int) -> subprocess.Popen[str]:
-        path = tmp_path / "job.py"
-        path.write_text(textwrap.dedent(script))
+    def start(script: str, rank: int, world_size: int) -> Run:
+        (tmp_path / "job.py").write_text(textwrap.dedent(script))
         environ = {
-            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -63,22 +62,14 @@ def launch(tmp_path: Path) -> Any:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
-        process = subprocess.Popen(
-            [sys.executable, str(path), str(tmp_path)],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        started.append(preloaded.start("job.py", str(tmp_path), folder=tmp_path, environ=environ))
+        return started[-1]
 
     yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    for run in started:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait(timeout=10)
 
 
 # A lock-step study over simulated probes: real ranks and messages, no bursts.
@@ -399,7 +390,7 @@ def test_a_rank_killed_mid_trial_ends_in_a_clear_error_on_the_other(launch: Any,
     until = time.monotonic() + HARD_DEADLINE_S
     while not (tmp_path / "loader.json").exists():
         assert time.monotonic() < until, "no trial was done"
-        assert ranks[0].poll() is None, ranks[0].communicate()[0]
+        assert ranks[0].poll() is None, ranks[0].output
         time.sleep(0.1)
 
     # WHEN one is killed

@@ -1,0 +1,185 @@
+"""A Python that has imported torch and the package once, and forks for each script that is to run: most of a short
+script's time is its imports.
+
+    test                          preloaded Python              script
+    python.start("job.py") ─────► fork ───────────────────────► `__main__`, with its own folder, environment and output,
+    run.wait() ◄───────────────── exit status ◄───────────────  and an interpreter's ordinary end
+
+What a test shows of a fresh interpreter (its start, what it imports) is not for this. The parent has run nothing in torch,
+so that what it forks may.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+# What nearly every script imports, what its first optimizer imports, and what tune() imports when it is called.
+MODULES = (
+    *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
+    *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.session"),
+)
+FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
+
+
+class Run:
+    """A script that was started; as much of `subprocess.Popen` as tests need, with both streams in one file."""
+
+    def __init__(self, pid: int, report: int, stream: Any) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.output = ""
+        self._report, self._stream = report, stream
+
+    def poll(self) -> int | None:
+        return self.returncode if self._ends_within(0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ends_within(timeout):
+            self._read()
+            raise subprocess.TimeoutExpired("a preloaded script", timeout or 0, self.output.encode())
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.output, None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ends_within(self, seconds: float | None) -> bool:
+        if self.returncode is None and select.select([self._report], [], [], seconds)[0]:
+            self.returncode = json.loads(os.read(self._report, 32))
+            self._read()
+            os.close(self._report)
+            self._stream.close()
+        return self.returncode is not None
+
+    def _read(self) -> None:
+        self._stream.seek(0)
+        self.output = self._stream.read()
+
+
+class PreloadedPython:
+    """The parent of all scripts; `more` modules are imported where they are installed."""
+
+    def __init__(self, *more: str) -> None:
+        modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
+        self._started: list[Run] = []
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+
+    def start(self, *argv: str, folder: Path, environ: dict[str, str] | None = None) -> Run:
+        """Run a script with its arguments in a folder, in a session of its own."""
+        stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        report, reported = os.pipe()
+        request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **(environ or {})}}
+        message = json.dumps(request).encode()
+        socket.send_fds(self._ours, [len(message).to_bytes(8, "big")], [stream.fileno(), reported])
+        self._ours.sendall(message)
+        os.close(reported)
+        self._started.append(Run(int.from_bytes(self._ours.recv(8), "big"), report, stream))
+        return self._started[-1]
+
+    def close(self) -> None:
+        """End it and every script that still runs."""
+        self._ours.close()
+        self._process.wait(timeout=30)
+        for run in self._started:
+            run.wait(timeout=0)
+
+
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """Fork for each request until the connection ends; returns only in a forked process, with the request."""
+    running: dict[int, tuple[int, int]] = {}
+    while True:
+        ready, _, _ = select.select([connection.fileno(), *running], [], [])
+        for ended in [each for each in ready if each in running]:
+            pid, report = running.pop(ended)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            os.write(report, json.dumps(status).encode())
+            os.close(report)
+            os.close(ended)
+        if connection.fileno() not in ready:
+            continue
+        size, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
+        if not size:
+            end(list(running.values()))
+        stream, report = descriptors
+        request = receive(connection, int.from_bytes(size, "big"))
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            for descriptor in [report, *running, *(other for _, other in running.values())]:
+                os.close(descriptor)
+            os.dup2(stream, 1)
+            os.dup2(stream, 2)
+            os.close(stream)
+            return request
+        os.close(stream)
+        running[os.pidfd_open(pid)] = (pid, report)
+        connection.sendall(pid.to_bytes(8, "big"))
+
+
+def receive(connection: socket.socket, size: int) -> dict[str, Any]:
+    data = b""
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    request: dict[str, Any] = json.loads(data)
+    return request
+
+
+def end(running: Sequence[tuple[int, int]]) -> NoReturn:
+    for pid, report in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.write(report, json.dumps(-signal.SIGKILL).encode())
+    os._exit(0)
+
+
+def become(argv: Sequence[str], folder: str, environ: dict[str, str]) -> None:
+    """Be the process in which a fresh Python runs the script."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    path = os.path.abspath(argv[0])  # noqa: PTH100 - as Python itself does
+    sys.argv[:] = argv
+    sys.path[0] = os.path.dirname(path)  # noqa: PTH120
+    if "OMP_NUM_THREADS" in environ:
+        sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    main = types.ModuleType("__main__")
+    vars(main).update(__file__=path, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    with open(os.devnull) as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    become(**serve(socket.socket(fileno=int(sys.argv[1]))))
