@@ -24,8 +24,8 @@ from autotune_loader.values.errors import ConfigFileError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autotune_loader"
-# Where bytes become objects: all of them come from our own parent process, through memory or a private socket pair.
-UNPICKLING = {"probe/child.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
+# Where bytes become objects: all of them come from our own parent process, through memory or a file without a name.
+UNPICKLING = {"probe/archive.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
 NEVER = {"eval", "exec", "compile", "__import__"}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
+
+from autotune_loader.probe.archive import TooLargeError, size_of
 
 # More objects than this that cannot be copied, and the whole is given up.
 MOST_SHARED = 16
@@ -77,38 +77,11 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from dict(getattr(value, "__dict__", {})).items()
 
 
-class _Meter(io.RawIOBase):
-    """Counts bytes instead of keeping them."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        super().__init__()
-        self._left = max_bytes
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if self._left is not None:
-            self._left -= size
-            if self._left < 0:
-                raise NotCopiedError("it is too large to be copied")
-        return size
-
-
-class _Dismantler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles all but what is shared."""
-
-    def __init__(self, meter: _Meter, shared: dict[int, Any]) -> None:
-        super().__init__(meter)
-        self._shared = shared
-
-    def persistent_id(self, value: Any) -> int | None:
-        return id(value) if id(value) in self._shared else None
-
-
 def _can_be_taken_apart(value: Any, shared: dict[int, Any], max_bytes: int | None) -> bool:
     try:
-        _Dismantler(_Meter(max_bytes), shared).dump(value)
-    except NotCopiedError:
-        raise
+        size_of(value, max_bytes, shared)
+    except TooLargeError as error:
+        raise NotCopiedError("it is too large to be copied") from error
     except Exception:
         return False
     return True

@@ -93,6 +93,8 @@ class InlineProbe:
                 outcome = self._bench.burst(config, plan)
         except StoppedError:
             log.debug("the burst was over when it was stopped")
+        finally:
+            stop.forget()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
@@ -184,6 +186,10 @@ class _Stop:
             worker.kill()
         if not workers:  # Python's only way to reach a thread that runs the user's code
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+
+    def forget(self) -> None:
+        """Take back an exception that has not been raised yet: it would end whatever comes next."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
 
 
 def _held_bytes() -> int:
