@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ class NotCopiedError(Exception):
     """A value is too large to be copied, or cannot be taken apart."""
 
 
-def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict[str, Any], list[str]]:
+def copied(
+    parts: Mapping[str, Any], max_bytes: int | None = None, keep: Iterable[Any] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Deep copies of parts that may refer to each other, and the paths of what they still share with the originals.
 
     Locks, sockets, open files and the like cannot be copied; they are shared, everything around them is copied.
@@ -29,11 +31,12 @@ def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict
     Args:
         parts: values by name, copied as one, so that an optimizer keeps pointing at its model's parameters.
         max_bytes: no more than this is copied; None for no limit.
+        keep: what parts refer to that is to be shared whatever it is.
 
     Raises:
         NotCopiedError: too large, or not to be copied even in part.
     """
-    shared, paths = _what_to_share(dict(parts), max_bytes)
+    shared, paths = _what_to_share(dict(parts), max_bytes, {id(value): value for value in keep})
     memo = dict(shared)
     try:
         return {name: _copied_value(value, memo) for name, value in parts.items()}, paths
@@ -41,12 +44,14 @@ def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict
         raise NotCopiedError(str(error)) from error
 
 
-def _what_to_share(parts: dict[str, Any], max_bytes: int | None) -> tuple[dict[int, Any], list[str]]:
-    shared: dict[int, Any] = {}
+def _what_to_share(
+    parts: dict[str, Any], max_bytes: int | None, keep: dict[int, Any]
+) -> tuple[dict[int, Any], list[str]]:
+    shared = dict(keep)
     paths: list[str] = []
     while (fault := _fault_in("", parts, shared, max_bytes)) is not None:
         path, value = fault
-        if value is parts or len(shared) >= MOST_SHARED:
+        if value is parts or len(paths) >= MOST_SHARED:
             raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
         shared[id(value)] = value
         paths.append(path)

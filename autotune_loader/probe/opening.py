@@ -24,8 +24,9 @@ ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 PAYLOAD_MEMORY_SHARE = 0.3
 LARGEST_PAYLOAD_BYTES = 8 << 30
 REPEATED_SAMPLES = (
-    "every worker of this IterableDataset delivers the same samples, so at most 1 worker is used; "
-    "share them out in __iter__ by torch.utils.data.get_worker_info().id"
+    "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
+    "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
+    "make that part of the seed)"
 )
 OTHER_SAMPLES = (
     "{dataset}: two workers read other samples than one process does, at the same indices. Most often they share a file or "

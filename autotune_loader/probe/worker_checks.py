@@ -9,17 +9,17 @@ import contextlib
 import hashlib
 import logging
 import multiprocessing
-import random
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from autotune_loader.pipeline.build import build_loader, make_traced_loader
+from autotune_loader.pipeline.build import build_loader, make_traced_loader, seed_everything
 from autotune_loader.pipeline.tracing import TracedDataset, TracedWorkerInit, forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
@@ -44,12 +44,14 @@ MOST_PARTS = 20_000
 def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
 
-    Their throughput would be counted twice, and training would see every sample as often as there are workers.
+    Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
+    seeded alike, so that it is no excuse that each shuffles or augments in its own way.
     """
+    alike = replace(data, worker_init_fn=_SeededAlike(data.worker_init_fn))
     first: dict[int, str] = {}
     try:
         with _loader_for_a_moment() as open_loader:
-            loader = make_traced_loader(data, TWO_WORKERS, seed=0)
+            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
             open_loader.iterator = iter(loader)
             del loader
@@ -59,6 +61,20 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
         log.info("the canary for repeated samples found nothing out: %s", error)
         return False
     return len(first) == TWO_WORKERS.num_workers and len(set(first.values())) == 1
+
+
+class _SeededAlike:
+    """Runs the user's own `worker_init_fn`, and then gives every worker the same seed."""
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        if self._inner is not None:
+            self._inner(worker)
+        seed_everything(0)
+        # It refuses to be changed; datasets with a generator of their own seed that from it.
+        object.__setattr__(torch.utils.data.get_worker_info(), "seed", 0)
 
 
 def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -> bool:
@@ -154,9 +170,7 @@ def _as_it_is(sample: Any) -> Any:
 
 def _sample_digest(dataset: Any, key: Any, seed: int) -> str:
     """The checksum of one sample, with the global generators seeded: the same augmentation in every process."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what datasets draw from is the global generator
+    seed_everything(seed)
     return digest(dataset[key])
 
 
