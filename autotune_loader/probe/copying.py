@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autotune_loader.probe.archive import TooLargeError, size_of
+from autotune_loader.values.secrets import cause_without_secrets, without_secrets
 
 # More objects than this that cannot be copied, and the whole is given up.
 MOST_SHARED = 16
@@ -41,7 +42,7 @@ def copied(
     try:
         return {name: _copied_value(value, memo) for name, value in parts.items()}, paths
     except Exception as error:
-        raise NotCopiedError(str(error)) from error
+        raise NotCopiedError(without_secrets(str(error))) from cause_without_secrets(error)
 
 
 def _what_to_share(

@@ -27,6 +27,7 @@ from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.processes import die_with_parent, tree_pss_bytes, tree_rss_bytes
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
+from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import failure_of_memory_guard
 from autotune_loader.values.config import LoaderConfig
@@ -182,12 +183,11 @@ class _Stop:
     def __init__(self) -> None:
         self.was_asked = False
         self._thread = threading.get_ident()
-        self._children_before = {child.pid for child in multiprocessing.active_children()}
 
     def now(self) -> None:
         """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
         self.was_asked = True
-        workers = [child for child in multiprocessing.active_children() if child.pid not in self._children_before]
+        workers = running_workers()
         for worker in workers:
             worker.kill()
         if not workers:  # Python's only way to reach a thread that runs the user's code

@@ -17,13 +17,14 @@ from typing import Any
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.archive import Archive, TooLargeError, size_of
+from autotune_loader.values.secrets import cause_without_secrets, without_secrets
 
 
 class UnpicklableError(Exception):
     """A part of the workload cannot travel to the probe process; `part` names it."""
 
     def __init__(self, part: str, reason: str, what: str = "pickled") -> None:
-        super().__init__(f"{part} cannot be {what}: {reason}")
+        super().__init__(f"{part} cannot be {what}: {without_secrets(reason)}")
         self.part = part
 
 
@@ -64,7 +65,7 @@ def _archived(side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: 
         except TooLargeError as error:
             raise PayloadTooLargeError(f"the {parts[0]} is {error}") from error
         except Exception as error:
-            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from error
+            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from cause_without_secrets(error)
 
 
 @contextlib.contextmanager

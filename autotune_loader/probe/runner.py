@@ -26,7 +26,7 @@ from typing import IO
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.shm import remove_segments_of
+from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.probe import wire
 from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
@@ -175,6 +175,7 @@ class _Child:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         descriptors = (theirs.fileno(), lifeline_read, payload.data.fd, payload.training.fd)
+        self._segments_before = segments()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune_loader.probe.child", *map(str, descriptors), self._scratch],
@@ -289,7 +290,7 @@ class _Child:
             self._process.wait()
             os.close(self._lifeline)
             self._output.close()
-            remove_segments_of({*members, self.pid})
+            remove_segments_of({*members, self.pid}, self._segments_before)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 

@@ -24,6 +24,7 @@ from autotune_loader.pipeline.tracing import TracedDataset, TracedWorkerInit, fo
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
@@ -53,12 +54,12 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
         with _loader_for_a_moment() as open_loader:
             loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-            open_loader.iterator = iter(loader)
+            open_loader.open(loader)
             del loader
             for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], digest(batch))
     except Exception as error:
-        log.info("the canary for repeated samples found nothing out: %s", error)
+        log.info("the canary for repeated samples found nothing out: %s", without_secrets(str(error)))
         return False
     return len(first) == TWO_WORKERS.num_workers and len(set(first.values())) == 1
 
@@ -101,7 +102,7 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         return together != [alone * rounds] * 2 and _is_always(alone, private.dataset, keys)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
-        log.info("the canary for shared handles found nothing out: %s", error)
+        log.info("the canary for shared handles found nothing out: %s", without_secrets(str(error)))
         return False
 
 
@@ -140,7 +141,7 @@ def _read_by_two_workers(data: DataSide, keys: list[Any], rounds: int) -> list[l
     work = [(key, number) for number, key in enumerate(keys) for _ in range(2)] * rounds  # dealt out in turn
     dataset: Any = _Digested(data.dataset)
     with _loader_for_a_moment() as open_loader:
-        open_loader.iterator = iter(
+        open_loader.open(
             build_loader(
                 dataset,
                 LoaderConfig(num_workers=2, prefetch_factor=len(work)),
@@ -177,7 +178,6 @@ def _sample_digest(dataset: Any, key: Any, seed: int) -> str:
 @contextlib.contextmanager
 def _loader_for_a_moment() -> Iterator[OpenLoader]:
     """A place for an iterator whose workers are gone afterwards, however its use ends."""
-    before = {child.pid for child in multiprocessing.active_children()}
     open_loader = OpenLoader()
     try:
         yield open_loader
@@ -186,9 +186,9 @@ def _loader_for_a_moment() -> Iterator[OpenLoader]:
         raise
     finally:
         try:
-            open_loader.close(before)
+            open_loader.close()
         except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
-            open_loader.close(before)
+            open_loader.close()
         forget_open_batch()
 
 
