@@ -98,11 +98,17 @@ class ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffers: _Buffers, shared: dict[int, Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.takes)
         self._shared = shared or {}
+        self._layouts: dict[Any, Any] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         return id(value) if self._shared and id(value) in self._shared else None
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and _is_plain(value):
+            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors.
+            layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
+            layout = self._layouts.setdefault(layout, layout)
+            return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
         if isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
@@ -110,6 +116,17 @@ class ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
             return np.memmap, place
         return super().reducer_override(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    has_more = tensor.__dict__ or tensor._backward_hooks or tensor.grad_fn is not None
+    return is_dense and not has_more and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _tensor(storage: torch.UntypedStorage, offset: int, layout: tuple[Any, ...]) -> torch.Tensor:
+    dtype, shape, strides, requires_grad = layout
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides).requires_grad_(requires_grad)
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Any:

@@ -14,6 +14,7 @@ from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.summary import _rate_words, _speedup_sentence, counted_rounds
 from autotune_loader.results.cache import Entry
@@ -65,10 +66,12 @@ def assemble(found: SearchState, setting: RunContext, seconds: float, *, final: 
     rate = _rate(found, measurement)
     verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
     advice: tuple[Any, ...] = ()
+    growth: str | None = None
     if measurement is not None and rate is not None:
         evidence = _evidence(best, measurement, rate, found, setting)
         verdict = judge(evidence)
         advice = advise(evidence, verdict)
+        growth = growth_warning(evidence)
     measured = _measured(best, found, measurement, rate)
     return TuningResult(
         best=best,
@@ -83,7 +86,7 @@ def assemble(found: SearchState, setting: RunContext, seconds: float, *, final: 
         verdict=verdict,
         advice=advice,
         summary=_summary(best, found, measured, verdict, status, setting),
-        warnings=_warnings(best, found, setting),
+        warnings=(*_warnings(best, found, setting), *([growth] if growth is not None else [])),
         finals=_finals(found),
         spent=Spent(seconds=round(seconds, 3), bursts=found.bursts),
         space_hash=setting.space.hash,
