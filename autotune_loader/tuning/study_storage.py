@@ -88,8 +88,7 @@ def open_database(url: str) -> Any:
     # Their own texts, and those of their causes, may quote the URL or pieces of it.
     except (ArgumentError, ValueError):
         raise ValueError(
-            f"storage={shown!r} names no database that can be opened; storage='sqlite:///study.db' would work, and so would "
-            "storage='study.journal'"
+            f"storage={shown!r} names no database that can be opened; storage='study.journal' would work"
         ) from None
     except ImportError:
         if url.startswith("postgresql"):

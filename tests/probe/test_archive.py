@@ -100,6 +100,23 @@ def test_unusual_tensors_and_arrays_travel(held: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.nn.Parameter(torch.rand(99)),
+        torch.rand(99, requires_grad=True),
+        torch.rand(99, dtype=torch.complex64).conj(),
+        torch.rand(9, 9).to_sparse(),
+    ],
+    ids=["parameter", "leaf", "conjugate", "sparse"],
+)
+def test_what_a_tensor_is_besides_its_memory_travels(held: torch.Tensor) -> None:
+    back = sent(held)
+
+    assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
+    assert (type(back), back.requires_grad, back.layout) == (type(held), held.requires_grad, held.layout)
+
+
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.booleans()), min_size=1, max_size=20)
 )
