@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.values.errors import ConfigFileError
+from autotune_loader.tuning.study_storage import open_database
+from autotune_loader.values.errors import ConfigFileError, MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autotune_loader"
-# Where bytes become objects: all of them come from our own parent process, through memory or a private socket pair.
-UNPICKLING = {"probe/child.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
+# Where bytes become objects: all of them come from our own parent process, through memory or a file without a name.
+UNPICKLING = {"probe/archive.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
 NEVER = {"eval", "exec", "compile", "__import__"}
 
 
@@ -129,3 +131,97 @@ def test_the_pipe_between_parent_and_probe_is_private() -> None:
         assert seen.stdout.strip() == "[]"
     finally:
         probe.close()
+
+
+# A job that tells its token wherever user code can tell something: in samples that fail in workers, on stderr before the
+# process dies, in what cannot be pickled, in the very first batch. Storage URLs carry another one.
+TELLTALE = """
+import logging, os, sys, traceback, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from autotune_loader import TuningResult, tune
+from autotune_loader.report.page import render_html
+
+logging.basicConfig(level=logging.DEBUG)
+isolation = sys.argv[1]
+
+class Telltale(Dataset):
+    def __init__(self, where):
+        self.where = where
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if self.where == "worker" and get_worker_info() is not None or self.where == "main":
+            raise LookupError(f"no access for {os.environ['HF_TOKEN']}")
+        if self.where == "death" and Path("armed").exists():
+            os.write(2, os.environ["HF_TOKEN"].encode())
+            os._exit(3)
+        return torch.zeros(2)
+    def __reduce__(self):
+        if self.where == "pickling":
+            raise TypeError(f"no access for {os.environ['HF_TOKEN']}")
+        return Telltale, (self.where,)
+
+def attempt(where, **options):
+    try:
+        loader = DataLoader(Telltale(where), batch_size=4, num_workers=int(where == "worker"))
+        result = tune(loader, isolation=isolation, progress=True, output=f"{where}.json",
+                      **{"budget": 2, "max_workers": 1, "max_trials": 3, "reuse": False, **options})
+    except Exception:
+        traceback.print_exc()
+        return
+    print(result.report(), result)
+    Path(f"{where}.html").write_text(render_html(TuningResult.load(f"{where}.json")))
+
+def arm(model, batch):
+    Path("armed").touch()
+
+attempt("worker")
+attempt("main")
+attempt("pickling")
+if isolation == "process":
+    attempt("death", train_step=arm)
+attempt("fine", storage="nodb://me:swordfish@host/db")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("isolation", ["process", "inline"])
+def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, isolation: str) -> None:
+    secret = "hf_planted4711"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TELLTALE, isolation],
+        cwd=tmp_path, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": secret, "AUTOTUNE_LOADER_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    told = "\n".join([done.stdout, done.stderr, *(path.read_text(errors="replace") for path in files)])
+    assert "no access for ***" in told
+    assert {"worker.json", "worker.json.journal", "worker.html"} <= {path.name for path in files}
+    assert [line for line in told.splitlines() if secret in line or "swordfish" in line] == []
+    assert stat.S_IMODE((tmp_path / "worker.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["nodb://me:swordfish@host/db", "mysql+pymysql://me:swordfish@host/db", "postgresql://me:swordfish@host:port/db",
+     "://me:swordfish@host", "postgresql+nodriver://me:swo:rd@fish@host/db"],
+)  # fmt: skip
+def test_a_wrong_storage_url_is_answered_without_its_password(url: str) -> None:
+    with pytest.raises((ValueError, MissingExtraError)) as caught:
+        open_database(url)
+
+    told = "".join(traceback.format_exception(caught.value))
+    assert "fish" not in told.replace(url, "")  # a traceback shows the line of this test
+    assert "would work" in told or "pip install" in told
+
+
+def test_a_database_file_is_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        open_database(f"sqlite:///{tmp_path}/study.db").engine.dispose()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "study.db").stat().st_mode) == 0o600

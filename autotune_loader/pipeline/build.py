@@ -90,7 +90,7 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endle
         endless: False lets a map-style dataset's epochs end as they do in training.
     """
     again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
-    _seed_everything(data, seed)
+    seed_everything(seed, *_generators_of_order(data))
     batched = data.batch_size is not None or data.batch_sampler is not None
     default = default_collate if batched else default_convert
     parts: dict[str, Any] = {
@@ -117,12 +117,17 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endle
     return loader
 
 
-def _seed_everything(data: DataSide, seed: int) -> None:
-    """Seed whatever a sampler may draw from: torch, Python, numpy, and the generators that the user's parts hold."""
+def seed_everything(seed: int, *generators: torch.Generator) -> None:
+    """Seed what datasets and samplers draw from: torch, Python, numpy, and these generators of their own."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - what samplers draw from is the global generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what they draw from is the global generator
+    for generator in generators:
+        generator.manual_seed(seed)
+
+
+def _generators_of_order(data: DataSide) -> list[torch.Generator]:
+    """The user's generators that decide on the order of indices."""
     holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    for generator in (getattr(holder, "generator", None) for holder in holders):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]

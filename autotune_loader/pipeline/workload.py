@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values.config import LoaderConfig
 
+# How datasets are told the epoch, or keep it.
+EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch")
+# Attributes in which a wrapper keeps what it wraps, where that need not be of torch's class.
+WRAPPED_NAMES = ("base", "inner", "source", "wrapped")
+# A dataset of more parts than this is not looked through to the end.
+MOST_WRAPPED = 1000
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
@@ -79,8 +86,8 @@ class DataSide:
 
     @property
     def has_epochs(self) -> bool:
-        """Whether the dataset is told the epoch; persistent workers would keep their copy of the first one."""
-        return hasattr(self.dataset, "set_epoch") or hasattr(self.dataset, "epoch")
+        """Whether the dataset, or one that it wraps, is told the epoch; persistent workers would keep the first."""
+        return any(_has_any(each, EPOCH_NAMES) for each in wrapped_datasets(self.dataset))
 
     @property
     def shards(self) -> int | None:
@@ -151,6 +158,36 @@ class Workload:
     def on_cpu(self) -> bool:
         """Whether the step computes on the CPU."""
         return self.training.device.startswith("cpu")
+
+
+def wrapped_datasets(dataset: Any) -> Iterator[Any]:
+    """A dataset and those that it is made of: what `Subset`, `ConcatDataset` and wrappers like them hold, at any depth."""
+    waiting, seen = [dataset], set[int]()
+    while waiting and len(seen) < MOST_WRAPPED:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += _directly_in(each)
+
+
+def _directly_in(dataset: Any) -> list[Any]:
+    from torch.utils.data import Dataset
+
+    found = []
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        is_named = "dataset" in name or name.strip("_") in WRAPPED_NAMES
+        many = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        for each in list(many)[:MOST_WRAPPED]:
+            if isinstance(each, Dataset) or _has_any(each, ("set_epoch",)) or (is_named and hasattr(each, "__dict__")):
+                found.append(each)
+    return found
+
+
+def _has_any(value: Any, names: tuple[str, ...]) -> bool:
+    with contextlib.suppress(Exception):  # `__getattr__` of a wrapper may raise anything
+        return any(hasattr(value, name) for name in names)
+    return False
 
 
 def is_iterable_dataset(dataset: Any) -> bool:

@@ -13,6 +13,7 @@ import multiprocessing
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,13 +64,9 @@ def run_burst(
     """
     phase: FailurePhase = "start"
 
-    before = {process.pid for process in multiprocessing.active_children()}
-    workers: set[Any] = set()
-
     def enter(next_phase: FailurePhase) -> None:
         nonlocal phase
         phase = next_phase
-        workers.update(child for child in multiprocessing.active_children() if child.pid not in before)
         announce(next_phase)
 
     open_loader = OpenLoader()
@@ -84,15 +81,15 @@ def run_burst(
                 raise
             if config.num_workers and isinstance(error, (OSError, EOFError)):
                 time.sleep(NEWS_OF_DEATH_S)
-            return failure_of(error, phase, deaths_of(workers))
+            return failure_of(error, phase, deaths_of(open_loader.workers))
     except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
-        return failure_of(error, phase, deaths_of(workers))
+        return failure_of(error, phase, deaths_of(open_loader.workers))
     finally:
         try:
             enter("shutdown")
-            open_loader.close(before)
+            open_loader.close()
         except RuntimeError:  # or here; torch tells it once
-            open_loader.close(before)
+            open_loader.close()
         if timeline is not None:
             timeline.release()
         forget_open_batch()
@@ -111,7 +108,7 @@ def _measure(
         timeline.open()
     loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs)
     started = time.monotonic()
-    open_loader.iterator = iter(loader)
+    open_loader.open(loader)
     if not plan.whole_epochs:
         del loader
     if plan.prefill_s:
@@ -172,25 +169,50 @@ def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:
 
 
 class OpenLoader:
-    """Owner of a running iterator: the only reference to it, so that dropping it here shuts the workers down."""
+    """Owner of a running iterator: the only reference to it, so that dropping it here shuts the workers down.
+
+    Other processes that begin meanwhile belong to the user's dataset or sampler and are left alone.
+    """
 
     def __init__(self) -> None:
         self.iterator: Any = None
+        self.workers: list[Any] = []
 
-    def close(self, children_before: set[int | None]) -> None:
+    def open(self, loader: Any) -> None:
+        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
+        before = set(multiprocessing.active_children())
+        try:
+            self.iterator = iter(loader)
+        finally:
+            if loader.num_workers:
+                started = set(multiprocessing.active_children()) - before
+                # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
+                own = started.intersection(getattr(self.iterator, "_workers", started))
+                self.workers += own
+                _workers.update(own)
+
+    def close(self) -> None:
         """Let the workers finish their batch, and terminate those that have not after a short grace."""
-        started = [child for child in multiprocessing.active_children() if child.pid not in children_before]
-        impatience = threading.Timer(SHUTDOWN_GRACE_S, _terminate, [started])
+        impatience = threading.Timer(SHUTDOWN_GRACE_S, _terminate, [self.workers])
         impatience.daemon = True
         impatience.start()
         try:
             self.iterator = None
-            if any(child.is_alive() for child in started):
+            if any(worker.is_alive() for worker in self.workers):
                 gc.collect()  # an exception kept elsewhere may still hold the iterator in a cycle
         finally:
             impatience.cancel()
             impatience.join()
-            _end(started)
+            _end(self.workers)
+
+
+# The workers of bursts in this process, for whoever must end a burst from another thread.
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def running_workers() -> list[Any]:
+    """The workers of the burst that runs in this process."""
+    return [worker for worker in list(_workers) if worker.is_alive()]
 
 
 def _terminate(children: list[Any]) -> None:

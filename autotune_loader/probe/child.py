@@ -1,4 +1,4 @@
-"""The probe process: `python -m autotune_loader.probe.child <connection fd> <lifeline fd> <scratch folder>`.
+"""The probe process: `python -m autotune_loader.probe.child <four descriptors> <scratch folder>`.
 
 It is started fresh, never forked: a forked child of a process that has run a multi-threaded torch step hangs at its first
 parallel region. It loads the workload, answers requests until the connection closes, and prints nothing that anyone parses.
@@ -23,20 +23,34 @@ if TYPE_CHECKING:
     from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
     from autotune_loader.values.trial import Acceleration
 
-# A data side larger than this is not copied for bursts that fetch in the main process: it shares the one workers inherit.
+# A data side that takes more than this beyond its buffers is not read anew for bursts that fetch in the main process: they use
+# the one that workers inherit.
 PRIVATE_COPY_BYTES = 256 << 20
 
 
-def main(connection_fd: int, lifeline_fd: int, scratch: str) -> None:
-    """Serve requests over an inherited connection until the parent, which removes the scratch folder, closes it or dies."""
-    for descriptor in (connection_fd, lifeline_fd):  # private: no program that the dataset starts may have them
+def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, scratch: str) -> None:
+    """Serve requests over an inherited connection until the parent, which removes the scratch folder, closes it or dies.
+
+    Args:
+        connection_fd: of requests and answers.
+        lifeline_fd: closed when the parent ends.
+        data_fd: of the archive of the data side.
+        training_fd: of the archive of the training side.
+        scratch: a folder for sockets.
+    """
+    for descriptor in (
+        connection_fd,
+        lifeline_fd,
+        data_fd,
+        training_fd,
+    ):  # private: no program that the dataset starts may have them
         os.set_inheritable(descriptor, False)
     _die_with_parent(lifeline_fd, scratch)
     _keep_sockets_in(scratch)
     connection = Connection(connection_fd)
     _greet(connection)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _serve(connection)
+        _serve(connection, data_fd, training_fd)
 
 
 def _greet(connection: Connection) -> None:
@@ -53,15 +67,14 @@ def _greet(connection: Connection) -> None:
     torch.set_num_threads(hello.threads)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, data_fd: int, training_fd: int) -> None:
     from autotune_loader.probe.wire import Message, receive_request, send
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
         send(connection, Message(phase=phase))
 
-    data, training = connection.recv_bytes(), connection.recv_bytes()
-    bench, warmup = _load(data, training, announce)
+    bench, warmup = _load(data_fd, training_fd, announce)
     if bench is None or isinstance(warmup, Failure):
         assert isinstance(warmup, Failure)
         send(connection, Message(failure=warmup))
@@ -91,21 +104,20 @@ def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _load(data: bytes, training: bytes, announce: Announce) -> tuple[Bench | None, WarmupReport | Failure]:
-    """Unpickle and warm up; a workload that cannot be unpickled here is a failure like any other."""
-    import pickle
-
+def _load(data_fd: int, training_fd: int, announce: Announce) -> tuple[Bench | None, WarmupReport | Failure]:
+    """Read the workload and warm it up; one that cannot be read here is a failure like any other."""
+    from autotune_loader.probe.archive import pickled_bytes, read_archive
     from autotune_loader.probe.bench import Bench
-    from autotune_loader.probe.failures import failure_of
+    from autotune_loader.probe.failures import failure_of_reading
     from autotune_loader.values.measurement import Failure
 
     try:
-        shared = pickle.loads(data)
-        small = len(data) <= PRIVATE_COPY_BYTES
-        private = (lambda: pickle.loads(data)) if small else (lambda: shared)
-        bench = Bench(data=lambda: shared, private_data=private, training=lambda: pickle.loads(training))
+        shared = read_archive(data_fd)
+        small = pickled_bytes(data_fd) <= PRIVATE_COPY_BYTES
+        private = (lambda: read_archive(data_fd)) if small else (lambda: shared)
+        bench = Bench(data=lambda: shared, private_data=private, training=lambda: read_archive(training_fd))
     except Exception as error:
-        return None, failure_of(error, "start")
+        return None, failure_of_reading(error)
     warmup = bench.prepare(announce)
     return (None if isinstance(warmup, Failure) else bench), warmup
 
@@ -134,4 +146,4 @@ def _die_with_parent(lifeline_fd: int, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

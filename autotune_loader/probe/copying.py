@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
+
+from autotune_loader.probe.archive import TooLargeError, size_of
+from autotune_loader.values.secrets import cause_without_secrets, without_secrets
 
 # More objects than this that cannot be copied, and the whole is given up.
 MOST_SHARED = 16
@@ -21,7 +22,9 @@ class NotCopiedError(Exception):
     """A value is too large to be copied, or cannot be taken apart."""
 
 
-def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict[str, Any], list[str]]:
+def copied(
+    parts: Mapping[str, Any], max_bytes: int | None = None, keep: Iterable[Any] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Deep copies of parts that may refer to each other, and the paths of what they still share with the originals.
 
     Locks, sockets, open files and the like cannot be copied; they are shared, everything around them is copied.
@@ -29,24 +32,27 @@ def copied(parts: Mapping[str, Any], max_bytes: int | None = None) -> tuple[dict
     Args:
         parts: values by name, copied as one, so that an optimizer keeps pointing at its model's parameters.
         max_bytes: no more than this is copied; None for no limit.
+        keep: what parts refer to that is to be shared whatever it is.
 
     Raises:
         NotCopiedError: too large, or not to be copied even in part.
     """
-    shared, paths = _what_to_share(dict(parts), max_bytes)
+    shared, paths = _what_to_share(dict(parts), max_bytes, {id(value): value for value in keep})
     memo = dict(shared)
     try:
         return {name: _copied_value(value, memo) for name, value in parts.items()}, paths
     except Exception as error:
-        raise NotCopiedError(str(error)) from error
+        raise NotCopiedError(without_secrets(str(error))) from cause_without_secrets(error)
 
 
-def _what_to_share(parts: dict[str, Any], max_bytes: int | None) -> tuple[dict[int, Any], list[str]]:
-    shared: dict[int, Any] = {}
+def _what_to_share(
+    parts: dict[str, Any], max_bytes: int | None, keep: dict[int, Any]
+) -> tuple[dict[int, Any], list[str]]:
+    shared = dict(keep)
     paths: list[str] = []
     while (fault := _fault_in("", parts, shared, max_bytes)) is not None:
         path, value = fault
-        if value is parts or len(shared) >= MOST_SHARED:
+        if value is parts or len(paths) >= MOST_SHARED:
             raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
         shared[id(value)] = value
         paths.append(path)
@@ -77,38 +83,11 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from dict(getattr(value, "__dict__", {})).items()
 
 
-class _Meter(io.RawIOBase):
-    """Counts bytes instead of keeping them."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        super().__init__()
-        self._left = max_bytes
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if self._left is not None:
-            self._left -= size
-            if self._left < 0:
-                raise NotCopiedError("it is too large to be copied")
-        return size
-
-
-class _Dismantler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles all but what is shared."""
-
-    def __init__(self, meter: _Meter, shared: dict[int, Any]) -> None:
-        super().__init__(meter)
-        self._shared = shared
-
-    def persistent_id(self, value: Any) -> int | None:
-        return id(value) if id(value) in self._shared else None
-
-
 def _can_be_taken_apart(value: Any, shared: dict[int, Any], max_bytes: int | None) -> bool:
     try:
-        _Dismantler(_Meter(max_bytes), shared).dump(value)
-    except NotCopiedError:
-        raise
+        size_of(value, max_bytes, shared)
+    except TooLargeError as error:
+        raise NotCopiedError("it is too large to be copied") from error
     except Exception:
         return False
     return True

@@ -25,6 +25,9 @@ class Holder(Protocol):
 
     iterator: Any
 
+    def open(self, loader: Any) -> None:
+        """Begin an epoch."""
+
 
 def measure_epochs(
     holder: Holder,
@@ -50,7 +53,9 @@ def measure_epochs(
     while not are_enough_epochs(ends, plan, begun):
         if ends:
             holder.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
-            holder.iterator = iter(loader) if ahead is None else ahead(iter(loader))
+            holder.open(loader)
+            if ahead is not None:
+                holder.iterator = ahead(holder.iterator)
         while run.deliver(holder.iterator, step):
             count += 1
             if count == 1:

@@ -57,6 +57,12 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
     )
 
 
+def failure_of_reading(error: BaseException) -> Failure:
+    """The failure of a workload that was pickled, and cannot be unpickled in the probe process."""
+    text = _first_sentence(f"{type(error).__name__}: {error}")
+    return Failure(kind="pickling", phase="start", message=text, traceback=user_traceback(error))
+
+
 def is_device_broken(outcome: object) -> bool:
     """Whether a kernel failed: from then on every CUDA call of that process fails, whatever it asks."""
     return isinstance(outcome, Failure) and "CUDA error" in outcome.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import multiprocessing
 import os
@@ -24,8 +25,9 @@ from typing import Any
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.processes import die_with_parent, tree_pss_bytes, tree_rss_bytes
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
+from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import failure_of_memory_guard
 from autotune_loader.values.config import LoaderConfig
@@ -55,6 +57,7 @@ class InlineProbe:
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
         self._warmup: WarmupReport | None = None
+        self._user_data = workload.data
         self.notes: list[str] = []
         data = self._copied_data(workload.data)
         for_workers = replace(data, worker_init_fn=DyingWithParent(data.worker_init_fn))
@@ -70,7 +73,7 @@ class InlineProbe:
         Raises:
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
-        with untouched_process_state():
+        with untouched_state(self._user_data):
             outcome = self._bench.prepare()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
@@ -89,10 +92,12 @@ class InlineProbe:
         )
         outcome: Measurement | Failure | None = None
         try:
-            with untouched_process_state(), meter:
+            with untouched_state(self._user_data), meter:
                 outcome = self._bench.burst(config, plan)
         except StoppedError:
             log.debug("the burst was over when it was stopped")
+        finally:
+            stop.forget()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
@@ -100,7 +105,7 @@ class InlineProbe:
         return meter.reading.added_to(outcome)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        with untouched_process_state():
+        with untouched_state(self._user_data):
             return self._bench.step_ceiling(consumer_threads, plan)
 
     def acceleration(
@@ -110,7 +115,7 @@ class InlineProbe:
         if kind == "compile":
             note = "compiling may take minutes, and inside this process nothing could end it; isolation='process' would work"
             return Acceleration(kind=kind, name="torch.compile", note=note)
-        with untouched_process_state():
+        with untouched_state(self._user_data):
             return self._bench.acceleration(kind, consumer_threads, plan)
 
     def close(self) -> None:
@@ -123,12 +128,16 @@ class InlineProbe:
 
     def _copied_data(self, data: DataSide) -> DataSide:
         """A copy of the data side; what cannot be copied is used as it is, and that is noted."""
-        names = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+        beside = {name: getattr(data, name) for name in ("sampler", "batch_sampler", "generator")}
+        names = ("dataset", "collate_fn", "worker_init_fn")
         try:
-            parts, shared = copied({name: getattr(data, name) for name in names}, MAX_COPY_BYTES)
+            parts, shared = copied({**beside, **{name: getattr(data, name) for name in names}}, MAX_COPY_BYTES)
         except NotCopiedError as error:
             self._note(f"inline: the dataset is used as it is, {error}; bursts without workers may fill its caches")
-            return data
+            try:
+                parts, shared = copied(beside, MAX_COPY_BYTES, keep=[data.dataset])
+            except NotCopiedError:
+                return data  # its generators' states are put back
         for path in shared:
             self._note(f"inline: {path} cannot be copied, so the bursts share it with you")
         return replace(data, **parts)
@@ -174,16 +183,19 @@ class _Stop:
     def __init__(self) -> None:
         self.was_asked = False
         self._thread = threading.get_ident()
-        self._children_before = {child.pid for child in multiprocessing.active_children()}
 
     def now(self) -> None:
         """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
         self.was_asked = True
-        workers = [child for child in multiprocessing.active_children() if child.pid not in self._children_before]
+        workers = running_workers()
         for worker in workers:
             worker.kill()
         if not workers:  # Python's only way to reach a thread that runs the user's code
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+
+    def forget(self) -> None:
+        """Take back an exception that has not been raised yet: it would end whatever comes next."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
 
 
 def _held_bytes() -> int:
@@ -192,11 +204,14 @@ def _held_bytes() -> int:
 
 
 @contextlib.contextmanager
-def untouched_process_state() -> Iterator[None]:
-    """Put back what loading and training change globally: random states, threads, modes, environment, signals, warnings."""
+def untouched_state(data: DataSide) -> Iterator[None]:
+    """Put back what loading and training change: random states, of the user's generators too, and all that is global:
+    threads, modes, environment, signals, warnings.
+    """
     import numpy as np
     import torch
 
+    restore_generators = [_restorer(generator) for generator in _generators_in(data)]
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -209,6 +224,8 @@ def untouched_process_state() -> Iterator[None]:
         with warnings.catch_warnings(), torch.enable_grad():
             yield
     finally:
+        for restore in restore_generators:
+            restore()
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         torch.set_rng_state(torch_state)
@@ -227,6 +244,29 @@ def untouched_process_state() -> Iterator[None]:
         if start_method is None:  # starting workers settles the default, after which the user could not set it
             multiprocessing.set_start_method(None, force=True)
         _restore_signal_handlers(handlers)
+
+
+def _generators_in(data: DataSide) -> list[Any]:
+    """The random generators that the user's parts hold: torch's, numpy's and Python's."""
+    import numpy as np
+    import torch
+
+    holders = [*wrapped_datasets(data.dataset), data.sampler, data.batch_sampler]
+    holders += [getattr(data.batch_sampler, "sampler", None), data.collate_fn, data.worker_init_fn]
+    held = [data.generator, *(value for holder in holders for value in getattr(holder, "__dict__", {}).values())]
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [value for value in held if isinstance(value, kinds)]
+
+
+def _restorer(generator: Any) -> Callable[[], object]:
+    """Puts a generator back into the state that it is in now."""
+    import numpy as np
+
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def _restore_environment(before: dict[str, str]) -> None:

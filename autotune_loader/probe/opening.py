@@ -16,12 +16,14 @@ from autotune_loader.probe.payload import Payload, PayloadTooLargeError, Unpickl
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
 from autotune_loader.values.plan import Isolation
 
-# A workload larger than this share of the available memory would be copied more often than is polite.
-PAYLOAD_MEMORY_SHARE = 0.15
-LARGEST_PAYLOAD_BYTES = 4 << 30
+# What is sent to the probe process is in memory once more. Of what is available it may take this share, and no more than takes
+# some seconds to copy; a larger workload is tuned inline, where workers share it with this process.
+PAYLOAD_MEMORY_SHARE = 0.3
+LARGEST_PAYLOAD_BYTES = 8 << 30
 REPEATED_SAMPLES = (
-    "every worker of this IterableDataset delivers the same samples, so at most 1 worker is used; "
-    "share them out in __iter__ by torch.utils.data.get_worker_info().id"
+    "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
+    "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
+    "make that part of the seed)"
 )
 OTHER_SAMPLES = (
     "{dataset}: two workers read other samples than one process does, at the same indices. Most often they share a file or "
@@ -62,41 +64,48 @@ def open_probe(
         WorkloadError: the dataset, model or step failed on the very first batch.
         ValueError: `isolation="process"` was asked for, but the workload cannot travel.
     """
-    probe, notes = _make_probe(workload, machine, isolation, memory_budget_bytes, start_deadline_s)
-    try:
-        warmup = probe.start()
-        if isinstance(probe, InlineProbe):
-            notes = [*notes, *probe.notes]
+    with contextlib.ExitStack() as exits:
+        probe, warmup, notes = _start(exits, workload, machine, isolation, memory_budget_bytes, start_deadline_s)
         if not warmup.shardable:
             notes = [*notes, REPEATED_SAMPLES]
         if not warmup.same_in_workers:
             notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
         yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
-    finally:
-        probe.close()
 
 
-def _make_probe(
+def _start(
+    exits: contextlib.ExitStack,
     workload: Workload,
     machine: Machine,
     isolation: Isolation,
     memory_budget_bytes: int | None,
     start_deadline_s: float,
-) -> tuple[ProcessProbe | InlineProbe, list[str]]:
-    if isolation == "inline":
-        notes = model_on_device_notes(workload.training)
-        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), notes
-    try:
-        payload = Payload.of(workload, _largest_payload(machine))
-    except (UnpicklableError, PayloadTooLargeError) as error:
-        if isolation == "process":
-            raise ValueError(
-                f"isolation='process', but {error}; isolation='inline' would work, without deadlines"
-            ) from error
-        note = f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
-        return InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes), [note]
-    probe = ProcessProbe(payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
-    return probe, model_on_device_notes(workload.training)
+) -> tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]:
+    """A warm probe, closed with `exits`; inline, with a note, where the workload cannot travel to a process of its own."""
+    notes = model_on_device_notes(workload.training)
+    if isolation != "inline":
+        try:
+            with contextlib.ExitStack() as attempt:
+                payload = attempt.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
+                process = ProcessProbe(
+                    payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s
+                )
+                attempt.callback(process.close)
+                warmup = process.start()
+                exits.push(attempt.pop_all())
+                return process, warmup, notes
+        except (UnpicklableError, PayloadTooLargeError) as error:
+            if isolation == "process":
+                raise ValueError(
+                    f"isolation='process', but {error}; isolation='inline' would work, without deadlines"
+                ) from error
+            notes = [
+                f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
+            ]
+    inline = InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes)
+    exits.callback(inline.close)
+    warmup = inline.start()
+    return inline, warmup, [*notes, *inline.notes]
 
 
 def model_on_device_notes(training: TrainingSide) -> list[str]:

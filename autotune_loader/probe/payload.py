@@ -1,4 +1,4 @@
-"""The workload on its way to the probe process: pickled in two halves, and the part at fault named where that fails.
+"""The workload on its way to the probe process: archived in two halves, and the part at fault named where that fails.
 
 The data side is unpickled afresh for every burst that fetches in the main process: a dataset that caches, or that opens a
 file on first use, must not hand its filled cache or its open handle to the workers of the next burst. An optimizer travels
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.archive import Archive, TooLargeError, size_of
+from autotune_loader.values.secrets import cause_without_secrets, without_secrets
 
 
 class UnpicklableError(Exception):
     """A part of the workload cannot travel to the probe process; `part` names it."""
 
-    def __init__(self, part: str, reason: str) -> None:
-        super().__init__(f"{part} cannot be pickled: {reason}")
+    def __init__(self, part: str, reason: str, what: str = "pickled") -> None:
+        super().__init__(f"{part} cannot be {what}: {without_secrets(reason)}")
         self.part = part
 
 
@@ -33,50 +34,38 @@ class PayloadTooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A workload as bytes: cloudpickle, so that classes of a notebook cell or an unguarded script travel too."""
+    """A workload as two files without names, which the probe process maps."""
 
-    data: bytes
-    training: bytes
+    data: Archive
+    training: Archive
 
     @classmethod
     def of(cls, workload: Workload, max_bytes: int) -> Payload:
-        """Pickle both halves.
+        """Archive both halves, of `max_bytes` each at most.
 
         Raises:
             UnpicklableError: naming the attribute at fault, such as `dataset.lock`.
-            PayloadTooLargeError: the pickle passed `max_bytes`; it was given up there.
+            PayloadTooLargeError: naming the half that is larger.
         """
         return cls(
-            data=_pickled(workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes),
-            training=_pickled(workload.training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes),
+            data=_archived(workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes),
+            training=_archived(workload.training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes),
         )
 
-
-class _BoundedBuffer(io.BytesIO):
-    """A buffer that refuses to grow past a limit, so that a 100 GB dataset is not pickled only to be thrown away."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__()
-        self._max_bytes = max_bytes
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > self._max_bytes:
-            raise PayloadTooLargeError(f"larger than {self._max_bytes} bytes")
-        return super().write(data)
+    def close(self) -> None:
+        """Free the files; the processes that have them mapped keep what they have."""
+        self.data.close()
+        self.training.close()
 
 
-def _pickled(side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> bytes:
-    import cloudpickle
-
-    buffer = _BoundedBuffer(max_bytes)
+def _archived(side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> Archive:
     with _unimportable_modules_by_value(getattr(side, part) for part in parts):
         try:
-            cloudpickle.dump(side, buffer)
-        except PayloadTooLargeError:
-            raise
+            return Archive(side, max_bytes)
+        except TooLargeError as error:
+            raise PayloadTooLargeError(f"the {parts[0]} is {error}") from error
         except Exception as error:
-            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from error
-    return buffer.getvalue()
+            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from cause_without_secrets(error)
 
 
 @contextlib.contextmanager
@@ -125,11 +114,9 @@ def _deepest_fault(path: str, value: Any, depth: int) -> str:
 
 
 def _pickles(value: Any) -> bool:
-    import cloudpickle
-
     try:
-        cloudpickle.dump(value, _BoundedBuffer(max_bytes=1 << 26))
-    except PayloadTooLargeError:
+        size_of(value, max_bytes=1 << 26)
+    except TooLargeError:
         return True  # large is not at fault
     except Exception:
         return False

@@ -26,11 +26,11 @@ from typing import IO
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.shm import remove_segments_of
+from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.probe import wire
 from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
-from autotune_loader.probe.payload import Payload
+from autotune_loader.probe.payload import Payload, UnpicklableError
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -53,7 +53,7 @@ class ProcessProbe:
     """A `Probe` that runs every burst in a fresh process of its own.
 
     Args:
-        payload: the pickled workload.
+        payload: the archived workload; it is used again for each new process, and is the caller's to close.
         machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
@@ -77,9 +77,12 @@ class ProcessProbe:
         """Start the process and wait until the workload is warm.
 
         Raises:
+            UnpicklableError: the workload was pickled, but cannot be unpickled in another process.
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
         outcome = self._started_child()
+        if isinstance(outcome, Failure) and outcome.kind == "pickling" and outcome.phase == "start":
+            raise UnpicklableError("the workload", outcome.message, "unpickled in another process")
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
         assert outcome.warmup is not None
@@ -151,6 +154,7 @@ class ProcessProbe:
         with meter:
             outcome = child.ask(request)
         if over_budget.is_set():
+            child.is_lost = True  # also where the burst was over by then: the next one needs a new process
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if not isinstance(outcome, Measurement):
             return outcome
@@ -170,11 +174,12 @@ class _Child:
         lifeline_read, self._lifeline = os.pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
-        numbers = [str(theirs.fileno()), str(lifeline_read)]
+        descriptors = (theirs.fileno(), lifeline_read, payload.data.fd, payload.training.fd)
+        self._segments_before = segments()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune_loader.probe.child", *numbers, self._scratch],
-                pass_fds=(theirs.fileno(), lifeline_read),
+                [sys.executable, "-m", "autotune_loader.probe.child", *map(str, descriptors), self._scratch],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -182,10 +187,9 @@ class _Child:
                 start_new_session=True,  # a process group of its own, so that the whole tree can be ended
             )
         os.close(lifeline_read)
-        # Without a timeout a process that hangs before it reads would block us in the middle of a large payload.
+        # Without a timeout a process that hangs before it reads would block us.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         self._connection = Connection(ours.detach())
-        self._payload = payload
         self._phase: FailurePhase = "start"
         self.warmup: WarmupReport | None = None
         self.is_lost = False
@@ -197,8 +201,6 @@ class _Child:
     def wait_until_ready(self, deadline_s: float) -> Failure | None:
         try:
             wire.send(self._connection, _hello())
-            self._connection.send_bytes(self._payload.data)
-            self._connection.send_bytes(self._payload.training)
         except BlockingIOError:
             return self._hang(SEND_DEADLINE_S)
         except OSError:
@@ -288,7 +290,7 @@ class _Child:
             self._process.wait()
             os.close(self._lifeline)
             self._output.close()
-            remove_segments_of({*members, self.pid})
+            remove_segments_of({*members, self.pid}, self._segments_before)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 

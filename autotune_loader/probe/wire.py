@@ -1,9 +1,9 @@
 """What parent and probe process say to each other: plain records as MessagePack over a private socket pair.
 
-    parent   hello ── payload ───────────────── burst? ─────────────────────── bye (or just closes)
-    child             phase ... phase ... ready         phase ... phase ... answer
+    parent   hello ─────────────────────────── burst? ─────────────────────── bye (or just closes)
+    child           phase ... phase ... ready         phase ... phase ... answer
 
-Only the workload itself is a pickle, and only from parent to child; nothing the child sends is unpickled.
+Only the workload itself is a pickle, in files that the child inherits (`probe.archive`); nothing the child sends is unpickled.
 """
 
 from __future__ import annotations

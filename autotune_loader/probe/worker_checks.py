@@ -9,21 +9,22 @@ import contextlib
 import hashlib
 import logging
 import multiprocessing
-import random
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from autotune_loader.pipeline.build import build_loader, make_traced_loader
+from autotune_loader.pipeline.build import build_loader, make_traced_loader, seed_everything
 from autotune_loader.pipeline.tracing import TracedDataset, TracedWorkerInit, forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
@@ -44,21 +45,37 @@ MOST_PARTS = 20_000
 def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
 
-    Their throughput would be counted twice, and training would see every sample as often as there are workers.
+    Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
+    seeded alike, so that it is no excuse that each shuffles or augments in its own way.
     """
+    alike = replace(data, worker_init_fn=_SeededAlike(data.worker_init_fn))
     first: dict[int, str] = {}
     try:
         with _loader_for_a_moment() as open_loader:
-            loader = make_traced_loader(data, TWO_WORKERS, seed=0)
+            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-            open_loader.iterator = iter(loader)
+            open_loader.open(loader)
             del loader
             for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], digest(batch))
     except Exception as error:
-        log.info("the canary for repeated samples found nothing out: %s", error)
+        log.info("the canary for repeated samples found nothing out: %s", without_secrets(str(error)))
         return False
     return len(first) == TWO_WORKERS.num_workers and len(set(first.values())) == 1
+
+
+class _SeededAlike:
+    """Runs the user's own `worker_init_fn`, and then gives every worker the same seed."""
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        if self._inner is not None:
+            self._inner(worker)
+        seed_everything(0)
+        # It refuses to be changed; datasets with a generator of their own seed that from it.
+        object.__setattr__(torch.utils.data.get_worker_info(), "seed", 0)
 
 
 def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -> bool:
@@ -85,7 +102,7 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         return together != [alone * rounds] * 2 and _is_always(alone, private.dataset, keys)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
-        log.info("the canary for shared handles found nothing out: %s", error)
+        log.info("the canary for shared handles found nothing out: %s", without_secrets(str(error)))
         return False
 
 
@@ -124,7 +141,7 @@ def _read_by_two_workers(data: DataSide, keys: list[Any], rounds: int) -> list[l
     work = [(key, number) for number, key in enumerate(keys) for _ in range(2)] * rounds  # dealt out in turn
     dataset: Any = _Digested(data.dataset)
     with _loader_for_a_moment() as open_loader:
-        open_loader.iterator = iter(
+        open_loader.open(
             build_loader(
                 dataset,
                 LoaderConfig(num_workers=2, prefetch_factor=len(work)),
@@ -154,16 +171,13 @@ def _as_it_is(sample: Any) -> Any:
 
 def _sample_digest(dataset: Any, key: Any, seed: int) -> str:
     """The checksum of one sample, with the global generators seeded: the same augmentation in every process."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what datasets draw from is the global generator
+    seed_everything(seed)
     return digest(dataset[key])
 
 
 @contextlib.contextmanager
 def _loader_for_a_moment() -> Iterator[OpenLoader]:
     """A place for an iterator whose workers are gone afterwards, however its use ends."""
-    before = {child.pid for child in multiprocessing.active_children()}
     open_loader = OpenLoader()
     try:
         yield open_loader
@@ -172,9 +186,9 @@ def _loader_for_a_moment() -> Iterator[OpenLoader]:
         raise
     finally:
         try:
-            open_loader.close(before)
+            open_loader.close()
         except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
-            open_loader.close(before)
+            open_loader.close()
         forget_open_batch()
 
 

@@ -106,8 +106,12 @@ class TuningResult:
         return loader if device is None else prefetched_as_tuned(loader, self.best, device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it."""
-        write_json(self.to_file(), path)
+        """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.
+
+        One that holds a traceback of yours is readable by you alone; for others the umask decides.
+        """
+        private = any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
+        write_json(self.to_file(), path, private=private)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TuningResult:

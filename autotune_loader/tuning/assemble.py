@@ -11,6 +11,7 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.summary import _rate_words, _speedup_sentence, counted_rounds, why_it_ended
 from autotune_loader.results.cache import Entry
@@ -50,10 +51,12 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
     rate = _rate(state, measurement)
     verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
     advice: tuple[Any, ...] = ()
+    growth: str | None = None
     if measurement is not None and rate is not None:
         evidence = _evidence(best, measurement, rate, state, context)
         verdict = judge(evidence)
         advice = advise(evidence, verdict)
+        growth = growth_warning(evidence)
     measured = _measured(best, state, measurement, rate)
     return TuningResult(
         best=best,
@@ -68,7 +71,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         verdict=verdict,
         advice=advice,
         summary=_summary(best, state, measured, verdict, status, context),
-        warnings=_warnings(best, state, context),
+        warnings=(*_warnings(best, state, context), *([growth] if growth is not None else [])),
         finals=_finals(state),
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,

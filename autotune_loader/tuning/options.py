@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
@@ -52,7 +52,8 @@ class TuneOptions:
     search: Search = "auto"
     seed: int = 0
     isolation: Isolation = "auto"
-    storage: str | None = None
+    storage: str | None = field(default=None, repr=False)
+    """May hold a password."""
     study_name: str | None = None
     reuse: bool = True
     output: str | None = None

@@ -27,6 +27,7 @@ from autotune_loader.tuning.study_knobs import Knobs
 from autotune_loader.tuning.study_storage import OWNER, is_abandoned, open_database, owner, patiently
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.serialization import from_plain, to_plain
 from autotune_loader.values.trial import Trial
 
@@ -114,12 +115,12 @@ class OptunaStudy:
             if not study.user_attrs.get(FINISHED):
                 return study
         except Exception as error:
-            log.warning("the journal %s cannot be resumed (%s) and is started over", path, error)
+            log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
         try:
             _empty(Path(path))
             return self._opened(path)
         except OSError as error:
-            log.warning("%s; the study is kept in memory", error)
+            log.warning("%s; the study is kept in memory", without_secrets(str(error)))
             return self._opened(None)
 
     def claim(self, config: LoaderConfig | None, now: float) -> Claim | None:
@@ -286,7 +287,8 @@ class OptunaStudy:
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
-        log.warning("the study's storage failed (%s: %s); it goes on in memory", type(error).__name__, error)
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        log.warning("the study's storage failed (%s); it goes on in memory", reason)
         lost, self.study = self.study, self._opened(None)
         with contextlib.suppress(Exception), quiet_optuna():
             self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())

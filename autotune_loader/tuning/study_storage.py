@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from autotune_loader.machine.processes import process_start
 from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 # A restart of a database server takes seconds, a failover of a managed one about a minute.
@@ -78,17 +80,33 @@ def open_database(url: str) -> Any:
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import ArgumentError
 
+    shown = without_secrets(url)
     options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
     try:
+        _make_private(url)
         return patiently(lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first)
-    except ArgumentError as error:
+    # Their own texts, and those of their causes, may quote the URL or pieces of it.
+    except (ArgumentError, ValueError):
         raise ValueError(
-            f"storage={url!r} names no database that can be opened ({error}); storage='study.journal' would work"
-        ) from error
-    except ImportError as error:
+            f"storage={shown!r} names no database that can be opened; storage='study.journal' would work"
+        ) from None
+    except ImportError:
         if url.startswith("postgresql"):
-            raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from error
-        raise ValueError(f"storage={url!r} needs a driver that is not installed: {error}") from error
+            raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from None
+        raise ValueError(
+            f"storage={shown!r} needs a driver that is not installed; storage='sqlite:///study.db' would work"
+        ) from None
+
+
+def _make_private(url: str) -> None:
+    """Create the file of an SQLite database, which SQLite would let others read: it will hold the user's tracebacks."""
+    from sqlalchemy.engine import make_url
+
+    parsed = make_url(url)
+    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    if name and not name.startswith((":memory:", "file:")):
+        with contextlib.suppress(OSError):  # SQLite says better what is wrong with it
+            os.close(os.open(name, os.O_CREAT | os.O_RDWR, 0o600))
 
 
 def _passes_at_first(error: BaseException) -> bool:

@@ -6,6 +6,8 @@ all: it is a `Failure` (see `trial.py`), because the study goes on.
 
 from __future__ import annotations
 
+from autotune_loader.values.secrets import without_secrets
+
 
 class TunerError(Exception):
     """Base of every error that autotune_loader defines."""
@@ -15,8 +17,8 @@ class WorkloadError(TunerError):
     """The user's dataset, model or step failed before anything could be measured; carries the user's own traceback."""
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
-        super().__init__(f"{message}\n\n{user_traceback}".rstrip())
-        self.user_traceback = user_traceback
+        self.user_traceback = without_secrets(user_traceback)
+        super().__init__(f"{without_secrets(message)}\n\n{self.user_traceback}".rstrip())
 
 
 class ConfigFileError(TunerError):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from autotune_loader import tune
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe import worker_checks as canary
 from autotune_loader.probe.bench import Bench, WarmupReport
-from autotune_loader.probe.worker_checks import digest, workers_read_otherwise
+from autotune_loader.probe.worker_checks import digest, workers_read_otherwise, workers_repeat_each_other
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -212,3 +213,51 @@ def test_a_sample_of_too_many_parts_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(ValueError, match="parts"):
         digest(list(range(100)))
+
+
+class Numbers(IterableDataset[Any]):
+    """Ten numbers in an order of its own, a bit changed; shared out by worker where it is asked to."""
+
+    def __init__(self, draw: Callable[[], int], sharded: bool) -> None:
+        self.draw = draw
+        self.sharded = sharded
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        numbers = list(range(info.id if self.sharded and info else 0, 20, 2))
+        order = np.random.default_rng(self.draw()).permutation(len(numbers))
+        for position in order.tolist():
+            yield torch.tensor(float(numbers[position])) + self.draw() % 10 / 100
+
+
+def drawn_by_workers_seed() -> int:
+    info = get_worker_info()
+    return 0 if info is None else int(info.seed)
+
+
+def seed_by_worker(worker: int) -> None:
+    torch.manual_seed(worker)
+    random.seed(worker)
+    np.random.seed(worker)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("worker_init_fn", [None, seed_by_worker])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: int(torch.randint(0, 1000, ())),
+        lambda: random.randrange(1000),
+        lambda: int(np.random.randint(1000)),  # noqa: NPY002
+        drawn_by_workers_seed,
+    ],
+    ids=["torch", "python", "numpy", "worker seed"],
+)
+def test_a_stream_that_shuffles_and_augments_is_no_less_repeated(draw: Any, worker_init_fn: Any) -> None:
+    repeats = [
+        workers_repeat_each_other(
+            DataSide(dataset=Numbers(draw, sharded), batch_size=4, worker_init_fn=worker_init_fn), 0.01
+        )
+        for sharded in (False, True)
+    ]
+
+    assert repeats == [True, False]

@@ -19,7 +19,9 @@ from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.host import process_group_members
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe import runner
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
@@ -210,3 +212,25 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadl
             probe.start()
     finally:
         probe.close()
+
+
+class AlarmAtTheEnd(TreeMeter):
+    """Finds the memory limit passed just as the burst has ended."""
+
+    def stop(self) -> None:
+        super().stop()
+        assert self._guard is not None
+        self._guard.alarm()
+
+
+def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(
+    probe: ProcessProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_memory_budget_bytes", 1 << 40)
+        patch.setattr(runner, "TreeMeter", AlarmAtTheEnd)
+        failure = probe.burst(TWO_WORKERS, QUICK)
+
+    assert isinstance(failure, Failure)
+    assert failure.kind == "memory_guard"
+    assert isinstance(probe.burst(TWO_WORKERS, QUICK), Measurement)

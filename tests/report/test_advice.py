@@ -11,6 +11,7 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.experiments import budget_of_search, measure_allowed
@@ -340,6 +341,57 @@ def test_growing_memory_is_named():
     found = evidence(measured(memory=MemoryUse(rss_bytes=1 << 30, pss_slope_bytes_per_s=float(20 << 20))))
     (advice,) = [advice for advice in advise(found, judge(found)) if "numpy" in advice.action]
     assert "20 MiB/s" in advice.reason
+
+
+GIB = 1 << 30
+
+
+def growing(mib_per_s, *, limit=16 * GIB, epoch_batches=10_000):
+    """2 GiB in the training process and 100 MiB in each of 4 workers, and an epoch of 320 s."""
+    bursts = {workers: 2 * GIB + workers * (100 << 20) for workers in (1, 2, 4)}
+    uses = {
+        w: MemoryUse(rss_bytes=size, pss_bytes=size, pss_slope_bytes_per_s=mib_per_s * 2**20)
+        for w, size in bursts.items()
+    }
+    trials = [
+        Trial(
+            number=workers,
+            config=LoaderConfig(num_workers=workers, prefetch_factor=2),
+            role="search",
+            measurement=measured(memory=use, batch_bytes=0),
+        )
+        for workers, use in uses.items()
+    ]
+    return evidence(
+        trials[-1].measurement,
+        best=trials[-1].config,
+        trials=trials,
+        epoch_batches=epoch_batches,
+        space=Space(max_workers=4, limits=Limits(memory_bytes=limit)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (growing(30.0), None),  # 11.8 GiB, which is little enough
+        (
+            growing(60.0),
+            ("60 MiB a second", "5 min 20 s ends with 21.1 GiB", "16 GiB: 3 workers would fit", "pytorch#13246"),
+        ),
+        (growing(200.0, limit=7 * GIB), ("7 GiB: 2 workers would fit",)),
+        (growing(200.0, limit=2 * GIB), ("2 GiB: fewer workers may not help",)),
+        (growing(0.0), None),
+        (growing(60.0, epoch_batches=None), None),
+        (growing(60.0, limit=None), None),
+    ],
+    ids=["little", "too much", "more", "hopeless", "none", "no epoch", "no limit"],
+)
+def test_memory_that_would_outgrow_the_machine_within_an_epoch_is_warned_of(found, words):
+    warning = growth_warning(found)
+
+    assert (warning is None) is (words is None)
+    assert all(each in warning for each in words or ())
 
 
 def test_a_memory_that_was_not_measured_is_not_named():

@@ -188,7 +188,15 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
 def test_others_may_read_the_file_as_the_umask_says(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
-    assert stat.S_IMODE(saved(finished_run(), tmp_path).stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    run = finished_run()
+    run = replace(run, trials=tuple(trial for trial in run.trials if trial.failure is None))
+    assert stat.S_IMODE(saved(run, tmp_path).stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_file_with_a_traceback_is_private(tmp_path):
+    run = finished_run()
+    assert any(trial.failure is not None and trial.failure.traceback for trial in run.trials)
+    assert stat.S_IMODE(saved(run, tmp_path).stat().st_mode) == 0o600
 
 
 # Reading what is not as it should be

@@ -12,6 +12,7 @@ from typing import Literal
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
 from autotune_loader.report.advice.evidence import MISSED_GAIN, Evidence, memory_model
+from autotune_loader.report.units import bytes_text, counted, seconds_text
 from autotune_loader.values.config import LoaderConfig
 
 DEFAULT_PREFETCH = 2
@@ -47,6 +48,50 @@ def shortage(evidence: Evidence) -> Shortage | None:
         return None
     resource, need, limit = lacking[config]
     return Shortage(config=config, resource=resource, need_bytes=need, limit_bytes=limit, gain=gain)
+
+
+def growth_warning(evidence: Evidence) -> str | None:
+    """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
+
+    Pages that forked workers share with the training process are copied one by one as their samples are first touched
+    (pytorch#13246). A sample is touched once an epoch whatever the number of workers, but none of them can copy more than the
+    training process holds: so fewer workers end up with less.
+    """
+    memory, limit = (
+        evidence.measurement.memory,
+        evidence.space.limits.memory_bytes if evidence.space is not None else None,
+    )
+    if memory is None or not memory.pss_slope_bytes_per_s or limit is None or evidence.epoch_batches is None:
+        return None
+    epoch_s = evidence.epoch_batches * evidence.period_s
+    grown = memory.pss_slope_bytes_per_s * epoch_s
+    held = memory.pss_bytes or memory.rss_bytes
+    if held + grown <= SAFE_SHARE * limit:
+        return None
+    sentence = (
+        f"memory grew by {bytes_text(memory.pss_slope_bytes_per_s)} a second; if it goes on, an epoch of "
+        f"{seconds_text(epoch_s)} ends with {bytes_text(held + grown)}, and there are {bytes_text(limit)}"
+    )
+    if not evidence.best.num_workers:
+        return sentence
+    fitting = _workers_that_fit(evidence, grown, SAFE_SHARE * limit)
+    fits = "fewer workers may not help" if fitting is None else f"{counted(fitting, 'worker')} would fit"
+    return (
+        f"{sentence}: {fits}. Forked workers copy what they touch of Python objects: keep large lists and dicts as one array "
+        "or tensor (pytorch#13246)"
+    )
+
+
+def _workers_that_fit(evidence: Evidence, grown_bytes: float, limit_bytes: float) -> int | None:
+    """The most workers, fewer than now, that fit even when each has copied all it can."""
+    model = memory_model(evidence)
+    if model is None:
+        return None
+    for count in reversed(range(evidence.best.num_workers)):
+        config = replace(evidence.best, num_workers=count) if count else LoaderConfig()
+        if model.peak_bytes(config) + min(grown_bytes, count * model.base_bytes) <= limit_bytes:
+            return count
+    return None
 
 
 def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:

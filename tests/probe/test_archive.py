@@ -1,0 +1,206 @@
+"""A value in a file without a name: every byte once, nothing of the user's changed, nothing left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from autotune_loader.probe.archive import Archive, TooLargeError, size_of
+
+MIB = 1 << 20
+ROOM = 256 * MIB
+
+
+def sent(value: Any, max_bytes: int = ROOM) -> Any:
+    return Archive(value, max_bytes).read()
+
+
+def bytes_of(archive: Archive) -> int:
+    return os.fstat(archive.fd).st_size
+
+
+def rows_of_a_tensor() -> tuple[list[Any], int]:
+    data = torch.rand(1000, 4096)
+    return list(data), data.nbytes
+
+
+def rows_of_an_array() -> tuple[list[Any], int]:
+    data = np.random.default_rng(0).random((1000, 512))
+    return list(data), data.nbytes
+
+
+def windows_of_a_series() -> tuple[list[Any], int]:
+    series = np.arange(50_000, dtype=np.float32)
+    return [series[begin : begin + 4096] for begin in range(0, 45_000, 10)], series.nbytes
+
+
+def an_array_and_a_tensor_of_it() -> tuple[list[Any], int]:
+    array = np.arange(MIB)
+    return [array, torch.from_numpy(array)], array.nbytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [rows_of_a_tensor, rows_of_an_array, windows_of_a_series, an_array_and_a_tensor_of_it],
+    ids=lambda make: make.__name__,
+)
+def test_memory_that_values_share_is_in_the_file_once(make: Any) -> None:
+    values, own_bytes = make()
+
+    archive = Archive(values, ROOM)
+
+    assert bytes_of(archive) < own_bytes + MIB
+    assert size_of(values) < own_bytes + MIB
+    back = archive.read()
+    assert all(np.array_equal(a, b) and type(a) is type(b) for a, b in zip(values, back, strict=True))
+
+
+def test_views_of_one_memory_are_views_of_one_memory_afterwards() -> None:
+    whole = torch.zeros(1000, 1000)
+    back, row, array = sent((whole, whole[3], whole.numpy()))
+
+    back[3, 0] = 1.0
+
+    assert row[0] == 1.0
+    assert array[3, 0] == 1.0
+    assert whole[3, 0] == 0.0
+
+
+def test_each_reading_has_memory_of_its_own() -> None:
+    archive = Archive(torch.zeros(MIB), ROOM)
+    first, second = archive.read(), archive.read()
+
+    first += 1
+
+    assert first.sum() == MIB
+    assert second.sum() == 0
+    assert archive.read().sum() == 0
+
+
+@pytest.mark.parametrize(
+    "held",
+    [torch.zeros(0), torch.zeros(3), torch.zeros(30, 30).T, torch.zeros(9, 9, dtype=torch.bfloat16)[::2], np.zeros(0),
+     np.zeros((99, 99))[:, ::2], np.array(["a", None], dtype=object), torch.empty(3, device="meta")],
+    ids=lambda held: f"{type(held).__name__}{tuple(held.shape)}",
+)  # fmt: skip
+def test_unusual_tensors_and_arrays_travel(held: Any) -> None:
+    back = sent(held)
+
+    assert (back.shape, back.dtype) == (held.shape, held.dtype)
+    assert getattr(held, "is_meta", False) or np.array_equal(
+        np.asarray(back.float() if back.dtype == torch.bfloat16 else back),
+        np.asarray(held.float() if held.dtype == torch.bfloat16 else held),
+    )
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.nn.Parameter(torch.rand(99)),
+        torch.rand(99, requires_grad=True),
+        torch.rand(99, dtype=torch.complex64).conj(),
+        torch.rand(9, 9).to_sparse(),
+    ],
+    ids=["parameter", "leaf", "conjugate", "sparse"],
+)
+def test_what_a_tensor_is_besides_its_memory_travels(held: torch.Tensor) -> None:
+    back = sent(held)
+
+    assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
+    assert (type(back), back.requires_grad, back.layout) == (type(held), held.requires_grad, held.layout)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.booleans()), min_size=1, max_size=20)
+)
+def test_any_slices_come_back_as_they_were(slices: list[tuple[int, int, bool]]) -> None:
+    memory = np.arange(6000, dtype=np.int16)
+    values = [
+        torch.from_numpy(memory)[begin : begin + size] if is_tensor else memory[begin : begin + size]
+        for begin, size, is_tensor in slices
+    ]
+
+    assert all(np.array_equal(a, b) for a, b in zip(values, sent(values), strict=True))
+
+
+def test_the_users_tensors_stay_as_they_are() -> None:
+    data = torch.rand(MIB)
+    address = data.data_ptr()
+
+    sent(list(data.split(1024)))
+
+    assert data.data_ptr() == address
+    assert not data.is_shared()
+
+
+def test_a_model_and_its_optimizer_still_belong_together() -> None:
+    model = torch.nn.Linear(100, 100)
+    model, optimizer = sent((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+
+    model(torch.ones(1, 100)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+
+    assert not torch.equal(model.weight, before)
+
+
+def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(MIB, dtype=np.int64).tofile(path)
+    tokens = np.memmap(path, dtype=np.int64, mode="r+")
+
+    archive = Archive([tokens, tokens[1000:2000]], ROOM)
+
+    assert bytes_of(archive) < MIB // 8
+    whole, part = archive.read()
+    assert np.array_equal(whole, tokens)
+    assert np.array_equal(part, tokens[1000:2000])
+    whole[0] = 7
+    assert np.fromfile(path, dtype=np.int64)[0] == 0
+
+
+def test_what_is_in_no_file_any_more_is_copied(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(MIB, dtype=np.int64).tofile(path)
+    changed = np.memmap(path, dtype=np.int64, mode="c")
+    changed[0] = 7
+    deleted = np.memmap(path, dtype=np.int64, mode="r")
+    path.unlink()
+
+    back = sent([changed, deleted])
+
+    assert (back[0][0], back[1][0]) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    "held", [torch.zeros(MIB), np.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB], ids=lambda held: type(held).__name__
+)
+def test_what_is_too_large_is_refused_with_its_limit(held: Any) -> None:
+    with pytest.raises(TooLargeError, match="larger than 1 MiB"):
+        Archive(held, MIB)
+    with pytest.raises(TooLargeError):
+        size_of(held, MIB)
+
+
+def test_the_file_is_closed_when_it_is_done_with() -> None:
+    archive = Archive(torch.zeros(MIB), ROOM)
+    value, fd = archive.read(), archive.fd
+    archive.close()
+    archive.close()
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert value.sum() == 0
+
+    dropped = Archive(torch.zeros(3), ROOM)
+    fd = dropped.fd
+    del dropped
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -1,0 +1,99 @@
+"""Data held in memory are tuned without a second copy in the caller; what cannot travel is tuned where it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.opening import open_probe
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a caller holds beyond its data at the worst, once with a few bytes and then with 300 MB; `clear_refs` resets the peak.
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from torch.utils.data import TensorDataset
+from autotune_loader import tune
+from autotune_loader.probe import opening
+
+opening.LARGEST_PAYLOAD_BYTES = int(sys.argv[1])
+
+def peak_kib():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+def run(data):
+    return tune(data, batch_size=32, budget=2, max_trials=2, max_workers=1, reuse=False, progress=False)
+
+run(TensorDataset(torch.zeros(256, 4)))
+data = TensorDataset(torch.ones(75_000, 1000))  # 300 MB
+Path("/proc/self/clear_refs").write_text("5")
+before = peak_kib()
+result = run(data)
+print(any("isolation='inline'" in warning for warning in result.warnings), (peak_kib() - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize(("limit", "is_inline"), [(1 << 30, "False"), (100 << 20, "True")])
+def test_300_megabytes_in_memory_cost_the_caller_next_to_nothing(limit: int, is_inline: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(limit)],
+        capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    inline, extra = done.stdout.split()
+    assert inline == is_inline
+    assert int(extra) < 100e6
+
+
+def open_in(workload: Workload, isolation: Any = "auto") -> Any:
+    return open_probe(workload, inspect_machine(), isolation, None)
+
+
+def workload(dataset: Any) -> Workload:
+    return Workload(data=DataSide.from_dataset(dataset, batch_size=4), training=TrainingSide())
+
+
+def test_rows_of_one_tensor_travel_as_one() -> None:
+    rows = list(torch.rand(600, 8192))  # 18 MiB; each with the whole of it would be 11 GB
+
+    with open_in(workload(rows), "process") as opened:
+        assert opened.warmup.samples == 4
+
+
+class Managed(Dataset[Any]):
+    """Reads from a list in another process, which lets in nobody but children of this one."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def test_what_cannot_be_unpickled_in_another_process_is_tuned_in_this_one() -> None:
+    with multiprocessing.Manager() as manager:
+        dataset = Managed(manager.list(torch.zeros(8, 3).tolist()))
+
+        with open_in(workload(dataset)) as opened:
+            (note,) = [note for note in opened.notes if "unpickled in another process" in note]
+            assert "isolation='inline'" in note
+
+        with pytest.raises(ValueError, match=r"isolation='process', but .* isolation='inline' would work"):
+            tune(dataset, batch_size=4, budget=1, isolation="process", progress=False)
