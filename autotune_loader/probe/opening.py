@@ -74,6 +74,7 @@ def open_probe(
             notes = [*notes, REPEATED_SAMPLES]
         if not warmup.same_in_workers:
             notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
+        notes = [*notes, *warmup.notes]
         yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
     finally:
         probe.close()
