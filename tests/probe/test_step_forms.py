@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -311,7 +310,11 @@ class Sample:
     label: torch.Tensor
 
 
-Pair = namedtuple("Pair", ["x", "y"])
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 GRAPH = Data(x=X, edge_index=torch.zeros(2, 5, dtype=torch.long), y=Y)
 CONV = nn.Conv2d(2, CLASSES, 1)
 MASKS = torch.randint(0, CLASSES, (N, 5, 5))
@@ -479,11 +482,10 @@ def test_the_line_that_is_named_works_for_its_batch() -> None:
 
 
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
+    def fails(model: Any, batch: Any) -> None:
+        raise ValueError("mine")
+
     with pytest.raises(ValueError, match=r"^mine$"):
-
-        def fails(model: Any, batch: Any) -> None:
-            raise ValueError("mine")
-
         trained((X, Y), model=linear(), train_step=fails)
 
 
@@ -515,3 +517,48 @@ def test_a_loss_that_has_no_part_is_said_to() -> None:
     step = trained((X, Y), model=linear(), loss_fn=MSE, train_step=lambda m, b: m(b[0]).sum())
 
     assert step.notes == ["loss_fn=MSELoss is not used: train_step returns the loss; loss_fn=None says the same"]
+
+
+# --- 5. The model as it trains in the job -----------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(IN), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+
+def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() -> None:
+    # GIVEN a model in training with a part that is not, and one that is in evaluation as a whole
+    frozen_norm, evaluated = Normed(), Normed().eval()
+    frozen_norm.norm.eval()
+    # WHEN they are trained THEN the part stays as it is, and the whole trains
+    trained((X, Y), model=frozen_norm)
+    trained((X, Y), model=evaluated)
+    assert (frozen_norm.norm.training, frozen_norm.layer.training) == (False, True)
+    assert (evaluated.norm.training, evaluated.training) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "marks", [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}], ids=str
+)
+def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
+    model = Normed()
+    vars(model if "_hf_hook" not in marks else model.layer).update(marks)
+
+    build_step(TrainingSide(model=model, device="meta"), (X, Y))
+
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    model = Normed()
+
+    build_step(TrainingSide(model=model, compiled=("", "layer")), (X, Y))
+
+    assert compiled == [model, model.layer]
