@@ -159,9 +159,10 @@ def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
         if target is not None:
             loss, name = customary_loss(output, target, is_soft=soft)
             return loss, f"{name}({call.text}, {call.target_text})"
-        if _lacks_loss(output):
-            return None, f"{call.text}, which gave no loss"
-        return _tensor_in(_answer(output)).float().mean(), f"mean of {call.text}"
+        answer = next(tensors_in(_answer(output)), None)
+        if answer is None:
+            return None, call.text
+        return answer.float().mean(), f"mean of {call.text}"
 
     def batch_input(batch: Any) -> Any:
         return batch[0] if isinstance(batch, (tuple, list)) else batch
@@ -238,9 +239,9 @@ def _call_with_fields(
             "target_text": show(target),
             "target_example": show(target),
         }
-    is_whole = (
-        parameters.required == 1 and parameters.names[0] in WHOLES and not (by_key and parameters.names[0] in fields)
-    )
+    first = parameters.names[0] if parameters.required == 1 else None
+    # TensorDictModule and its kind have `in_keys`.
+    is_whole = hasattr(model, "in_keys") or (first in WHOLES and not (by_key and first in fields))
     taken = {} if is_whole else parameters.take(fields)
     if wants_output:
         taken = {name: key for name, key in taken.items() if key != target or name in parameters.required_names}
@@ -249,7 +250,7 @@ def _call_with_fields(
         written = ", ".join(f"{name}={show(key)}" for name, key in taken.items())
         text = "model(**batch)" if is_all else f"model({written})"
         return Call(lambda batch: model(**{name: get(batch, key) for name, key in taken.items()}), text, text, **found)
-    if is_whole or not by_key:
+    if is_whole or not (by_key or dataclasses.is_dataclass(batch)):
         return Call(model, "model(batch)", "model(batch)", **found)
     tensors = [key for key, value in fields.items() if key != target and isinstance(value, torch.Tensor)]
     chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
@@ -378,13 +379,6 @@ def _has_own_loss(output: Any) -> bool:
 
 def _own_loss(output: Any) -> tuple[torch.Tensor, str]:
     return next(_own_losses(output))
-
-
-def _lacks_loss(output: Any) -> bool:
-    """Whether an output has a place for a loss, which is empty."""
-    if isinstance(output, Mapping):
-        return "loss" in output or not any(isinstance(value, torch.Tensor) for value in output.values())
-    return output is None or (hasattr(output, "loss") and not isinstance(output, torch.Tensor))
 
 
 def loss_in(returned: Any) -> Any:

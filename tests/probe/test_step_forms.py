@@ -384,6 +384,7 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("autoencoder, 1-tuple", nn.Linear(IN, IN), [X], MSE, "MSELoss(model(x), x)"),
     ("loss of the output", linear(), X, lambda output: output.square().mean(), "<lambda>(model(batch))"),
     ("no target", linear(), X, None, "mean of model(batch)"),
+    ("transformer without labels", WithLoss(), {"inputs": X}, None, "mean of model(**batch)"),
     ("several heads", Parts(lambda o: {"a": o, "b": o}), (X, {"a": Y, "b": Y}), None, "cross_entropy(model(x), y)"),
     ("two targets", Parts(lambda o: (o, o)), (X, [Y, Y]), None, "cross_entropy(model(x), y)"),
     ("two inputs", nn.Bilinear(IN, IN, CLASSES), (X, X, Y), None, "cross_entropy(model(x1, x2), y)"),
@@ -391,6 +392,7 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("TensorDict", linear(), TensorDict({"image": X, "label": Y}), None, "batch['label'])"),
     ("graph", Graph(), GRAPH, None, "cross_entropy(model(x=batch.x, edge_index=batch.edge_index), batch.y)"),
     ("whole graph", WholeGraph(), GRAPH, None, "cross_entropy(model(batch), batch.y)"),
+    ("dataclass, other names", linear(), Sample(X, Y), None, "cross_entropy(model(batch.image), batch.label)"),
     (
         "dataclass",
         Parts(lambda o: o),
@@ -450,8 +452,11 @@ class Refusing(nn.Module):
         (
             nn.Linear(9, 2),
             {"image": X, "label": Y},
-            ["a dict with keys image, label", "mat1 and mat2", "train_step=lambda model, batch: cross_entropy("]
-            + ["model(batch['image']), batch['label'])"],
+            [
+                "a dict with keys image, label",
+                "mat1 and mat2",
+                "train_step=lambda model, batch: cross_entropy(model(batch['image']), batch['label'])",
+            ],
         ),
         (nn.Linear(9, 2), (X, Y), [f"a tuple of 2: tensor [{N}, {IN}]", "model(batch[0]), batch[1])"]),
         (Refusing(), {"image": X, "label": Y}, ["inferred `", "KeyError: 'volume'", "pass train_step="]),
@@ -496,7 +501,7 @@ def frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("side", "batch", "says"),
     [
-        ({"model": WithLoss()}, {"inputs": X}, "there is no loss"),
+        ({"model": Parts(lambda output: None)}, X, "there is no loss"),
         ({"model": frozen(), "optimizer": torch.optim.SGD([nn.Parameter(X)])}, (X, Y), "the loss has no gradient"),
         ({"model": linear(), "train_step": lambda m, b: m(b[0]).detach().sum()}, (X, Y), "the loss has no gradient"),
         ({"model": linear(), "train_step": lambda m, b: None}, (X, Y), "there is no loss"),
