@@ -23,7 +23,8 @@ from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.inference import Form, infer, loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
 
-FORWARD_ONLY = (
+FORWARD_ONLY = ", forward only"
+TRAINS_NOTHING = (
     "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
     "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
 )
@@ -106,91 +107,94 @@ class _Training:
 
     def __init__(self, side: TrainingSide, form: Form, step: TrainingStep) -> None:
         self._form = form
-        self._step = step
+        self._learning: TrainingStep | None = step  # let go once learnt: a cycle would keep device memory
         self._model = side.model
         self._was_given_optimizer = side.optimizer is not None
         self._optimizer = _optimizer_of(side)
         self._needs_closure = self._optimizer is not None and _needs_closure(self._optimizer)
-        self._rest: Callable[[Any], None] | None = None
-        self._evaluates_again = False
+        self._rest = _Rest()
 
     def __call__(self, batch: Any) -> None:
-        if self._rest is None:
-            self._learn(batch)
-        elif self._evaluates_again:
-            self._step_with_closure(batch)
+        if self._learning is not None:
+            self._learn(batch, self._learning)
+        elif self._rest.by_closure:
+            self._step_by_closure(batch)
         else:
-            self._rest(self._form.loss(batch))
+            self._finish(self._form.loss(batch))
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
 
-    def _learn(self, batch: Any) -> None:
+    def _learn(self, batch: Any, step: TrainingStep) -> None:
         """Train on the first batch, and see what the form does of it."""
-        seen = _Seen()
-        returned, name = self._first_run(batch, seen)
+        returned, name, seen = self._first_run(batch, step)
         loss = loss_in(returned)
         self._rest, said = self._rest_of(seen, loss)
-        self._step.description = f"{name}{said}"
+        step.description = f"{name}{said}"
+        if said == FORWARD_ONLY:
+            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss)))
         if name.startswith("mean of "):
-            self._step.notes.append(STAND_IN_LOSS.format(step=name))
-        if self._evaluates_again:
-            self._step_with_closure(batch)
+            step.notes.append(STAND_IN_LOSS.format(step=name))
+        self._learning = None
+        if self._rest.by_closure:
+            self._step_by_closure(batch)
         else:
-            self._rest(loss)
+            self._finish(loss)
 
-    def _first_run(self, batch: Any, seen: _Seen) -> tuple[Any, str]:
-        if self._form.is_own and self._step.device.type != "cpu" and (done := self._run_moving_itself(batch, seen)):
+    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen]:
+        if self._form.is_own and step.device.type != "cpu" and (done := self._run_moving_itself(batch, step)):
             return done
         try:
-            with _watched(seen):
-                return self._form.run(self._step.move(batch) if self._form.is_own else batch)
+            with _watched() as seen:
+                return *self._form.run(step.move(batch)), seen
         except Exception as error:
             explained = self._form.explained(error)
             if explained is error:
                 raise
             raise explained from error
 
-    def _run_moving_itself(self, batch: Any, seen: _Seen) -> tuple[Any, str] | None:
+    def _run_moving_itself(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen] | None:
         """Run a step that brings its batch to the device by itself, waiting for the copy or not as the user wrote it."""
         try:
-            with _watched(seen), _Moves(self._step.device.type) as moves:
+            with _watched() as seen, _Moves(step.device.type) as moves:
                 done = self._form.run(batch)
         except Exception:  # it takes the batch to be there already
-            self._step.moves = True
+            step.moves = True
             return None
-        self._step.moves = not moves.were_seen
-        return done
+        step.moves = not moves.were_seen
+        return *done, seen
 
-    def _rest_of(self, seen: _Seen, loss: Any) -> tuple[Callable[[Any], None], str]:
+    def _rest_of(self, seen: _Seen, loss: Any) -> tuple[_Rest, str]:
         """What is left to do after the form has run, and how that is said."""
         if seen.optimizers:
             if seen.has_zeroed or not seen.has_run_backward:
-                return _nothing, ", which steps the optimizer itself"
-            return lambda loss: _zero(seen.optimizers), ", which steps the optimizer itself; gradients are zeroed here"
+                return _Rest(), ", which steps the optimizer itself"
+            rest = _Rest(zeroed=tuple(seen.optimizers))
+            return rest, ", which steps the optimizer itself; gradients are zeroed here"
         if seen.has_run_backward:
             if not self._was_given_optimizer or self._needs_closure:
-                return _nothing, ", which runs backward itself; no optimizer steps"
-            return self._step_only, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
+                return _Rest(), ", which runs backward itself; no optimizer steps"
+            rest = _Rest(steps=True, zeroed=(self._optimizer,))
+            return rest, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            self._evaluates_again = self._needs_closure
-            return self._backward_and_step, ""
+            return _Rest(backward=True, steps=self._optimizer is not None, by_closure=self._needs_closure), ""
         if _has_something_to_train(self._model) or self._was_given_optimizer:
-            said = ", forward only"
-            note = FORWARD_ONLY.format(step=f"{self._form.name}{said}", reason=_why_no_gradient(loss))
-            self._step.notes.append(note)
-            return _nothing, said
-        return _nothing, ""
+            return _Rest(), FORWARD_ONLY
+        return _Rest(), ""
 
-    def _backward_and_step(self, loss: Any) -> None:
-        if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
-            return
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
+    def _finish(self, loss: Any) -> None:
+        rest, optimizer = self._rest, self._optimizer
+        if rest.backward:
+            if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+                return  # training skips such a batch, too
+            if rest.steps:
+                optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        if rest.steps:
+            optimizer.step()
+        for each in rest.zeroed:
+            each.zero_grad(set_to_none=True)
 
-    def _step_with_closure(self, batch: Any) -> None:
+    def _step_by_closure(self, batch: Any) -> None:
         def closure() -> Any:
             self._optimizer.zero_grad(set_to_none=True)
             loss = self._form.loss(batch)
@@ -199,18 +203,17 @@ class _Training:
 
         self._optimizer.step(closure)
 
-    def _step_only(self, _loss: Any) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """What a step leaves to be done for it."""
 
-def _nothing(_loss: Any) -> None:
-    pass
-
-
-def _zero(optimizers: list[Any]) -> None:
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    backward: bool = False
+    steps: bool = False
+    by_closure: bool = False
+    """Whether the optimizer evaluates the loss itself."""
+    zeroed: tuple[Any, ...] = ()
+    """Optimizers whose gradients are zeroed afterwards."""
 
 
 @dataclass(slots=True)
@@ -239,8 +242,9 @@ class _Moves(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _watched(seen: _Seen) -> Iterator[None]:
-    """See, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
+def _watched() -> Iterator[_Seen]:
+    """Sees, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
+    seen = _Seen()
 
     def told(owner: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
         original = getattr(owner, name)
@@ -269,7 +273,7 @@ def _watched(seen: _Seen) -> Iterator[None]:
         told(torch.nn.Module, "zero_grad", saw_zero),
     ]
     try:
-        yield
+        yield seen
     finally:
         hook.remove()
         for each in put_back:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,9 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader import tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inference import StepInferenceError, customary_loss, tensors_in
+from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.step import TrainingStep, build_step
+from autotune_loader.values.errors import WorkloadError
 
 N, IN, CLASSES = 6, 4, 3
 X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
@@ -149,6 +156,18 @@ def test_gradients_do_not_pile_up_where_the_step_leaves_zeroing_to_the_loop() ->
     trained((X, Y), model=model, train_step=lambda model, batch: without_zeroing(model, optimizer, batch))
 
     assert model.weight.grad is None
+
+
+def test_a_step_that_is_dropped_frees_its_model_at_once() -> None:
+    model = linear()
+    step, alive = trained((X, Y), model=model), weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del step, model
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_watching_leaves_nothing_behind() -> None:
@@ -567,3 +586,57 @@ def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyP
     build_step(TrainingSide(model=model, compiled=("", "layer")), (X, Y))
 
     assert compiled == [model, model.layer]
+
+
+# --- Through the probe, and in the result -----------------------------------------------------------------------------
+
+ROWS = [(torch.rand(IN), i % CLASSES) for i in range(64)]
+
+
+def warm(dataset: Any, isolation: Any, **side: Any) -> WarmupReport:
+    data = DataSide.from_dataset(dataset, batch_size=8)
+    workload = Workload(data=data, training=TrainingSide(**side))
+    with open_probe(workload, inspect_machine(), isolation, None) as opened:
+        return opened.warmup
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("isolation", ["process", "inline"])
+def test_a_loop_body_over_an_optimizer_of_its_own_trains_a_copy(isolation: str) -> None:
+    # GIVEN a step that reaches its optimizer by a closure
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+    # WHEN the probe warms it up THEN it is known to step by itself, and the model here is as it was
+    warmup = warm(ROWS, isolation, model=model, train_step=lambda model, batch: whole_loop(model, optimizer, batch))
+    assert (warmup.step, warmup.notes) == ("train_step(model, batch)" + ITSELF, ())
+    assert torch.equal(model.weight, before)
+    assert not optimizer.state
+
+
+@pytest.mark.process
+def test_the_result_says_that_nothing_was_trained() -> None:
+    model = linear()
+    result = tune(
+        ROWS,
+        model,
+        batch_size=8,
+        train_step=lambda model, batch: returns_item(model, None, batch),
+        optimizer=torch.optim.Adam,
+        budget=2,
+        max_trials=1,
+        isolation="inline",
+        reuse=False,
+        progress=False,
+    )
+    assert any("forward only: nothing is trained" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [[torch.rand(3 + i) for i in range(8)], [[1] * (i + 1) for i in range(8)], [object() for _ in range(8)]],
+    ids=["shapes", "lengths", "types"],
+)
+def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"\(pass collate_fn=, or the loader that your library makes: tune\(loader"):
+        warm(dataset, "inline", model=linear())
