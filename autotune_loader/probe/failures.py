@@ -98,7 +98,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _first_sentence(text: str, limit: int = 400) -> str:
+def _first_sentence(text: str, limit: int = 600) -> str:
     """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

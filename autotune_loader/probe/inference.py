@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.probe.batches import described, fields_of, is_list_of_numbers, tensors_in
+from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
 from autotune_loader.probe.stand_in_trainer import is_lightning_module
 
 # What the target is called, as a key of a batch or a parameter of a model.
@@ -52,20 +53,8 @@ INPUTS = (
 )
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
-# Where a model's answer is kept, in an output with several parts.
-ANSWERS = (
-    "logits",
-    "out",
-    "prediction",
-    "predictions",
-    "pred",
-    "preds",
-    "output",
-    "outputs",
-    "y_hat",
-    "last_hidden_state",
-)
 LONGEST_CAUSE = 150
+UNUSED_LOSS = "; loss_fn is not used"
 
 
 class StepInferenceError(TypeError):
@@ -140,26 +129,26 @@ class Call:
 
 
 def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
-    soft = call.target is not None and _is_distribution(call.target(batch))
+    soft = call.target is not None and is_distribution(call.target(batch))
     is_autoencoder = call.target is None and loss_fn is not None and _takes_two(loss_fn)
 
     def run(batch: Any) -> tuple[Any, str]:
         output = call.output(batch)
         target = call.target(batch) if call.target is not None else None
-        if loss_fn is not None and (target is not None or not _has_own_loss(output)):
-            answer = _answer(output) if _is_of_torch(loss_fn) else output
+        if loss_fn is not None and (target is not None or not has_own_loss(output)):
+            answer = answer_in(output) if _is_of_torch(loss_fn) else output
             if target is not None:
                 return loss_fn(answer, target), f"{_name(loss_fn)}({call.text}, {call.target_text})"
             if is_autoencoder:
                 return loss_fn(answer, batch_input(batch)), f"{_name(loss_fn)}({call.text}, x)"
             return loss_fn(answer), f"{_name(loss_fn)}({call.text})"
-        if _has_own_loss(output):
-            loss, where = _own_loss(output)
-            return loss, f"{call.text}{where}" + ("; loss_fn is not used" if loss_fn is not None else "")
+        if has_own_loss(output):
+            loss, where = own_loss(output)
+            return loss, f"{call.text}{where}" + (UNUSED_LOSS if loss_fn is not None else "")
         if target is not None:
             loss, name = customary_loss(output, target, is_soft=soft)
             return loss, f"{name}({call.text}, {call.target_text})"
-        answer = next(tensors_in(_answer(output)), None)
+        answer = next(tensors_in(answer_in(output)), None)
         if answer is None:
             return None, call.text
         return answer.float().mean(), f"mean of {call.text}"
@@ -182,7 +171,7 @@ def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:
     parameters = Parameters.of(model)
     if isinstance(batch, torch.Tensor):
         return Call(model, "model(batch)", "model(batch)")
-    if isinstance(batch, (tuple, list)) and batch and not _is_flat_list_of_numbers(batch):
+    if isinstance(batch, (tuple, list)) and batch and not is_list_of_numbers(batch):
         return _call_with_elements(model, batch, parameters, wants_output)
     fields = fields_of(batch)
     if not fields:
@@ -306,90 +295,6 @@ class Parameters:
         return key in TARGETS and any(name in self.keywords for name in TARGETS)
 
 
-def customary_loss(output: Any, target: Any, *, is_soft: bool = False) -> tuple[torch.Tensor, str]:
-    """The loss that goes with an output and a target, by their shapes and types, and its name.
-
-    Args:
-        output: of the model; the answer is looked for where it has several parts.
-        target: a tensor, or a list or mapping that goes with one.
-        is_soft: whether the rows of the target are probabilities.
-    """
-    answer = _answer(output)
-    if (
-        isinstance(target, Mapping)
-        and isinstance(output, Mapping)
-        and (both := [key for key in target if key in output])
-    ):
-        losses = [customary_loss(output[key], target[key]) for key in both]
-        return _sum([loss for loss, _ in losses]), losses[0][1]
-    if isinstance(target, (tuple, list)) and isinstance(output, (tuple, list)) and len(target) == len(output):
-        losses = [customary_loss(*pair) for pair in zip(output, target, strict=True)]
-        return _sum([loss for loss, _ in losses]), losses[0][1]
-    answer, target = _tensor_in(answer), _tensor_in(target, like=_tensor_in(answer))
-    if answer.numel() == target.numel() and answer.shape != target.shape:
-        target = target.reshape(answer.shape)  # (N,) and (N, 1)
-    if target.is_floating_point():
-        if is_soft and answer.shape == target.shape:
-            return functional.cross_entropy(answer, target), "cross_entropy"
-        return functional.mse_loss(answer, target), "mse_loss"
-    if answer.shape == target.shape:
-        return functional.binary_cross_entropy_with_logits(answer, target.to(answer.dtype)), "bce_with_logits"
-    if target.ndim == answer.ndim and target.shape[1] == 1:
-        target = target.squeeze(1)  # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
-    if answer.shape[:-1] == target.shape and answer.shape[:1] + answer.shape[2:] != target.shape:
-        answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
-    return functional.cross_entropy(answer, target.long()), "cross_entropy"
-
-
-def _answer(output: Any) -> Any:
-    """The part of an output that a loss is about."""
-    for name in ANSWERS:
-        if isinstance(output, Mapping) and name in output:
-            return output[name]
-        if not isinstance(output, (torch.Tensor, Mapping)) and getattr(output, name, None) is not None:
-            return getattr(output, name)
-    if isinstance(output, (tuple, list)) and output:
-        return output[0]
-    if isinstance(output, Mapping) and output:
-        return next((value for value in output.values() if isinstance(value, torch.Tensor) and value.ndim), output)
-    return output
-
-
-def _own_losses(output: Any) -> Iterator[tuple[torch.Tensor, str]]:
-    if isinstance(output, torch.Tensor):
-        if output.ndim == 0:
-            yield output, ""
-        return
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        yield loss, ".loss"
-    elif isinstance(output, Mapping):
-        parts = [value for value in output.values() if isinstance(value, torch.Tensor)]
-        if parts and all(part.ndim == 0 and part.requires_grad for part in parts):
-            yield _sum(parts), ", its losses summed"
-    elif isinstance(output, (tuple, list)):
-        for index, part in enumerate(output):
-            if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad:
-                yield part, f"[{index}]"
-
-
-def _has_own_loss(output: Any) -> bool:
-    return next(_own_losses(output), None) is not None
-
-
-def _own_loss(output: Any) -> tuple[torch.Tensor, str]:
-    return next(_own_losses(output))
-
-
-def loss_in(returned: Any) -> Any:
-    """The loss in what a step returned: a tensor, Lightning's `{"loss": ...}`, or the first of several; else as it is."""
-    if isinstance(returned, Mapping):
-        return returned.get("loss")
-    if isinstance(returned, (tuple, list)) and returned:
-        return next((each for each in returned if isinstance(each, torch.Tensor) and each.ndim == 0), returned[0])
-    return getattr(returned, "loss", returned)
-
-
 def _lightning_form(side: TrainingSide, batch: Any) -> Form:
     model, numbers = side.model, itertools.count()
     takes_index = len(Parameters.of(model.training_step).names) > 1
@@ -406,84 +311,6 @@ def _ignored(side: TrainingSide, by: str) -> str | None:
     if side.loss_fn is None:
         return None
     return f"loss_fn={_name(side.loss_fn)} is not used: {by} returns the loss; loss_fn=None says the same"
-
-
-def fields_of(batch: Any) -> dict[Any, Any]:
-    """What a batch object holds by name: a mapping's items, or the attributes of a dataclass, of PyG's `Data` and the like."""
-    if isinstance(batch, Mapping):
-        return dict(batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
-        return dict(batch._asdict())
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name, None) for field in dataclasses.fields(batch)}
-    if callable(getattr(batch, "to_dict", None)) and hasattr(batch, "to"):
-        return dict(batch.to_dict())
-    return dict(vars(batch)) if hasattr(batch, "__dict__") else {}
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested batch."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif isinstance(batch, Mapping) or callable(getattr(batch, "to_dict", None)):
-        for value in fields_of(batch).values():
-            yield from tensors_in(value)
-    else:
-        yield from (value for value in fields_of(batch).values() if isinstance(value, torch.Tensor))
-
-
-def described(batch: Any) -> str:
-    """A batch in a few words: its type, and its keys, elements or shape."""
-    if isinstance(batch, torch.Tensor):
-        return f"a tensor {list(batch.shape)}"
-    if isinstance(batch, (tuple, list)):
-        inner = ", ".join(_in_a_word(each) for each in batch[:4]) + (", ..." if len(batch) > 4 else "")
-        return f"a {type(batch).__name__} of {len(batch)}: {inner}"
-    fields = fields_of(batch)
-    if not fields:
-        return f"a batch of type {type(batch).__name__}"
-    kind = f"a {type(batch).__name__} with " + ("keys" if isinstance(batch, Mapping) else "attributes")
-    return f"{kind} {', '.join(map(str, list(fields)[:12]))}"
-
-
-def _in_a_word(value: Any) -> str:
-    return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _tensor_in(value: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor out of a target: itself, a list of numbers, or the one tensor of a container."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if _is_flat_list_of_numbers(value):
-        return torch.as_tensor(value, device=None if like is None else like.device)
-    if isinstance(value, (tuple, list)) and value and all(isinstance(each, torch.Tensor) for each in value):
-        return torch.stack(list(value), dim=-1) if len({each.shape for each in value}) == 1 else value[0]
-    found = next(tensors_in(value), None)
-    if found is None:
-        raise TypeError(f"{type(value).__name__} holds no tensor")
-    return found
-
-
-def _is_flat_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(each, (int, float)) for each in value)
-
-
-def _is_distribution(target: Any) -> bool:
-    """Whether the rows of a target are probabilities of classes: soft labels, as mixup makes them."""
-    if not isinstance(target, torch.Tensor) or target.ndim != 2 or target.shape[1] < 2:
-        return False
-    if not target.is_floating_point():
-        return False
-    sums = target.sum(1)
-    return bool((target >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-2))
-
-
-def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
-    total: torch.Tensor = torch.stack([loss.float().mean() for loss in losses]).sum()
-    return total
 
 
 def _takes_two(loss_fn: Callable[..., Any]) -> bool:

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.probe.inference import Form, infer, loss_in
+from autotune_loader.probe.inference import UNUSED_LOSS, Form, infer
+from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
 
 FORWARD_ONLY = ", forward only"
@@ -132,6 +133,8 @@ class _Training:
         step.description = f"{name}{said}"
         if said == FORWARD_ONLY:
             step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss)))
+        if name.endswith(UNUSED_LOSS):
+            step.notes.append(f"{name}: the batch has no target for it; loss_fn=None says the same")
         if name.startswith("mean of "):
             step.notes.append(STAND_IN_LOSS.format(step=name))
         self._learning = None

@@ -18,8 +18,10 @@ from torch.nn import functional
 from autotune_loader import tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.probe.inference import StepInferenceError, customary_loss, tensors_in
+from autotune_loader.probe.inference import StepInferenceError
+from autotune_loader.probe.losses import customary_loss
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.values.errors import WorkloadError
@@ -543,6 +545,17 @@ def test_a_loss_that_has_no_part_is_said_to() -> None:
     assert step.notes == ["loss_fn=MSELoss is not used: train_step returns the loss; loss_fn=None says the same"]
 
 
+def test_a_loss_that_the_batch_has_no_target_for_is_said_to_be_unused() -> None:
+    class WithOwnLoss(Parts):
+        def forward(self, image: torch.Tensor) -> Any:
+            return {"loss": self.body(image).square().mean()}
+
+    step = trained({"image": X}, model=WithOwnLoss(None), loss_fn=MSE)
+
+    assert step.description == "model(**batch).loss; loss_fn is not used"
+    assert ["loss_fn=None says the same" in note for note in step.notes] == [True]
+
+
 # --- 5. The model as it trains in the job -----------------------------------------------------------------------------
 
 
@@ -640,3 +653,14 @@ def test_the_result_says_that_nothing_was_trained() -> None:
 def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset: Any) -> None:
     with pytest.raises(WorkloadError, match=r"\(pass collate_fn=, or the loader that your library makes: tune\(loader"):
         warm(dataset, "inline", model=linear())
+
+
+def test_the_line_to_pass_survives_a_long_error() -> None:
+    class Fails(Parts):
+        def forward(self, image: torch.Tensor) -> Any:
+            raise RuntimeError("shapes do not match " * 100)
+
+    rows = [{"an_image_of_it": torch.rand(IN), "label": i % CLASSES, "source": str(i)} for i in range(16)]
+    line = r"pass train_step=lambda model, batch: cross_entropy\(model\(batch\['an_image_of_it'\]\), batch\['label'\]\)\n"
+    with pytest.raises(WorkloadError, match=line):
+        warm(rows, "inline", model=Fails(None))
