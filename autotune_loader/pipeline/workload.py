@@ -138,6 +138,8 @@ class TrainingSide:
     optimizer: Any = None
     """A `torch.optim.Optimizer` over the model's parameters, a callable that makes one of them, or None."""
     device: str = "cpu"
+    compiled: tuple[str, ...] = ()
+    """Names of the submodules on which `compile()` was called ("" is the model), which copies and pickles forget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,9 @@ import torch
 from autotune_loader.decision.rounds import in_turning_order
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.step import TrainingStep, build_step, loss_of
+from autotune_loader.probe.inference import infer
+from autotune_loader.probe.stand_in_trainer import is_lightning_module
+from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round, paired_ratio
@@ -122,7 +124,7 @@ class _Changed:
     def __init__(self, kind: AccelerationKind | None, side: TrainingSide, batch: Any, device: torch.device) -> None:
         if isinstance(side.model, torch.nn.Module):
             side.model.to(device)
-        forward = _compiled(side, batch) if kind == "compile" else loss_of(side, batch)[0]
+        forward = _compiled(side, batch) if kind == "compile" else infer(side, batch).loss
         forward = _autocast(forward, device) if kind == "amp" else forward
         self.losses: list[Any] | None = None
         self.step = build_step(replace(side, train_step=lambda model, batch: self._kept(forward(batch))), batch)
@@ -154,10 +156,10 @@ def _compiled(side: TrainingSide, batch: Any) -> Forward:
 
     torch._inductor.config.compile_threads = 1  # no pool of processes that would outlive the measurement
     torch._dynamo.reset()
-    if any(cls.__name__ == "LightningModule" for cls in type(side.model).__mro__):
-        return torch.compile(loss_of(side, batch)[0])  # training_step calls its submodules, not the module
+    if is_lightning_module(side.model):
+        return torch.compile(infer(side, batch).loss)  # training_step calls its submodules, not the module
     # Not model.compile(): with a module of torch's own, such as Sequential, it quietly compiles nothing.
-    return loss_of(replace(side, model=torch.compile(side.model)), batch)[0]
+    return infer(replace(side, model=torch.compile(side.model)), batch).loss
 
 
 def _autocast(forward: Forward, device: torch.device) -> Forward:

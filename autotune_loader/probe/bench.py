@@ -62,6 +62,8 @@ class WarmupReport:
     """Intra-op threads of the process before anything was tuned."""
     device_uuid: str | None = None
     """CUDA's UUID of the device that the step runs on; None for a CPU."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the step, such as that nothing is trained."""
 
 
 def gpus_of(warmup: WarmupReport | None) -> Gpus | None:
@@ -162,6 +164,7 @@ class Bench:
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(self._step.device),
+            notes=tuple(self._step.notes),
         )
 
     def burst(

@@ -13,8 +13,9 @@ from typing import Any
 
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import History
+from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
-from autotune_loader.probe.step import TrainingStep, tensors_in
+from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import BatchTrace

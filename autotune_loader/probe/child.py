@@ -64,7 +64,10 @@ def _greet(connection: Connection) -> None:
     multiprocessing.set_start_method(hello.start_method, force=True)
     import torch
 
+    from autotune_loader.probe.torch_state import set_torch_state
+
     torch.set_num_threads(hello.threads)
+    set_torch_state(hello.torch_state)
 
 
 def _serve(connection: Connection, data_fd: int, training_fd: int) -> None:

@@ -15,6 +15,7 @@ from autotune_loader.values.measurement import Failure, FailureKind, FailurePhas
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
+COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
@@ -35,6 +36,9 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
     ("exited unexpectedly", "crashed", "a worker died; run with 0 workers to see where"),
+    ("default_collate: batch must contain", "user_exception", COLLATE_ADVICE),
+    ("stack expects each tensor to be equal size", "user_exception", COLLATE_ADVICE),
+    ("each element in list of batch should be of equal size", "user_exception", COLLATE_ADVICE),
     ("killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
 )
 
@@ -100,7 +104,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _first_sentence(text: str, limit: int = 400) -> str:
+def _first_sentence(text: str, limit: int = 600) -> str:
     """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

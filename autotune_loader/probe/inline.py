@@ -211,13 +211,13 @@ def untouched_state(data: DataSide) -> Iterator[None]:
     import numpy as np
     import torch
 
+    from autotune_loader.probe.torch_state import read_torch_state, set_torch_state
+
     restore_generators = [_restorer(generator) for generator in _generators_in(data)]
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-    sharing = torch.multiprocessing.get_sharing_strategy()
-    cudnn = {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "enabled")}
+    threads, grad, state = torch.get_num_threads(), torch.is_grad_enabled(), read_torch_state()
     environment, handlers, folder = dict(os.environ), _signal_handlers(), Path.cwd()
     start_method = multiprocessing.get_start_method(allow_none=True)
     try:
@@ -234,11 +234,8 @@ def untouched_state(data: DataSide) -> Iterator[None]:
         if cuda_device is not None:
             torch.cuda.set_device(cuda_device)
         torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
-        torch.multiprocessing.set_sharing_strategy(sharing)
-        for name, value in cudnn.items():
-            setattr(torch.backends.cudnn, name, value)
+        set_torch_state(state)
         _restore_environment(environment)
         os.chdir(folder)
         if start_method is None:  # starting workers settles the default, after which the user could not set it

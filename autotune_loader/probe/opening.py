@@ -14,6 +14,7 @@ from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
+from autotune_loader.probe.torch_state import note_of, read_torch_state
 from autotune_loader.values.plan import Isolation
 
 # What is sent to the probe process is in memory once more. Of what is available it may take this share, and no more than takes
@@ -70,6 +71,7 @@ def open_probe(
             notes = [*notes, REPEATED_SAMPLES]
         if not warmup.same_in_workers:
             notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
+        notes = [*notes, *warmup.notes, *note_of(read_torch_state())]
         yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
 
 

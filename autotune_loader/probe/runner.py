@@ -297,11 +297,14 @@ class _Child:
 def _hello() -> wire.Hello:
     import torch
 
+    from autotune_loader.probe.torch_state import read_torch_state
+
     return wire.Hello(
         sys_path=tuple(sys.path),
         working_directory=str(Path.cwd()),
         threads=torch.get_num_threads(),
         start_method=multiprocessing.get_start_method(allow_none=True),
+        torch_state=read_torch_state(),
     )
 
 

@@ -1,28 +1,53 @@
-"""The training step of a burst: the user's own, or one inferred from the first batch and said aloud."""
+"""Running a training step: whatever the step does not do itself is done here, and its name says which is which.
+
+first batch     the step is watched: does it run backward, step an optimizer, zero gradients?
+every batch     step ── [backward] ── [optimizer.step] ── [zero_grad]        the rest of it, so that nothing is done twice
+
+A step without a gradient is run as it is, and said to train nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.probe.inference import UNUSED_LOSS, Form, infer
+from autotune_loader.probe.losses import loss_in
+from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
+
+FORWARD_ONLY = ", forward only"
+TRAINS_NOTHING = (
+    "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
+    "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
+)
+STAND_IN_LOSS = (
+    "{step} stands in for the loss, as the batch has no target; pass loss_fn= (an autoencoder's is given output and input) "
+    "or train_step= for the true cost of the step"
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainingStep:
     """One optimisation step on one batch, as the training loop would do it."""
 
     train: Callable[[Any], None]
     """Takes a batch on the device and trains on it."""
     description: str
-    """What is done with a batch, in words: the inference is never silent."""
+    """What is done with a batch, in words: the inference is never silent. It is complete once a batch was trained on."""
     device: torch.device
     moves: bool = True
     """Whether batches are brought to the device; without a model on a CPU they stay where the dataset put them."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of it, such as that nothing is trained; complete once a batch was trained on."""
 
     def move(self, batch: Any) -> Any:
         """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
@@ -30,14 +55,15 @@ class TrainingStep:
 
     def run(self, batch: Any) -> None:
         """Take a batch as the loader delivers it, move it to the device and train on it."""
-        self.train(move(batch, self.device) if self.moves else batch)
+        self.train(self.move(batch))
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     """The step for a training side, inferred from what its first batch looks like where `train_step` is not given.
 
     Args:
-        side: model, step, loss and optimizer; the model is moved to `side.device` and put into training mode.
+        side: model, step, loss and optimizer; the model is moved to `side.device` and put into training mode, unless it
+            is spread over devices or is there already.
         first_batch: a batch as the loader delivers it, on the host.
 
     Raises:
@@ -48,99 +74,261 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         moves = device.type != "cpu"
         alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")
         return TrainingStep(lambda batch: None, alone, device, moves)
-    model = side.model
-    if isinstance(model, torch.nn.Module):
-        model.to(device).train()
-    forward, description = loss_of(side, first_batch)
-    optimize = _optimize(side)
+    if isinstance(side.model, torch.nn.Module):
+        ready_model(side.model, device, side.compiled)
+    form = infer(side, first_batch)
+    # Whether a step of the user's own moves its batch is found out on the first one.
+    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own or device.type == "cpu")
+    if form.ignores:
+        step.notes.append(form.ignores)
+    step.train = _Training(side, form, step)
+    return step
 
-    def train(batch: Any) -> None:
-        loss = forward(batch)
+
+def ready_model(model: torch.nn.Module, device: torch.device, compiled: tuple[str, ...] = ()) -> None:
+    """Put a model where and as it trains. Frozen parts, and what a library has spread over devices, stay as they are."""
+    if not is_placed_by_library(model):
+        model.to(device)
+    if not model.training:
+        model.train()
+    for name in compiled:
+        model.get_submodule(name).compile()
+
+
+def is_placed_by_library(model: torch.nn.Module) -> bool:
+    """Whether `.to()` would fail or do harm: quantised to 4 or 8 bits, offloaded, or spread over devices."""
+    marks = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
+    return any(getattr(model, mark, None) for mark in marks) or any(
+        hasattr(part, "_hf_hook") for part in model.modules()
+    )
+
+
+class _Training:
+    """Trains on batches: runs the form and whatever of backward, step and zero_grad it leaves to do."""
+
+    def __init__(self, side: TrainingSide, form: Form, step: TrainingStep) -> None:
+        self._form = form
+        self._learning: TrainingStep | None = step  # let go once learnt: a cycle would keep device memory
+        self._model = side.model
+        self._was_given_optimizer = side.optimizer is not None
+        self._optimizer = _optimizer_of(side)
+        self._needs_closure = self._optimizer is not None and _needs_closure(self._optimizer)
+        self._rest = _Rest()
+
+    def __call__(self, batch: Any) -> None:
+        if self._learning is not None:
+            self._learn(batch, self._learning)
+        elif self._rest.by_closure:
+            self._step_by_closure(batch)
+        else:
+            self._finish(self._form.loss(batch))
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
+
+    def _learn(self, batch: Any, step: TrainingStep) -> None:
+        """Train on the first batch, and see what the form does of it."""
+        returned, name, seen = self._first_run(batch, step)
+        loss = loss_in(returned)
+        self._rest, said = self._rest_of(seen, loss)
+        step.description = f"{name}{said}"
+        if said == FORWARD_ONLY:
+            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss)))
+        if name.endswith(UNUSED_LOSS):
+            step.notes.append(f"{name}: the batch has no target for it; loss_fn=None says the same")
+        if name.startswith("mean of "):
+            step.notes.append(STAND_IN_LOSS.format(step=name))
+        self._learning = None
+        if self._rest.by_closure:
+            self._step_by_closure(batch)
+        else:
+            self._finish(loss)
+
+    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen]:
+        if self._form.is_own and step.device.type != "cpu" and (done := self._run_moving_itself(batch, step)):
+            return done
+        try:
+            with _watched() as seen:
+                return *self._form.run(step.move(batch)), seen
+        except Exception as error:
+            explained = self._form.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _run_moving_itself(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen] | None:
+        """Run a step that brings its batch to the device by itself, waiting for the copy or not as the user wrote it."""
+        try:
+            with _watched() as seen, _Moves(step.device.type) as moves:
+                done = self._form.run(batch)
+        except Exception:  # it takes the batch to be there already
+            step.moves = True
+            return None
+        step.moves = not moves.were_seen
+        return *done, seen
+
+    def _rest_of(self, seen: _Seen, loss: Any) -> tuple[_Rest, str]:
+        """What is left to do after the form has run, and how that is said."""
+        if seen.optimizers:
+            if seen.has_zeroed or not seen.has_run_backward:
+                return _Rest(), ", which steps the optimizer itself"
+            rest = _Rest(zeroed=tuple(seen.optimizers))
+            return rest, ", which steps the optimizer itself; gradients are zeroed here"
+        if seen.has_run_backward:
+            if not self._was_given_optimizer or self._needs_closure:
+                return _Rest(), ", which runs backward itself; no optimizer steps"
+            rest = _Rest(steps=True, zeroed=(self._optimizer,))
+            return rest, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            optimize(loss)
+            return _Rest(backward=True, steps=self._optimizer is not None, by_closure=self._needs_closure), ""
+        if _has_something_to_train(self._model) or self._was_given_optimizer:
+            return _Rest(), FORWARD_ONLY
+        return _Rest(), ""
 
-    return TrainingStep(train, description, device)
-
-
-def loss_of(side: TrainingSide, batch: Any) -> tuple[Callable[[Any], Any], str]:
-    """A function batch -> loss (or None when the user's step did everything itself) and its description."""
-    model, train_step, loss_fn = side.model, side.train_step, side.loss_fn
-    if train_step is not None:
-        return lambda batch: train_step(model, batch), "train_step(model, batch)"
-    if _is_lightning_module(model):
-        return lambda batch: _loss_in(model.training_step(batch, 0)), "LightningModule.training_step(batch, 0)"
-    if isinstance(batch, Mapping):
-        return lambda batch: _loss_in(model(**batch)), "model(**batch).loss"
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        loss_fn = loss_fn or _loss_by_dtype
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__).lstrip("_")
-        return lambda batch: loss_fn(model(batch[0]), batch[1]), f"{name}(model(x), y)"
-    if isinstance(batch, torch.Tensor):
-        score = loss_fn or _mean_output
-        return lambda batch: score(model(batch)), "mean of model(batch)" if loss_fn is None else "loss_fn(model(batch))"
-    raise TypeError(
-        f"train_step=None, but no step can be inferred from a batch of type {type(batch).__name__}; "
-        "pass train_step=lambda model, batch: ... returning the loss"
-    )
-
-
-def _loss_by_dtype(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy for integer targets, mean squared error for floating ones."""
-    output = getattr(output, "logits", output)
-    if target.is_floating_point():
-        return torch.nn.functional.mse_loss(output.reshape(target.shape), target)
-    return torch.nn.functional.cross_entropy(output, target)
-
-
-def _mean_output(output: Any) -> torch.Tensor:
-    output = output[0] if isinstance(output, (tuple, list)) else output
-    mean: torch.Tensor = output.float().mean()
-    return mean
-
-
-def _loss_in(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    loss = getattr(output, "loss", output)
-    if isinstance(loss, torch.Tensor) or loss is None:
-        return loss
-    raise TypeError(
-        f"train_step=None, but the model returned {type(output).__name__}, which has no loss; "
-        "pass train_step=lambda model, batch: ... returning the loss"
-    )
-
-
-def _is_lightning_module(model: Any) -> bool:
-    # By name, so that Lightning need not be imported (or installed) to find out.
-    return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
-
-
-def _optimize(side: TrainingSide) -> Callable[[torch.Tensor], None]:
-    optimizer = _optimizer_of(side)
-
-    def optimize(loss: torch.Tensor) -> None:
-        if optimizer is None:
+    def _finish(self, loss: Any) -> None:
+        rest, optimizer = self._rest, self._optimizer
+        if rest.backward:
+            if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+                return  # training skips such a batch, too
+            if rest.steps:
+                optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            return
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        if rest.steps:
+            optimizer.step()
+        for each in rest.zeroed:
+            each.zero_grad(set_to_none=True)
 
-    return optimize
+    def _step_by_closure(self, batch: Any) -> None:
+        def closure() -> Any:
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._form.loss(batch)
+            loss.backward()
+            return loss
+
+        self._optimizer.step(closure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """What a step leaves to be done for it."""
+
+    backward: bool = False
+    steps: bool = False
+    by_closure: bool = False
+    """Whether the optimizer evaluates the loss itself."""
+    zeroed: tuple[Any, ...] = ()
+    """Optimizers whose gradients are zeroed afterwards."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a step did while it was watched."""
+
+    has_run_backward: bool = False
+    has_zeroed: bool = False
+    optimizers: list[Any] = field(default_factory=list)
+    """Those that stepped."""
+
+
+class _Moves(TorchFunctionMode):
+    """Sees whether tensors are brought to a type of device within the block."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.were_seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.to, torch.Tensor.cuda) and result.device.type == self._device_type:
+            self.were_seen |= args[0].device.type != self._device_type
+        return result
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[_Seen]:
+    """Sees, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
+    seen = _Seen()
+
+    def told(owner: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
+        original = getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            tell()
+            return original(*args, **options)
+
+        setattr(owner, name, called)
+        return lambda: setattr(owner, name, original)
+
+    def saw_backward() -> None:
+        seen.has_run_backward = True
+
+    def saw_zero() -> None:
+        seen.has_zeroed = True
+
+    def saw_step(optimizer: Any, *_: Any) -> None:
+        if not any(optimizer is each for each in seen.optimizers):
+            seen.optimizers.append(optimizer)
+
+    hook = register_optimizer_step_post_hook(saw_step)
+    put_back = [
+        told(torch.autograd, "backward", saw_backward),  # also what Tensor.backward calls
+        told(torch.optim.Optimizer, "zero_grad", saw_zero),
+        told(torch.nn.Module, "zero_grad", saw_zero),
+    ]
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        for each in put_back:
+            each()
+
+
+def _why_no_gradient(loss: Any) -> str:
+    if loss is None:
+        return "there is no loss"
+    if isinstance(loss, torch.Tensor):
+        return "the loss has no gradient"
+    return f"the loss is a {type(loss).__name__}; `return loss` instead of `loss.item()` would work"
+
+
+def _has_something_to_train(model: Any) -> bool:
+    return isinstance(model, torch.nn.Module) and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _optimizer_of(side: TrainingSide) -> Any:
     """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
-    if side.optimizer is not None and hasattr(side.optimizer, "step"):
-        return _beside_its_parameters(side.optimizer)
+    optimizer = side.optimizer
     parameters = [p for p in _parameters(side.model) if p.requires_grad]
-    if not parameters:
-        return None
-    if callable(side.optimizer):
-        return side.optimizer(parameters)
-    if _is_lightning_module(side.model):
-        return _lightning_optimizer(side.model)
-    return torch.optim.SGD(parameters, lr=0.0)
+    if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
+        optimizer = _beside_its_parameters(optimizer)
+    elif callable(optimizer):
+        optimizer = _made(optimizer, parameters) if parameters else None
+    if is_lightning_module(side.model):
+        made = StandInTrainer(side.model, optimizer).optimizers
+        optimizer = made[0] if made else None
+    if optimizer is None and parameters:
+        return torch.optim.SGD(parameters, lr=0.0)
+    return optimizer
+
+
+def _made(factory: Callable[..., Any], parameters: list[torch.nn.Parameter]) -> Any:
+    try:
+        return factory(parameters)
+    except TypeError as error:
+        name = getattr(factory, "__name__", factory)
+        raise TypeError(
+            f"optimizer={name} was called with the model's parameters alone and failed ({error}); "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1) would work"
+        ) from error
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether `step` takes a function that evaluates the loss anew, as LBFGS does."""
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def _beside_its_parameters(optimizer: Any) -> Any:
@@ -154,27 +342,3 @@ def _beside_its_parameters(optimizer: Any) -> Any:
 
 def _parameters(model: Any) -> Iterator[torch.nn.Parameter]:
     return model.parameters() if isinstance(model, torch.nn.Module) else iter(())
-
-
-def _lightning_optimizer(model: Any) -> Any:
-    """The first optimizer of `configure_optimizers()`, whichever of Lightning's return forms it takes."""
-    made = model.configure_optimizers()
-    made = made[0] if isinstance(made, tuple) else made
-    made = made[0] if isinstance(made, list) else made
-    return made["optimizer"] if isinstance(made, Mapping) else made
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested batch."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif hasattr(batch, "__dict__"):
-        for value in vars(batch).values():
-            if isinstance(value, torch.Tensor):
-                yield value

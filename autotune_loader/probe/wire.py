@@ -8,7 +8,7 @@ Only the workload itself is a pickle, in files that the child inherits (`probe.a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -31,6 +31,8 @@ class Hello:
     """The parent's intra-op threads, so that the child trains as the parent would."""
     start_method: str | None = None
     """How the parent starts workers, where it has settled that."""
+    torch_state: dict[str, bool | int | str] = field(default_factory=dict)
+    """What the parent has set in torch, as `torch_state` reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
@@ -14,6 +17,40 @@ if TYPE_CHECKING:
 
 # What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1.
 ASSUMED_BATCH_SIZE = 32
+# What people know from `DataLoader` and give to `tune()`.
+LOADER_ARGUMENTS = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "persistent_workers",
+    "multiprocessing_context",
+    "timeout",
+    "in_order",
+    "pin_memory_device",
+)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`tune`, with an answer for arguments of `DataLoader` that it does not have."""
+
+    @functools.wraps(tune)
+    def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if "shuffle" in kwargs:
+            raise TypeError(
+                f"shuffle={kwargs['shuffle']!r} is not an argument of tune(), where a dataset is shuffled unless a sampler is "
+                "given; sampler=torch.utils.data.SequentialSampler(dataset) would read it in order"
+            )
+        for name in LOADER_ARGUMENTS:
+            if name in kwargs:
+                raise TypeError(
+                    f"{name}={kwargs[name]!r} is not an argument of tune(); tune(DataLoader(dataset, {name}={kwargs[name]!r}, "
+                    "...), model) would work, and be compared with what is found"
+                )
+        return tune(*args, **kwargs)
+
+    return answering
 
 
 def make_workload(
@@ -37,6 +74,7 @@ def make_workload(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
     """
+    _check_order(dataset_or_loader, model)
     callables = {
         "loss_fn": loss_fn,
         "train_step": train_step,
@@ -46,6 +84,19 @@ def make_workload(
     for name, value in callables.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is not callable; {name}=None would work")
+    _check_model(model, train_step)
+    if train_step is not None and not _takes(train_step, 2):
+        raise TypeError(
+            f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow; "
+            "train_step=lambda model, batch: ... would work"
+        )
+    if optimizer is not None and not callable(optimizer) and not hasattr(optimizer, "step"):
+        raise TypeError(
+            f"optimizer={optimizer!r} has no step() and makes no optimizer; "
+            "optimizer=torch.optim.AdamW, or one over the model's parameters, would work"
+        )
+    if isinstance(loss_fn, type):
+        loss_fn = _loss_of(loss_fn)
     require_count("batch_size", batch_size, minimum=1)
     parts = {
         "collate_fn": collate_fn,
@@ -55,8 +106,14 @@ def make_workload(
         "generator": generator,
         "drop_last": drop_last,
     }
+    compiled = _compiled_parts(model)
     training = TrainingSide(
-        model=model, train_step=train_step, loss_fn=loss_fn, optimizer=optimizer, device=_device_name(device)
+        model=model,
+        train_step=train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        device=_device_name(device, model),
+        compiled=compiled,
     )
     if _is_loader(dataset_or_loader):
         data, notes = _data_of_loader(dataset_or_loader, batch_size, parts)
@@ -65,7 +122,84 @@ def make_workload(
         data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
         workload = Workload(data=data, training=training)
     notes += _check_epoch(data)
+    if compiled:
+        notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
     return workload, notes
+
+
+def _check_order(dataset: Any, model: Any) -> None:
+    """What stands where something else belongs: a path, or the model first."""
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"dataset_or_loader={dataset!r} is a path, not a dataset; "
+            f"dataset_or_loader=torchvision.datasets.ImageFolder({os.fspath(dataset)!r}) would work"
+        )
+    if _is_module(dataset):
+        raise TypeError(
+            f"dataset_or_loader={_shown(dataset)} is a model, which comes second; tune(dataset, model) would work"
+        )
+    if _is_loader(model) or _is_dataset(model):
+        raise TypeError(f"model={_shown(model)} holds data, which comes first; tune(dataset, model) would work")
+
+
+def _check_model(model: Any, train_step: object) -> None:
+    if isinstance(model, type):
+        raise TypeError(f"model={model.__name__} is a class; model={model.__name__}(...) would work")
+    if model is not None and train_step is None and not callable(model):
+        raise TypeError(f"model={_shown(model)} is not callable; train_step=lambda model, batch: ... would work")
+    if _is_module(model) and _is_sharded(model):
+        raise TypeError(
+            f"model={_shown(model)} is sharded over ranks (FSDP, DTensor), and no copy of it trains alone; the model as it is "
+            "before it is sharded would work, or model=None for the loader alone"
+        )
+
+
+def _is_sharded(model: Any) -> bool:
+    parts = [*model.modules(), *model.parameters()]
+    names = {cls.__name__ for part in parts for cls in type(part).__mro__}
+    return bool(names & {"FullyShardedDataParallel", "FSDPModule", "DTensor"})
+
+
+def _compiled_parts(model: Any) -> tuple[str, ...]:
+    if not _is_module(model):
+        return ()
+    return tuple(name for name, part in model.named_modules() if getattr(part, "_compiled_call_impl", None) is not None)
+
+
+def _loss_of(loss_class: type) -> Any:
+    try:
+        return loss_class()
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn={loss_class.__name__} is a class that cannot be made without arguments ({error}); "
+            f"loss_fn={loss_class.__name__}(...) would work"
+        ) from error
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def _is_dataset(value: Any) -> bool:
+    from torch.utils.data import Dataset
+
+    return isinstance(value, Dataset)
 
 
 def _is_loader(value: Any) -> bool:
@@ -149,11 +283,11 @@ def _check_epoch(data: DataSide) -> list[str]:
     return [f"an epoch has {samples} samples, less than one batch of {size}"]
 
 
-def _device_name(device: str | torch.device) -> str:
+def _device_name(device: str | torch.device, model: Any = None) -> str:
     import torch
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return _auto_device(model)
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -161,6 +295,23 @@ def _device_name(device: str | torch.device) -> str:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={device!r} is not there ({_cuda_devices()}); device='auto' would work")
     return str(chosen)
+
+
+def _auto_device(model: Any) -> str:
+    """Where the model is already, or where this process puts things by default; else CUDA where there is one."""
+    import torch
+
+    if _is_module(model):
+        used = [parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")]
+        if used:
+            return str(used[0])
+    default = torch.get_default_device()
+    if default.type not in ("cpu", "meta"):
+        return str(default)
+    if not torch.cuda.is_available():
+        return "cpu"
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return f"cuda:{chosen}" if chosen else "cuda"
 
 
 def _cuda_devices() -> str:

@@ -372,8 +372,18 @@ def ranks_on_this_node(ranks: Ranks) -> int:
 
 
 def unwrapped(model: Any) -> Any:
-    """The user's model inside `DistributedDataParallel`, which cannot travel: its process group lives here only."""
-    return model.module if type(model).__name__ == "DistributedDataParallel" else model
+    """The user's model inside `DistributedDataParallel`, which cannot travel: its process group lives here only.
+
+    Where the wrapped model was compiled, the model alone is compiled again.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if type(inner).__name__ != "DistributedDataParallel":
+        return model
+    if inner is model:
+        return model.module
+    import torch
+
+    return torch.compile(inner.module)
 
 
 def own_device(device: str, environ: Mapping[str, str] = os.environ) -> str:

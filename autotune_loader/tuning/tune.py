@@ -18,7 +18,7 @@ from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
 from autotune_loader.tuning.assemble import assemble, loader_parts
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.experiments import budget_of_search, try_changed_steps
@@ -48,6 +48,7 @@ SHORTEST_START_DEADLINE_S = 30.0
 """However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them."""
 
 
+@answers_loader_arguments
 def tune(
     dataset_or_loader: Any,
     model: Any = None,
@@ -89,10 +90,11 @@ def tune(
             baseline. A loader is only read, never iterated.
         model: what the step trains; None tunes the loader alone.
         batch_size: samples per batch; taken from the loader where one is given.
-        loss_fn: `loss_fn(model(x), y)`; inferred from the type of y where it is not given.
-        train_step: `train_step(model, batch) -> loss or None`, the general form; without it the step is inferred.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from them.
-        device: where the step runs; "auto" takes CUDA where there is one, else the CPU.
+        loss_fn: `loss_fn(model(x), y)`, or its class; inferred from output and y where it is not given.
+        train_step: `train_step(model, batch)`, the general form; without it the step is inferred. It may return the loss, or
+            run backward and step an optimizer itself: what it does not do is done for it.
+        optimizer: an optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
+        device: where the step runs; "auto" is where the model is, else CUDA where there is one, else the CPU.
         collate_fn: as in `DataLoader`; used as it is, like the next five.
         sampler: as in `DataLoader`.
         batch_sampler: as in `DataLoader`.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import tune
@@ -181,6 +184,13 @@ def test_a_missing_batch_size_is_assumed_aloud() -> None:
     assert notes == ["batch_size was not given: measured with 32; pass the one you train with"]
 
 
+class NeedsMore(nn.Module):
+    """A loss that cannot be made without an argument."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+
+
 class NeverIterated(DataLoader[Any]):
     def __iter__(self) -> Any:
         raise AssertionError("the user's own loader must never be iterated")
@@ -195,3 +205,114 @@ def test_an_existing_loader_is_read_and_never_iterated() -> None:
     assert (workload.own_config.num_workers, workload.own_config.prefetch_factor) == (2, 4)
     assert workload.data.sampler is loader.sampler
     assert workload.data.batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "options", "says"),
+    [
+        ("data/", None, {}, r"dataset_or_loader='data/' is a path.*ImageFolder\('data/'\) would work"),
+        (Path("data"), None, {}, r"dataset_or_loader=.*data.* is a path"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            SAMPLES,
+            {},
+            r"dataset_or_loader=Sequential is a model.*tune\(dataset, model\)",
+        ),
+        ([1, 2], SAMPLES, {}, r"model=TensorDataset holds data.*tune\(dataset, model\) would work"),
+        ([1, 2], DataLoader(SAMPLES), {}, r"model=DataLoader holds data"),
+        (SAMPLES, nn.Linear, {}, r"model=Linear is a class; model=Linear\(...\) would work"),
+        (SAMPLES, "resnet50", {}, r"model=str is not callable; train_step="),
+        (SAMPLES, None, {"train_step": lambda batch: None}, r"train_step=.*train_step\(model, batch\).*would work"),
+        (SAMPLES, None, {"train_step": lambda model, batch, i: None}, r"train_step=.*train_step\(model, batch\)"),
+        (SAMPLES, None, {"optimizer": [1]}, r"optimizer=\[1\] has no step\(\).*torch.optim.AdamW.*would work"),
+        (SAMPLES, None, {"loss_fn": NeedsMore}, r"loss_fn=NeedsMore is a class.*loss_fn=NeedsMore\(...\) would work"),
+    ],
+)
+def test_what_stands_in_the_wrong_place_is_named(dataset: Any, model: Any, options: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        make_workload(dataset, model, **{**DEFAULTS, **options})
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"shuffle": True}, r"shuffle=True is not an argument of tune\(\).*SequentialSampler\(dataset\) would"),
+        (
+            {"num_workers": 4},
+            r"num_workers=4 is not an argument.*DataLoader\(dataset, num_workers=4, ...\), model\) would work",
+        ),
+        ({"pin_memory": True}, r"pin_memory=True is not an argument"),
+    ],
+)
+def test_an_argument_of_the_loader_is_answered(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        tune(SAMPLES, batch_size=2, **option)
+
+
+def test_a_loss_may_be_a_class() -> None:
+    workload, _ = workload_of(batch_size=2, loss_fn=nn.CrossEntropyLoss)
+
+    assert isinstance(workload.training.loss_fn, nn.CrossEntropyLoss)
+
+
+def test_parts_that_were_compiled_are_kept_and_said() -> None:
+    # GIVEN a model with a part on which compile() was called
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model[0]._compiled_call_impl = model[0].forward  # what compile() sets
+    # WHEN it is taken up THEN it is known by name, since a copy forgets it
+    workload, notes = make_workload(SAMPLES, model, **{**DEFAULTS, "batch_size": 2})
+    assert workload.training.compiled == ("0",)
+    assert "model.compile() is called anew" in notes[0]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Named as torch's own."""
+
+
+@pytest.mark.parametrize("wrap", [lambda shard: shard, lambda shard: nn.Sequential(shard)])
+def test_a_sharded_model_is_refused_with_what_to_pass(wrap: Any) -> None:
+    with pytest.raises(TypeError, match=r"sharded over ranks.*before it is sharded would work, or model=None"):
+        make_workload(SAMPLES, wrap(FullyShardedDataParallel()), **{**DEFAULTS, "batch_size": 2})
+
+
+class OnDevice(nn.Module):
+    """A model whose parameters say that they are on a device that this machine lacks."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self._said = [SimpleNamespace(device=torch.device(device)) for device in devices]
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(self._said)
+
+
+@pytest.mark.parametrize(
+    ("devices", "default", "chosen"),
+    [
+        (("cpu",), "cpu", "cpu"),
+        (("xpu:1", "xpu:1"), "cpu", "xpu:1"),
+        (("cpu", "mps"), "cpu", "mps"),
+        (("cpu",), "xpu:0", "xpu:0"),
+        (("meta",), "meta", "cpu"),
+    ],
+)
+def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], default: str, chosen: str
+) -> None:
+    # GIVEN a model on a device, a default device, and no CUDA
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # WHEN the device is "auto" THEN it is the model's, or else the default
+    workload, _ = make_workload(SAMPLES, OnDevice(*devices), **{**DEFAULTS, "batch_size": 2, "device": "auto"})
+    assert workload.training.device == chosen
+
+
+@pytest.mark.parametrize(("current", "chosen"), [(None, "cuda"), (0, "cuda"), (2, "cuda:2")])
+def test_auto_is_the_device_that_was_set(monkeypatch: pytest.MonkeyPatch, current: int | None, chosen: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+
+    workload, _ = workload_of(batch_size=2, device="auto")
+
+    assert workload.training.device == chosen

@@ -12,9 +12,11 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from preloaded import PreloadedPython, Run
 
 from autotune_loader.decision.space import Space
@@ -179,6 +181,21 @@ def test_the_model_travels_without_its_distributed_wrapper() -> None:
     # WHEN THEN
     assert unwrapped(DistributedDataParallel()) == "the model"
     assert unwrapped("a model") == "a model"
+
+
+def test_a_compiled_distributed_model_is_compiled_again_without_its_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN torch.compile around what looks like torch's wrapper
+    monkeypatch.setattr(torch, "compile", lambda model: SimpleNamespace(_orig_mod=model))
+
+    class DistributedDataParallel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    wrapped = DistributedDataParallel()
+    # WHEN it is unwrapped THEN the model is inside, and compiled
+    found = unwrapped(torch.compile(wrapped))
+    assert found._orig_mod is wrapped.module
 
 
 def test_a_cpu_or_an_explicit_device_is_left_alone() -> None:

@@ -65,7 +65,7 @@ def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
 @pytest.mark.parametrize(
     ("form", "model", "options", "step"),
     [
-        ("pair", torch.nn.Linear(3, 2), {}, "loss_by_dtype(model(x), y)"),
+        ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(x), y)"),
         ("pair", torch.nn.Linear(3, 2), {"loss_fn": torch.nn.CrossEntropyLoss()}, "CrossEntropyLoss(model(x), y)"),
         ("pair", torch.nn.Linear(3, 2), {"train_step": own_step}, "train_step(model, batch)"),
         ("dict", WithLoss(), {}, "model(**batch).loss"),

@@ -1,0 +1,668 @@
+"""The ways in which people write a training step: each is trained as written, and what is done is said."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autotune_loader import tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.batches import tensors_in
+from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.probe.inference import StepInferenceError
+from autotune_loader.probe.losses import customary_loss
+from autotune_loader.probe.opening import open_probe
+from autotune_loader.probe.step import TrainingStep, build_step
+from autotune_loader.values.errors import WorkloadError
+
+N, IN, CLASSES = 6, 4, 3
+X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
+IMAGES = torch.rand(N, 2, 5, 5)
+
+
+def trained(batch: Any, runs: int = 3, **side: Any) -> TrainingStep:
+    """A step that was run on a batch a few times, as the warm-up does."""
+    step = build_step(TrainingSide(**side), batch)
+    for _ in range(runs):
+        step.run(batch)
+    return step
+
+
+def linear(out: int = CLASSES) -> nn.Linear:
+    return nn.Linear(IN, out)
+
+
+# --- 1. What the user's step does itself ------------------------------------------------------------------------------
+
+
+def returns_loss(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def whole_loop(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = returns_loss(model, optimizer, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def whole_loop_item(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return whole_loop(model, optimizer, batch).item()
+
+
+def without_zeroing(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    loss = returns_loss(model, optimizer, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def zeroes_last(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    without_zeroing(model, optimizer, batch)
+    model.zero_grad()
+
+
+def backward_only(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    loss = returns_loss(model, optimizer, batch)
+    loss.backward()
+    return loss.detach()
+
+
+def scaled(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer.zero_grad(set_to_none=True)
+    loss = returns_loss(model, optimizer, batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return {"loss": loss.item()}
+
+
+def returns_item(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return returns_loss(model, optimizer, batch).item()
+
+
+def returns_pair(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return model(batch[0]), returns_loss(model, optimizer, batch)
+
+
+def returns_dict(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return {"loss": returns_loss(model, optimizer, batch), "log": 1}
+
+
+ITSELF = ", which steps the optimizer itself"
+OWN_STEPS = [
+    # the step,      is an optimizer given, what is said,                                                  is it trained
+    (returns_loss, True, "", True),
+    (returns_loss, False, "", False),  # SGD at a rate of zero takes the time of a step, and changes nothing
+    (returns_pair, True, "", True),
+    (returns_dict, True, "", True),
+    (whole_loop, False, ITSELF, True),
+    (whole_loop, True, ITSELF, True),
+    (whole_loop_item, False, ITSELF, True),
+    (zeroes_last, False, ITSELF, True),
+    (scaled, False, ITSELF, True),
+    (without_zeroing, False, ITSELF + "; gradients are zeroed here", True),
+    (backward_only, True, ", which runs backward itself, then SGD.step()", True),
+    (backward_only, False, ", which runs backward itself; no optimizer steps", False),
+    (returns_item, True, ", forward only", False),
+    (returns_item, False, ", forward only", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_given", "says", "trains"), OWN_STEPS, ids=[f"{s[0].__name__}-{s[1]}" for s in OWN_STEPS]
+)
+def test_a_step_is_done_once_and_what_it_does_itself_is_said(
+    body: Callable[..., Any], is_given: bool, says: str, trains: bool
+) -> None:
+    # GIVEN a step as it stands in a training loop, with an optimizer of its own, and perhaps one given to tune() as well
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    before = model.weight.detach().clone()
+    # WHEN it is run three times
+    step = trained(
+        (X, Y),
+        model=model,
+        train_step=functools.partial(lambda model, batch, body: body(model, optimizer, batch), body=body),
+        optimizer=optimizer if is_given else None,
+    )
+    # THEN its name says who does what, the optimizer has stepped once for each batch or never, and weights have moved
+    assert step.description == f"train_step(model, batch){says}"
+    assert len(steps) == (3 if trains else 0)
+    assert (model.weight - before).abs().max().item() > 0 or not trains
+    # THEN only a step that trains nothing is warned of
+    assert [("return loss" in note, "times" in note or "time the forward" in note) for note in step.notes] == (
+        [(True, True)] if "forward only" in says else []
+    )
+
+
+def test_gradients_do_not_pile_up_where_the_step_leaves_zeroing_to_the_loop() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    trained((X, Y), model=model, train_step=lambda model, batch: without_zeroing(model, optimizer, batch))
+
+    assert model.weight.grad is None
+
+
+def test_a_step_that_is_dropped_frees_its_model_at_once() -> None:
+    model = linear()
+    step, alive = trained((X, Y), model=model), weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del step, model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_watching_leaves_nothing_behind() -> None:
+    before = (torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+
+    trained((X, Y), model=linear())
+    with pytest.raises(ZeroDivisionError):
+        trained((X, Y), model=linear(), train_step=lambda model, batch: 1 / 0)
+
+    assert (torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad) == before
+
+
+@pytest.mark.parametrize("train_step", [None, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])])
+def test_an_optimizer_that_evaluates_the_loss_itself_gets_a_closure(train_step: Any) -> None:
+    # GIVEN LBFGS, whose step takes a function
+    model = linear()
+    before = functional.cross_entropy(model(X), Y).item()
+    # WHEN it trains THEN the loss falls
+    trained((X, Y), model=model, optimizer=torch.optim.LBFGS(model.parameters()), train_step=train_step)
+    assert functional.cross_entropy(model(X), Y).item() < before - 0.01
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
+def test_an_optimizer_may_be_a_class_or_a_function(optimizer: Any) -> None:
+    model = linear()
+    before = model.weight.detach().clone()
+
+    trained((X, Y), model=model, optimizer=optimizer)
+
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_optimizer_that_needs_more_than_parameters_is_named() -> None:
+    def demanding(parameters: Any, lr: float) -> Any:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"optimizer=demanding .*lr.*torch.optim.SGD\(parameters, lr=0.1\) would work"):
+        trained((X, Y), model=linear(), optimizer=demanding)
+
+
+def test_a_step_that_moves_its_batch_itself_is_timed_with_its_own_copy() -> None:
+    # GIVEN two steps for a device: one takes a batch that is there, the other brings it there
+    batch = (X, Y)
+    there = trained(batch, model=linear(), device="meta", train_step=lambda m, b: m(b[0]).sum())
+    itself = trained(batch, model=linear(), device="meta", train_step=lambda m, b: m(b[0].to("meta")).sum())
+    # WHEN a batch arrives THEN it is moved for the one alone
+    assert there.move(X).device.type == "meta"
+    assert itself.move(X) is X
+
+
+# --- 2. What is customary ---------------------------------------------------------------------------------------------
+
+
+class WithTargets(nn.Module):
+    """minGPT's and nanoGPT's form: logits, and a loss where there are targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits = self.layer(idx)
+        return logits, (None if targets is None else functional.cross_entropy(logits, targets))
+
+
+class WithLoss(nn.Module):
+    """A transformer's form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        logits = self.layer(inputs)
+        loss = None if labels is None else functional.cross_entropy(logits, labels)
+        return types.SimpleNamespace(loss=loss, logits=logits)
+
+
+class Parts(nn.Module):
+    """A model that returns its answer among other things."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any], body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = body if body is not None else linear()
+        self.wrap = wrap
+
+    def forward(self, image: torch.Tensor) -> Any:
+        return self.wrap(self.body(image))
+
+
+class Detector(nn.Module):
+    """torchvision's form: a list of images, and in training a dict of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(4)
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None) -> Any:
+        assert targets is not None
+        boxes = torch.stack([self.layer(image.flatten()[:IN]) for image in images])
+        return {"loss_box": (boxes - boxes.detach()).abs().mean(), "loss_class": boxes.square().mean()}
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + x[edge_index[0]].mean())
+
+
+class WholeGraph(Graph):
+    def forward(self, data: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(data.x, data.edge_index)
+
+
+class Data:
+    """As PyTorch Geometric's: attributes in a store, `to()` and `to_dict()`."""
+
+    def __init__(self, **store: Any) -> None:
+        self.__dict__["_store"] = store
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_store"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: Any, non_blocking: bool = False) -> Data:
+        return Data(**{name: value.to(device) for name, value in self._store.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._store)
+
+
+class TensorDict(Mapping[str, Any]):
+    """As tensordict's: a mapping with `to()` and a batch size, whose `**` works."""
+
+    def __init__(self, source: dict[str, torch.Tensor]) -> None:
+        self._source, self.batch_size = source, torch.Size([N])
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._source[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def to(self, device: Any, non_blocking: bool = False) -> TensorDict:
+        return TensorDict({key: value.to(device) for key, value in self._source.items()})
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+GRAPH = Data(x=X, edge_index=torch.zeros(2, 5, dtype=torch.long), y=Y)
+CONV = nn.Conv2d(2, CLASSES, 1)
+MASKS = torch.randint(0, CLASSES, (N, 5, 5))
+BOXES = ([IMAGES[0], IMAGES[1]], [{"boxes": torch.rand(1, 4)}, {"boxes": torch.rand(2, 4)}])
+MSE = nn.MSELoss()
+
+
+def own_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output["out"], y)
+
+
+FORMS: list[tuple[str, Any, Any, Any, str]] = [
+    # name, model, batch, loss_fn, what is said
+    ("classes", linear(), (X, Y), None, "cross_entropy(model(x), y)"),
+    ("classes as a list", linear(), [X, Y.tolist()], None, "cross_entropy(model(x), y)"),
+    ("int32 classes", linear(), (X, Y.int()), None, "cross_entropy(model(x), y)"),
+    ("uint8 classes", linear(), (X, Y.byte()), None, "cross_entropy(model(x), y)"),
+    ("bool classes", linear(2), (X, Y > 1), None, "cross_entropy(model(x), y)"),
+    ("classes (N, 1)", linear(), (X, Y[:, None]), None, "cross_entropy(model(x), y)"),
+    ("one logit", linear(1), (X, Y > 1), None, "bce_with_logits(model(x), y)"),
+    ("one logit, (N, 1)", linear(1), (X, (Y > 1).long()[:, None]), None, "bce_with_logits(model(x), y)"),
+    ("several labels", linear(), (X, torch.ones(N, CLASSES).int()), None, "bce_with_logits(model(x), y)"),
+    ("soft labels", linear(), (X, torch.rand(N, CLASSES).softmax(1)), None, "cross_entropy(model(x), y)"),
+    ("regression", linear(), (X, torch.rand(N, CLASSES)), None, "mse_loss(model(x), y)"),
+    ("regression (N,)", linear(1), (X, torch.rand(N)), None, "mse_loss(model(x), y)"),
+    ("masks", CONV, (IMAGES, MASKS), None, "cross_entropy(model(x), y)"),
+    ("masks (N, 1, H, W)", CONV, (IMAGES, MASKS[:, None]), None, "cross_entropy(model(x), y)"),
+    ("one-logit masks", nn.Conv2d(2, 1, 1), (IMAGES, MASKS[:, None] > 0), None, "bce_with_logits(model(x), y)"),
+    ("tokens", linear(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, "cross_entropy(model(x), y)"),
+    ("logits, loss", WithTargets(), (X, Y), None, "model(x, y)[1]"),
+    ("logits, loss; own loss", WithTargets(), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
+    ("segmentation", Parts(lambda o: {"out": o, "aux": o}, CONV), (IMAGES, MASKS), None, "cross_entropy(model(x), y)"),
+    ("segmentation; own loss", Parts(lambda o: {"out": o}), (X, Y), own_loss, "own_loss(model(x), y)"),
+    (
+        "segmentation; torch's loss",
+        Parts(lambda o: {"out": o}),
+        (X, Y),
+        nn.CrossEntropyLoss(),
+        "CrossEntropyLoss(model(x), y)",
+    ),
+    ("first of a tuple", Parts(lambda o: (o, o)), (X, Y), None, "cross_entropy(model(x), y)"),
+    ("transformer", WithLoss(), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
+    ("transformer, key label", WithLoss(), {"inputs": X, "label": Y}, None, ").loss"),
+    (
+        "transformer; own loss",
+        WithLoss(),
+        {"inputs": X, "labels": Y},
+        functional.cross_entropy,
+        "cross_entropy(model(inputs=batch['inputs']), batch['labels'])",
+    ),
+    (
+        "dict, other names",
+        linear(),
+        {"image": X, "label": Y, "id": [1] * N},
+        None,
+        "cross_entropy(model(batch['image']), batch['label'])",
+    ),
+    (
+        "dict, own names",
+        Parts(lambda o: o),
+        {"image": X, "target": Y},
+        None,
+        "cross_entropy(model(image=batch['image']), batch['target'])",
+    ),
+    ("detection", Detector(), BOXES, None, "model(x, y), its losses summed"),
+    ("autoencoder", nn.Linear(IN, IN), X, MSE, "MSELoss(model(batch), x)"),
+    ("autoencoder, 1-tuple", nn.Linear(IN, IN), [X], MSE, "MSELoss(model(x), x)"),
+    ("loss of the output", linear(), X, lambda output: output.square().mean(), "<lambda>(model(batch))"),
+    ("no target", linear(), X, None, "mean of model(batch)"),
+    ("transformer without labels", WithLoss(), {"inputs": X}, None, "mean of model(**batch)"),
+    ("several heads", Parts(lambda o: {"a": o, "b": o}), (X, {"a": Y, "b": Y}), None, "cross_entropy(model(x), y)"),
+    ("two targets", Parts(lambda o: (o, o)), (X, [Y, Y]), None, "cross_entropy(model(x), y)"),
+    ("two inputs", nn.Bilinear(IN, IN, CLASSES), (X, X, Y), None, "cross_entropy(model(x1, x2), y)"),
+    ("an index besides", linear(), (X, Y, torch.arange(N)), None, "cross_entropy(model(x), y)"),
+    ("TensorDict", linear(), TensorDict({"image": X, "label": Y}), None, "batch['label'])"),
+    ("graph", Graph(), GRAPH, None, "cross_entropy(model(x=batch.x, edge_index=batch.edge_index), batch.y)"),
+    ("whole graph", WholeGraph(), GRAPH, None, "cross_entropy(model(batch), batch.y)"),
+    ("dataclass, other names", linear(), Sample(X, Y), None, "cross_entropy(model(batch.image), batch.label)"),
+    (
+        "dataclass",
+        Parts(lambda o: o),
+        Sample(X, Y),
+        None,
+        "cross_entropy(model(image=batch.image), batch.label)",
+    ),
+    ("named tuple", linear(), Pair(X, Y), None, "cross_entropy(model(x), y)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn", "says"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
+)
+def test_a_customary_batch_and_model_are_trained_and_said(model: Any, batch: Any, loss_fn: Any, says: str) -> None:
+    # GIVEN a model and a batch in a form that is common
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    # WHEN it is trained on
+    step = trained(
+        batch, model=model, loss_fn=loss_fn, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
+    # THEN what was done is said, and it has changed weights
+    assert step.description.endswith(says)
+    assert any(not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    # THEN only a stand-in for the loss is worth a note
+    assert [note for note in step.notes if "stands in for the loss" not in note] == []
+    assert bool(step.notes) == step.description.startswith("mean of")
+
+
+@pytest.mark.parametrize("batch", [GRAPH, TensorDict({"image": X}), {"a": {"b": X}}, Sample(X, Y)])
+def test_the_tensors_of_any_batch_object_are_found(batch: Any) -> None:
+    assert sum(tensor.nbytes for tensor in tensors_in(batch)) >= X.nbytes
+
+
+def test_soft_labels_are_told_from_a_regression_by_their_rows() -> None:
+    soft = torch.rand(N, CLASSES).softmax(1)
+
+    assert customary_loss(torch.rand(N, CLASSES), soft, is_soft=True)[1] == "cross_entropy"
+    assert customary_loss(torch.rand(N, CLASSES), soft)[1] == "mse_loss"
+
+
+# --- 3. What does not work is explained -------------------------------------------------------------------------------
+
+
+class Refusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, **parts: Any) -> Any:
+        raise KeyError("volume")
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "says"),
+    [
+        (
+            nn.Linear(9, 2),
+            {"image": X, "label": Y},
+            [
+                "a dict with keys image, label",
+                "mat1 and mat2",
+                "train_step=lambda model, batch: cross_entropy(model(batch['image']), batch['label'])",
+            ],
+        ),
+        (nn.Linear(9, 2), (X, Y), [f"a tuple of 2: tensor [{N}, {IN}]", "model(batch[0]), batch[1])"]),
+        (Refusing(), {"image": X, "label": Y}, ["inferred `", "KeyError: 'volume'", "pass train_step="]),
+        (linear(), object(), ["no step can be inferred from a batch of type object", "pass train_step="]),
+        (linear(), {"a": X, "b": X}, ["a dict with keys a, b", "failed with TypeError", "pass train_step="]),
+    ],
+)
+def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
+    model: nn.Module, batch: Any, says: list[str]
+) -> None:
+    with pytest.raises(StepInferenceError) as caught:
+        trained(batch, model=model)
+
+    told = str(caught.value)
+    assert told.startswith("train_step=None")
+    assert "\n" not in told
+    assert [part for part in says if part not in told] == []
+
+
+def test_the_line_that_is_named_works_for_its_batch() -> None:
+    # GIVEN an inference that failed
+    with pytest.raises(StepInferenceError) as caught:
+        trained({"image": X, "label": Y}, model=nn.Linear(9, CLASSES))
+    line = str(caught.value).split("pass train_step=")[1]
+    # WHEN its line is used with a model that fits THEN it trains
+    train_step = eval(line, {"cross_entropy": functional.cross_entropy})
+    assert trained({"image": X, "label": Y}, model=linear(), train_step=train_step).notes == []
+
+
+def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
+    def fails(model: Any, batch: Any) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        trained((X, Y), model=linear(), train_step=fails)
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("side", "batch", "says"),
+    [
+        ({"model": Parts(lambda output: None)}, X, "there is no loss"),
+        ({"model": frozen(), "optimizer": torch.optim.SGD([nn.Parameter(X)])}, (X, Y), "the loss has no gradient"),
+        ({"model": linear(), "train_step": lambda m, b: m(b[0]).detach().sum()}, (X, Y), "the loss has no gradient"),
+        ({"model": linear(), "train_step": lambda m, b: None}, (X, Y), "there is no loss"),
+    ],
+)
+def test_a_step_that_trains_nothing_is_said_to(side: dict[str, Any], batch: Any, says: str) -> None:
+    step = trained(batch, **side)
+
+    assert step.description.endswith("forward only")
+    assert [says in note for note in step.notes] == [True]
+
+
+def test_a_step_without_anything_to_train_is_not_warned_of() -> None:
+    assert trained((X, Y), model=None, train_step=lambda model, batch: None).notes == []
+
+
+def test_a_loss_that_has_no_part_is_said_to() -> None:
+    step = trained((X, Y), model=linear(), loss_fn=MSE, train_step=lambda m, b: m(b[0]).sum())
+
+    assert step.notes == ["loss_fn=MSELoss is not used: train_step returns the loss; loss_fn=None says the same"]
+
+
+def test_a_loss_that_the_batch_has_no_target_for_is_said_to_be_unused() -> None:
+    class WithOwnLoss(Parts):
+        def forward(self, image: torch.Tensor) -> Any:
+            return {"loss": self.body(image).square().mean()}
+
+    step = trained({"image": X}, model=WithOwnLoss(None), loss_fn=MSE)
+
+    assert step.description == "model(**batch).loss; loss_fn is not used"
+    assert ["loss_fn=None says the same" in note for note in step.notes] == [True]
+
+
+# --- 5. The model as it trains in the job -----------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(IN), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+
+def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() -> None:
+    # GIVEN a model in training with a part that is not, and one that is in evaluation as a whole
+    frozen_norm, evaluated = Normed(), Normed().eval()
+    frozen_norm.norm.eval()
+    # WHEN they are trained THEN the part stays as it is, and the whole trains
+    trained((X, Y), model=frozen_norm)
+    trained((X, Y), model=evaluated)
+    assert (frozen_norm.norm.training, frozen_norm.layer.training) == (False, True)
+    assert (evaluated.norm.training, evaluated.training) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "marks", [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}], ids=str
+)
+def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
+    model = Normed()
+    vars(model if "_hf_hook" not in marks else model.layer).update(marks)
+
+    build_step(TrainingSide(model=model, device="meta"), (X, Y))
+
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    model = Normed()
+
+    build_step(TrainingSide(model=model, compiled=("", "layer")), (X, Y))
+
+    assert compiled == [model, model.layer]
+
+
+# --- Through the probe, and in the result -----------------------------------------------------------------------------
+
+ROWS = [(torch.rand(IN), i % CLASSES) for i in range(64)]
+
+
+def warm(dataset: Any, isolation: Any, **side: Any) -> WarmupReport:
+    data = DataSide.from_dataset(dataset, batch_size=8)
+    workload = Workload(data=data, training=TrainingSide(**side))
+    with open_probe(workload, inspect_machine(), isolation, None) as opened:
+        return opened.warmup
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("isolation", ["process", "inline"])
+def test_a_loop_body_over_an_optimizer_of_its_own_trains_a_copy(isolation: str) -> None:
+    # GIVEN a step that reaches its optimizer by a closure
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+    # WHEN the probe warms it up THEN it is known to step by itself, and the model here is as it was
+    warmup = warm(ROWS, isolation, model=model, train_step=lambda model, batch: whole_loop(model, optimizer, batch))
+    assert (warmup.step, warmup.notes) == ("train_step(model, batch)" + ITSELF, ())
+    assert torch.equal(model.weight, before)
+    assert not optimizer.state
+
+
+@pytest.mark.process
+def test_the_result_says_that_nothing_was_trained() -> None:
+    model = linear()
+    result = tune(
+        ROWS,
+        model,
+        batch_size=8,
+        train_step=lambda model, batch: returns_item(model, None, batch),
+        optimizer=torch.optim.Adam,
+        budget=2,
+        max_trials=1,
+        isolation="inline",
+        reuse=False,
+        progress=False,
+    )
+    assert any("forward only: nothing is trained" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [[torch.rand(3 + i) for i in range(8)], [[1] * (i + 1) for i in range(8)], [object() for _ in range(8)]],
+    ids=["shapes", "lengths", "types"],
+)
+def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"\(pass collate_fn=, or the loader that your library makes: tune\(loader"):
+        warm(dataset, "inline", model=linear())
+
+
+def test_the_line_to_pass_survives_a_long_error() -> None:
+    class Fails(Parts):
+        def forward(self, image: torch.Tensor) -> Any:
+            raise RuntimeError("shapes do not match " * 100)
+
+    rows = [{"an_image_of_it": torch.rand(IN), "label": i % CLASSES, "source": str(i)} for i in range(16)]
+    line = (
+        r"pass train_step=lambda model, batch: cross_entropy\(model\(batch\['an_image_of_it'\]\), batch\['label'\]\)\n"
+    )
+    with pytest.raises(WorkloadError, match=line):
+        warm(rows, "inline", model=Fails(None))
