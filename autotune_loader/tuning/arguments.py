@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, is_iterable_dataset
@@ -28,6 +28,8 @@ LOADER_ARGUMENTS = (
     "in_order",
     "pin_memory_device",
 )
+LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "generator", "drop_last")
+"""What `tune()` takes over into a DataLoader as it is."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -53,37 +55,42 @@ def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_A
     return answering
 
 
-def make_workload(
-    dataset_or_loader: Any,
-    model: Any,
-    *,
-    batch_size: int | None,
-    loss_fn: Callable[..., Any] | None,
-    train_step: Callable[[Any, Any], Any] | None,
-    optimizer: Any,
-    device: str | torch.device,
-    collate_fn: Callable[[Any], Any] | None,
-    sampler: Any,
-    batch_sampler: Any,
-    worker_init_fn: Callable[[int], None] | None,
-    generator: torch.Generator | None,
-    drop_last: bool | None,
-) -> tuple[Workload, list[str]]:
+def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tuple[Workload, list[str]]:
     """The workload and what the user should be told about how the arguments were read.
+
+    Args:
+        dataset_or_loader: as in `tune()`, like `model`.
+        model: what the step trains.
+        **given: what else `tune()` takes of the workload: `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`,
+            `device`) and the loader's parts (`LOADER_PARTS`); None, or nothing, where it is not given.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
     """
     _check_order(dataset_or_loader, model)
-    callables = {
-        "loss_fn": loss_fn,
-        "train_step": train_step,
-        "collate_fn": collate_fn,
-        "worker_init_fn": worker_init_fn,
-    }
-    for name, value in callables.items():
+    parts = {name: given.get(name) for name in LOADER_PARTS}
+    batch_size = given.get("batch_size")
+    require_count("batch_size", batch_size, minimum=1)
+    for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
+        value = given.get(name)
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is not callable; {name}=None would work")
+    training = _training(model, given)
+    if _is_loader(dataset_or_loader):
+        data, notes = _data_of_loader(dataset_or_loader, batch_size, parts)
+        workload = Workload(data=data, training=training, own_config=LoaderConfig.from_loader(dataset_or_loader))
+    else:
+        data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
+        workload = Workload(data=data, training=training)
+    notes += _check_epoch(data)
+    if training.compiled:
+        notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
+    return workload, notes
+
+
+def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
+    """The training step, of what was given for it."""
+    train_step, optimizer, loss_fn = (given.get(name) for name in ("train_step", "optimizer", "loss_fn"))
     _check_model(model, train_step)
     if train_step is not None and not _takes(train_step, 2):
         raise TypeError(
@@ -95,36 +102,14 @@ def make_workload(
             f"optimizer={optimizer!r} has no step() and makes no optimizer; "
             "optimizer=torch.optim.AdamW, or one over the model's parameters, would work"
         )
-    if isinstance(loss_fn, type):
-        loss_fn = _loss_of(loss_fn)
-    require_count("batch_size", batch_size, minimum=1)
-    parts = {
-        "collate_fn": collate_fn,
-        "sampler": sampler,
-        "batch_sampler": batch_sampler,
-        "worker_init_fn": worker_init_fn,
-        "generator": generator,
-        "drop_last": drop_last,
-    }
-    compiled = _compiled_parts(model)
-    training = TrainingSide(
+    return TrainingSide(
         model=model,
         train_step=train_step,
-        loss_fn=loss_fn,
+        loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
-        device=_device_name(device, model),
-        compiled=compiled,
+        device=_device_name(given.get("device") or "auto", model),
+        compiled=_compiled_parts(model),
     )
-    if _is_loader(dataset_or_loader):
-        data, notes = _data_of_loader(dataset_or_loader, batch_size, parts)
-        workload = Workload(data=data, training=training, own_config=LoaderConfig.from_loader(dataset_or_loader))
-    else:
-        data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
-        workload = Workload(data=data, training=training)
-    notes += _check_epoch(data)
-    if compiled:
-        notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
-    return workload, notes
 
 
 def _check_order(dataset: Any, model: Any) -> None:

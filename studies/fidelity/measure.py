@@ -27,15 +27,8 @@ def workload_of(study: StudyWorkload) -> Workload:
         study.dataset,
         study.model,
         batch_size=study.batch_size,
-        loss_fn=None,
         train_step=study.train_step,
-        optimizer=None,
         device="cpu",
-        collate_fn=None,
-        sampler=None,
-        batch_sampler=None,
-        worker_init_fn=None,
-        generator=None,
         drop_last=True,
     )
     return workload

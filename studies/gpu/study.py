@@ -154,17 +154,7 @@ def _tuned(loop: Loop, effort: Effort) -> TuningResult:
 
 def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     """Seconds until the probe is warm, seconds from then until it is known whether the step binds, and the answer."""
-    options = dict.fromkeys(("loss_fn", "optimizer", "collate_fn", "sampler", "batch_sampler", "worker_init_fn"))
-    workload, _ = make_workload(
-        _loader(loop),
-        loop.model,
-        batch_size=None,
-        train_step=loop.job.train_step,
-        device=loop.device,
-        generator=None,
-        drop_last=None,
-        **options,
-    )
+    workload, _ = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
     machine = inspect_machine()
     pinned = loop.device.type == "cuda"
     begun = time.monotonic()
