@@ -15,13 +15,11 @@ import numpy as np
 
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.plain_rule import plain_rule_of
-from autotune_loader.decision.posterior import Posterior, consumer_bound, prior_covariance
+from autotune_loader.decision.posterior import Posterior, prior_covariance
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
-from autotune_loader.twin.prediction import Prediction
-from autotune_loader.twin.queue import Floats
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 
@@ -126,40 +124,25 @@ class Beliefs:
         before = self._prior(configs, twin)
         where = {config: index for index, config in enumerate(configs)}
         seen = [each for each in seen if each.log_rate > -np.inf]
-        counts = [(each.key, each.measurement.samples_per_s.count) for each in seen if each.measurement is not None]
         rates = (
             [where[each.key] for each in seen],
             [each.log_rate for each in seen],
-            [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
+            [_variance(each, twin) for each in seen],
         )
-        return before.without_flattered_queues().scaled(*rates).updated(*rates)
+        return before.scaled(*rates).updated(*rates)
 
     def _prior(self, configs: Sequence[LoaderConfig], twin: Twin) -> Posterior:
         """What the twin says of these configurations, before their own rates correct it."""
         predictions = twin.predict_all(configs)
         rates = [prediction.samples_per_s.value for prediction in predictions]
         use = [prediction.consumer_use for prediction in predictions]
-        cores = None if self._shares_cores() else self.context.usable_cores
         return Posterior(
             configs=tuple(configs),
             mean=np.log(np.maximum(rates, 1e-12)),
-            covariance=prior_covariance(
-                configs, self.context.consumer_cores, self._bound_by_consumer(predictions, twin)
-            ),
+            covariance=prior_covariance(configs, self.context.consumer_cores),
             noise_sd=twin.calibration.noise_sd,
-            sufficiency=Sufficiency.of(configs, twin.observations, use, cores=cores),
+            sufficiency=Sufficiency.of(configs, twin.observations, use),
         )
-
-    def _bound_by_consumer(self, predictions: Sequence[Prediction], twin: Twin) -> Floats:
-        """How far the consumer sets each rate; not at all where it shares the cores with the workers, who slow it down."""
-        if self._shares_cores():
-            return np.zeros(len(predictions))
-        headroom = [prediction.headroom for prediction in predictions]
-        return consumer_bound(headroom, [prediction.consumer_use for prediction in predictions], twin.variation)
-
-    def _shares_cores(self) -> bool:
-        """Whether the step computes on the cores of the workers, who slow it down."""
-        return self.context.consumer_cores > CORES_OF_A_SERIAL_STEP
 
 
 def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext, seed: int = 0) -> Twin | None:
@@ -180,10 +163,9 @@ def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: Twin
     )
 
 
-def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
+def _variance(evidence: Evidence, twin: Twin) -> float:
     """Of `log_rate`: what its own batches say, slow batches that it did not see, noise between bursts, neighbours."""
     burst = evidence.measurement
     assert burst is not None
     tails = twin.calibration.contention.variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
-    own = max(evidence.own_sd**2, tails) + scatter**2
-    return float(own + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)
+    return float(max(evidence.own_sd**2, tails) + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)

@@ -84,8 +84,6 @@ class Ask:
     kind: Kind = "steady"
     group: int = 0
     """Observations of one group read the same samples."""
-    predicted: float | None = None
-    """Samples/s that the twin expects, so that a disturbed observation is recognised; None where nothing is expected."""
 
 
 class EvidenceSource(Protocol):

@@ -21,8 +21,6 @@ from autotune_loader.values.config import LoaderConfig
 CEILING_SHARE = 0.98
 """The ceiling is reached when the rates of `CEILING_TRIALS` trials come this close to it; one alone may have been lucky."""
 CEILING_TRIALS = 2
-EXPLORE_EVERY = 6
-"""After this many suggestions of ours the sampler proposes one, so that a wrong twin cannot trap the search."""
 MOST_REPEATS = 20
 """A sampler that repeats itself so often in a row has nothing new to say."""
 
@@ -69,8 +67,6 @@ class Goal:
     """Whether beliefs propose; otherwise the sampler does."""
     may_refine: bool = True
     """Whether there is time for more than what it begins with."""
-    turns: int = 0
-    """How often beliefs or the sampler have proposed so far."""
     repeats: int = 0
     """How often in a row the sampler has proposed what was observed before."""
     ceiling: float | None = None
@@ -95,7 +91,7 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
     rule = beliefs.plain_rule() if goal.by_belief else None
     if rule is not None and rule not in keys:
         return Explore(config=rule)
-    if not goal.by_belief or goal.turns % (EXPLORE_EVERY + 1) == EXPLORE_EVERY:
+    if not goal.by_belief:
         return Explore(config=None)
     posterior = beliefs.posterior()
     config = None if posterior is None else suggest(posterior, beliefs.space, keys, goal.tolerance)

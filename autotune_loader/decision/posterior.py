@@ -23,19 +23,8 @@ MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
 LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
-LEAST_HEADROOM = 1.2
-"""This many times what the consumer takes must workers be able to deliver before the consumer is held for what binds."""
-HEADROOM_SD = 0.15
-"""Relative error of that headroom where service times do not vary."""
-USE_POWER = 10.0
-"""A consumer that works 95 % of the time binds to 60 %: workers that deliver in waves still make it wait."""
 UNMODELLED_SD = 0.1
 """Relative error of a single burst of a configuration that the twin knows nothing of."""
-MODEL_SCALES = (1.0, 2.0, 4.0)
-"""How many times `MODEL_SD` the twin may err; the bursts show which."""
-TAIL_FREEDOM = 4.0
-"""Degrees of freedom of Student's t, as which bursts scatter: one that something disturbed must not move everything."""
-REWEIGHTINGS = 4
 SAFE = 0.9
 """A choice is safe when it is within tolerance of the best with this probability."""
 CHEAPNESS_SHARE = 0.2
@@ -45,6 +34,8 @@ REFUTED = 3.0
 DEPTH_REFUTED = 1.5
 """A shallow queue that is faster than a deeper one by this many shows that this one slows the workers, as large batches do. It
 takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
+MODEL_SCALES = (1.0, 2.0, 4.0)
+"""How many times `MODEL_SD` the twin may err; the bursts show which."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
 JITTER = 1e-7
@@ -96,7 +87,7 @@ class Posterior:
         )
 
     def updated(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
-        """The belief after bursts of the configurations at these positions; disturbed bursts count less.
+        """The belief after bursts of the configurations at these positions.
 
         Args:
             seen: positions in `configs`, one per burst.
@@ -105,29 +96,12 @@ class Posterior:
         """
         if not seen:
             return self
-        where, values, noise = np.array(seen), np.array(logs), np.array(variances)
-        weights = np.ones(len(values))
+        where, values = np.array(seen), np.array(logs)
         cross = self.covariance[:, where]
-        mean, gain = self.mean, cross
-        for _ in range(REWEIGHTINGS):
-            within = self.covariance[np.ix_(where, where)] + np.diag(noise / weights)
-            gain = np.linalg.solve(within, cross.T).T
-            mean = self.mean + gain @ (values - self.mean[where])
-            squared = (values - mean[where]) ** 2 / noise
-            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + squared)
-        covariance = self.covariance - gain @ cross.T
-        return self._revised(mean, covariance)
-
-    def without_flattered_queues(self) -> Posterior:
-        """The same belief, in which no shallow queue is expected to be faster than a deeper one.
-
-        Where workers contend and a shallow queue makes them wait, the twin's load and rate do not settle, which flatters it.
-        """
-        mean = self.mean.copy()
-        for group in self._by_depth():
-            for deep, shallow in pairwise(reversed(group)):
-                mean[shallow] = min(mean[shallow], mean[deep])
-        return self._revised(mean, self.covariance)
+        within = self.covariance[np.ix_(where, where)] + np.diag(np.array(variances))
+        gain = np.linalg.solve(within, cross.T).T
+        mean = self.mean + gain @ (values - self.mean[where])
+        return replace(self, mean=mean, covariance=self.covariance - gain @ cross.T, drawn=None, sufficient=None)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
         """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
@@ -141,11 +115,7 @@ class Posterior:
             _, determinant = np.linalg.slogdet(within)
             scores.append(-0.5 * (off @ np.linalg.solve(within, off) + determinant + math.log(scale) ** 2))
         scale = MODEL_SCALES[int(np.argmax(scores))]
-        return self._revised(self.mean, scale**2 * self.covariance)
-
-    def _revised(self, mean: Floats, covariance: Floats) -> Posterior:
-        """Another belief about the same configurations; what was drawn from this one says nothing of it."""
-        return replace(self, mean=mean, covariance=covariance, drawn=None, sufficient=None)
+        return replace(self, covariance=scale**2 * self.covariance, drawn=None, sufficient=None)
 
     def sd(self) -> Floats:
         """Posterior standard deviation of each logarithm."""
@@ -207,10 +177,6 @@ class Posterior:
             return False
         return self.sufficiency.is_as_fast(index, other, tolerance)
 
-    def is_starving(self, index: int, other: int, tolerance: float) -> bool:
-        """Whether it was seen that the workers at `index` are too few, and `other` differs by having more."""
-        return self.sufficiency is not None and self.sufficiency.is_starving(index, other, tolerance)
-
     def _by_depth(self) -> list[list[int]]:
         """Positions of the configurations that differ in prefetch alone, the shallow before the deep."""
         groups: dict[LoaderConfig, list[int]] = {}
@@ -254,38 +220,17 @@ class Posterior:
         return gain
 
 
-def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float, bound: Floats) -> Floats:
-    """Covariance of the twin's errors in the logarithm of the rate.
-
-    Whatever the twin gets wrong of a consumer, it gets wrong for all configurations that wait for it: they are equally fast.
+def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:
+    """Covariance of the twin's errors in the logarithm of the rate: similar configurations share them.
 
     Args:
         configs: the configurations.
         default_threads: threads of the step where `consumer_threads` does not set them.
-        bound: how far the consumer sets the rate of each, from 0 to 1, as `consumer_bound` says.
     """
     points = _features(configs, default_threads)
     distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
-    supply = np.exp(-0.5 * distance.sum(axis=2))
-    consumer = np.exp(-0.5 * distance[:, :, 2:].sum(axis=2))
-    covariance: Floats = MODEL_SD**2 * (np.outer(1 - bound, 1 - bound) * supply + np.outer(bound, bound) * consumer)
+    covariance: Floats = MODEL_SD**2 * np.exp(-0.5 * distance.sum(axis=2))
     return covariance
-
-
-def consumer_bound(headroom: Sequence[float], use: Sequence[float], variation: float) -> Floats:
-    """How far the consumer sets the rate of each configuration: from 0, the workers alone do, to 1, it alone does.
-
-    Args:
-        headroom: how many times what the consumer takes the workers could deliver.
-        use: share of the time in which the consumer works.
-        variation: of the workers' service times (standard deviation over mean). The more these vary, the less a few bursts
-            know of their mean, and the more workers it takes to be sure.
-    """
-    spread = math.hypot(HEADROOM_SD, variation)
-    excess = [math.log(max(times, 1e-9) / LEAST_HEADROOM) / spread for times in headroom]
-    sure = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in excess])
-    bound: Floats = sure * np.array(use) ** USE_POWER
-    return bound
 
 
 def _features(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:

@@ -46,18 +46,12 @@ LEAST_NOISE = 0.003
 CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1
-"""Besides the incumbent this many run in a round; more only where several were faster in their few rounds."""
-LONGER_PATIENCE = 2.0
-"""Patience lasts this many times longer while the rounds do not agree with the incumbent."""
-DOUBTFUL_PATIENCE, DOUBTFUL_SHARE = 3.5, 0.25
-"""And this many times while the incumbent is expected to lose more than this share of the tolerance: of 58 wrong choices on
-1,500 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
-SPEEDUP_PRECISION = 0.25
-"""Rounds agree with the incumbent only where its speed-up is known this well, relatively."""
+"""Besides the incumbent this many run in a round."""
+DOUBTFUL_SHARE = 0.25
+"""A choice is in doubt while it is expected to lose more than this share of the tolerance: of 58 wrong choices on 1,500
+simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
-PATIENT_ROUNDS = 5
-"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -75,11 +69,7 @@ class RaceRules:
     cost: Callable[[LoaderConfig], tuple[float, ...]]
     """What a configuration costs, compared as tuples are."""
     patience_s: float
-    """Seconds after which open questions are left open, once there were `PATIENT_ROUNDS`."""
-    reserve_s: float = 0.0
-    """Seconds of the budget that patience leaves; only the first `PATIENT_ROUNDS` may use them."""
-    ceiling: float | None = None
-    """Samples/s that no configuration can exceed, where that is known: within tolerance of it is fast enough."""
+    """Seconds after which open questions are left open, once there were `MIN_ROUNDS`."""
     noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone."""
 
@@ -187,11 +177,8 @@ class Race:
             return active
         new = [config for config in active if not _rates(usable, config)]
         others = [config for config in active if config not in (incumbent, self.baseline)]
-        # A candidate that looks faster runs on: where belief favours another, few rounds must not be the last.
-        rivals = [config for config in others if self._needs_more_rounds(config, incumbent)]
-        if not rivals:
-            unanswered = [config for config in others if not self._is_answered(config, incumbent)]
-            rivals = sorted(unanswered, key=lambda config: -sum(self._ratio(config, incumbent)))[:RIVALS]
+        unanswered = [config for config in others if not self._is_answered(config, incumbent)]
+        rivals = sorted(unanswered, key=lambda config: -sum(self._ratio(config, incumbent)))[:RIVALS]
         wanted = {incumbent, *new, *rivals}
         if self.baseline in active and not self._is_baseline_known(incumbent):
             wanted.add(self.baseline)
@@ -205,19 +192,12 @@ class Race:
         loss = known.regret_samples()[:, known.configs.index(incumbent.key())].mean()
         return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
 
-    def patience_s(self) -> float:
-        """Seconds that rounds may go on in all: longer where they contradict the choice, or where it is in doubt."""
-        if self.rounds and self.is_in_doubt():
-            return DOUBTFUL_PATIENCE * self.rules.patience_s
-        return (1.0 if self._rounds_agree() else LONGER_PATIENCE) * self.rules.patience_s
-
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
-        incumbent = self.incumbent(LEAST_OF_WINNER)
-        if incumbent is None:
+        winner = self.incumbent(LEAST_OF_WINNER)
+        if winner is None:
             return None
-        winner = self._cheapest_unbeaten(incumbent)
         rates = _rates(usable.rounds, winner)
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
@@ -269,57 +249,12 @@ class Race:
         faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
         return slower > CERTAIN or slower + faster < 1 - CERTAIN
 
-    def _needs_more_rounds(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
-        """Whether a candidate was faster in its rounds, and these are too few to prove it."""
-        logs = log_ratios(self.usable(), config, incumbent)
-        return len(logs) < MIN_ROUNDS and _look_faster(logs, self.rules.tolerance)
-
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)
         if len(logs) < MIN_ROUNDS:
             return False
         ratio = mean_interval(logs)
         return (ratio.high - ratio.low) / 2 < BASELINE_PRECISION and ratio.high < -2 * self.rules.tolerance
-
-    def _rounds_agree(self) -> bool:
-        """Whether the rounds alone agree with the choice: nothing was faster, the baseline slower by a known amount."""
-        usable, incumbent = self.usable(), self.incumbent()
-        if incumbent is None:
-            return False
-        for config in self.active():
-            logs = log_ratios(usable, config, incumbent)
-            looks_faster = config != incumbent and len(logs) > 1 and _look_faster(logs, self.rules.tolerance)
-            if looks_faster and not self._is_as_fast(incumbent, config):
-                return False
-        if incumbent == self.baseline:
-            return True
-        over_base = log_ratios(usable, incumbent, self.baseline)
-        speedup = mean_interval(over_base) if len(over_base) > 1 else None
-        return speedup is not None and speedup.low > 0 and speedup.high - speedup.value < SPEEDUP_PRECISION
-
-    def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
-        """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps.
-
-        Where its workers were seen to be too few the rounds must prove it: slow batches may have been few in most of them.
-        A candidate as near the ceiling as the tolerance allows need not be as fast: there is nothing to gain.
-        """
-        usable, floor = self.usable(), math.log(1 - self.rules.tolerance)
-        belief = self._belief(self.configs)
-
-        def is_unbeaten(config: LoaderConfig) -> bool:
-            logs = log_ratios(usable, config, incumbent)
-            is_proved = len(logs) >= MIN_ROUNDS and mean_interval(logs).low >= floor
-            one, two = self.configs.index(config), self.configs.index(incumbent)
-            if belief.is_starving(one, two, self.rules.tolerance) and not is_proved:
-                return False
-            if len(logs) >= MIN_ROUNDS and median(logs) >= 0:
-                return True
-            if self.rules.ceiling is None or len(logs) < LEAST_OF_WINNER:
-                return False
-            return min(math.log(fmean(_rates(usable, config)) / self.rules.ceiling), fmean(logs)) >= floor
-
-        unbeaten = [config for config in self.active() if config != incumbent and is_unbeaten(config)]
-        return min([incumbent, *unbeaten], key=self.rules.cost)
 
 
 def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float) -> bool:
@@ -330,8 +265,7 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
     if seconds_left < round_s or is_decided:
         return False
-    is_patient = round_s <= min(race.patience_s() - race.spent_s, seconds_left - race.rules.reserve_s)
-    return is_patient or len(race.rounds) < PATIENT_ROUNDS
+    return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < MIN_ROUNDS
 
 
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:

@@ -1,13 +1,12 @@
 """Evidence from short bursts of real training: how long each is, which are run again, and what they say.
 
-search     one burst; a second where the first was much slower than expected: disturbances only slow down
+search     one burst; a second where the first failed and may well work the next time
 compare    one burst over the samples of the round; from full queues where workers would compute more than in training
 epoch      whole epochs, with start-up and the gaps between
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,10 +29,6 @@ from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
 
-SUSPICIOUS_SLOWDOWN = 0.15
-"""A burst this much slower than predicted (as a log-ratio) is run again before it is believed."""
-STEP_RESOLUTION_S = 0.0005
-"""Steps shorter than this differ by scheduling alone."""
 ROUND_SEEDS = 1_000
 """Rounds read other samples than the bursts of the search: fresh samples as well as fresh bursts."""
 
@@ -71,7 +66,7 @@ class BurstSource:
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
         if ask.phase == "search":
-            outcome = self._confirmed(config, ask)
+            outcome = self._searched(config, ask)
         elif ask.kind == "epoch":
             outcome = self._whole_epochs(config, ask)
         else:
@@ -90,36 +85,12 @@ class BurstSource:
         """The step on one cached batch again and again: the rate that no loader can exceed."""
         return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
 
-    def _confirmed(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
-        """A burst; a suspiciously slow one is run again, and the faster of the two believed."""
-        first = self._searched(config, ask)
-        if isinstance(first, Failure) or not self._looks_disturbed(config, first, ask.predicted):
-            return first
-        second = self._searched(config, ask)
-        if isinstance(second, Failure):
-            return first
-        return max(first, second, key=lambda measurement: measurement.samples_per_s.value)
-
     def _searched(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group))
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
             outcome = self._probe.burst(config, plan)
         return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
-
-    def _looks_disturbed(self, config: LoaderConfig, measured: Measurement, predicted: float | None) -> bool:
-        """Whether a burst is so much slower than expected that it was disturbed, or the twin is wrong.
-
-        What is faster than expected was not disturbed. Without workers nothing shares the cores with the step, so there it is
-        compared with itself on a cached batch.
-        """
-        undisturbed_s = self.context.step_s_by_threads.get(config.consumer_threads)
-        if config.batch_size is not None:  # another step, on other batches
-            return False
-        if config.num_workers == 0 and undisturbed_s:
-            return measured.step_s > undisturbed_s * math.exp(SUSPICIOUS_SLOWDOWN) + STEP_RESOLUTION_S
-        rate = measured.samples_per_s.value
-        return predicted is not None and 0 < rate < predicted * math.exp(-SUSPICIOUS_SLOWDOWN)
 
     def _from_full_queues(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """One burst; a second where the first shows that it, and all later ones, must begin with full queues."""

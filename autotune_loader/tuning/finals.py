@@ -17,7 +17,6 @@ from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import (
     FINALS_PATIENCE_S,
-    RESERVE_SHARE,
     EpochLength,
     as_trained,
     with_fewer_rounds,
@@ -80,7 +79,6 @@ class Finals:
             return []
         space = self._beliefs.space
         chosen = [*faster_variants(self._state.trials, space, tolerance), *shortlist(known, space, tolerance)]
-        chosen += self._fastest_burst()
         rule = self._beliefs.plain_rule()
         chosen += [rule] if rule is not None else []
         if whole:
@@ -91,23 +89,11 @@ class Finals:
             chosen.pop()
         return chosen
 
-    def _fastest_burst(self) -> list[LoaderConfig]:
-        """The fastest trial, believed or not, where the twin errs most: a step with threads of its own, or none at all."""
-        fastest, space = self._state.fastest(), self._beliefs.space
-        if fastest is None or not space.is_modelled(fastest.config):
-            return []
-        return [fastest.config] if len(space.consumer_threads) > 1 or not self._job.has_step else []
-
     def _rules(self, epoch: EpochLength | None) -> RaceRules:
-        ceiling = self._state.ceiling
-        # Epochs have gaps, and another batch size has another ceiling.
-        has_ceiling = epoch is None and not self._state.ceilings_by_batch
         return RaceRules(
             tolerance=self._options.tolerance,
             cost=lambda config: cost(config, self._beliefs.space),
             patience_s=FINALS_PATIENCE_S,
-            reserve_s=RESERVE_SHARE * self._options.budget_s if epoch is None else 0.0,
-            ceiling=ceiling.value if ceiling is not None and has_ceiling else None,
             noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
         )
 

@@ -27,8 +27,6 @@ FINALS_SHARE = 0.5
 MUCH_FOR_EPOCHS = 0.4
 """Where rounds of whole epochs want more than this share, exploring ends with the initial design: a few more rounds of such
 slow epochs tell more than bursts of steady rates."""
-RESERVE_SHARE = 0.25
-"""Share of the budget that patience with open questions of steady rates leaves."""
 FINALS_PATIENCE_S = 7.0
 """Open questions are worth this many seconds of rounds, and some more where these do not agree with the choice."""
 VARIANTS_SHARE = 0.15

@@ -81,7 +81,7 @@ class TuningSession:
         self._clock = clock
         self._started = started
         self._listener = listener
-        self._turns = self._repeats = 0
+        self._repeats = 0
         context = job.context()
         self.state = SearchState(baseline=job.own_config or LoaderConfig(), context=context)
         self._beliefs = Beliefs(space, context, seed=options.seed)
@@ -174,11 +174,8 @@ class TuningSession:
             if isinstance(todo, Stop):
                 self.state.stop_reason = todo.reason
                 return
-            if todo.config in begin_with:
-                self._try(todo.config)
-            else:
-                self._turns += 1
-                self._try(None if todo.config is None else as_planned(todo.config, self._space))
+            is_ours = todo.config is None or todo.config in begin_with
+            self._try(todo.config if is_ours or todo.config is None else as_planned(todo.config, self._space))
 
     def _goal(self, begin_with: Sequence[LoaderConfig], grid: Sequence[LoaderConfig] | None) -> Goal:
         budget_s, variants_kept = self._options.budget_s, self._count_variants()
@@ -197,7 +194,6 @@ class TuningSession:
             elsewhere=self._study.passed_over(self._clock()),
             by_belief=self._options.search == "auto",
             may_refine=epochs_s <= budget_s * MUCH_FOR_EPOCHS,
-            turns=self._turns,
             repeats=self._repeats,
             ceiling=None if self.state.ceiling is None else self.state.ceiling.value,
         )
@@ -228,7 +224,7 @@ class TuningSession:
         outcome: Measurement | Failure | None = self._beliefs.feasible(config)
         if outcome is None:
             with self._study.abandoning(claim):
-                ask = Ask(phase="search", group=len(self.state.trials), predicted=predicted)
+                ask = Ask(phase="search", group=len(self.state.trials))
                 outcome = self._source.gather(config, ask).outcome
         return Trial(
             number=len(self.state.trials),

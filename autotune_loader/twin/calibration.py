@@ -16,7 +16,7 @@ import numpy as np
 from autotune_loader.twin.contention import BURST_SD, Contention, busy_beside, fit_contention
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.queue import BEST, DRAWS, Floats, Ints
-from autotune_loader.twin.smoothing import noise_sd, sampling_variance, smooth, smooth_by_kind
+from autotune_loader.twin.smoothing import noise_sd, sampling_variance, smooth_by_kind
 from autotune_loader.twin.stages import Columns, Load, Stages, starved_threads, step_share
 
 EXTRAPOLATION_SD = 0.2
@@ -196,7 +196,7 @@ def calibrate(
     return Calibration(
         contention=contention,
         noise_sd=noise,
-        service=Nodes.of(list(at_work), smooth(np.log(np.maximum(at_work, 1.0)), bends, noise**2 + sampling)),
+        service=Nodes.of(list(at_work), bends),
         step=Nodes.of(disturbances, step),
         step_by_threads=Nodes.of(threads, off[is_fitted]),
         step_is_parallel=step_is_parallel,

@@ -55,13 +55,6 @@ def noise_sd(load: Floats, deviations: Floats, sampling: Floats) -> float:
     return float(NOISE_SDS[int(np.argmax(prior + scores))])
 
 
-def smooth(load: Floats, values: Floats, noise: Floats) -> Floats:
-    """The values without what is noise: at these loads, with these variances; shape (loads, draws) in and out."""
-    prior = _prior(load)
-    smoothed: Floats = prior @ np.linalg.solve(prior + np.diag(noise), values)
-    return smoothed
-
-
 def smooth_by_kind(load: Floats, kinds: Floats, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
     """The curve through bursts of several kinds, and how far those of each kind lie off it, if they show that they do.
 

@@ -25,7 +25,7 @@ from autotune_loader.decision import acquisition, belief, policy, posterior, rac
 from autotune_loader.decision.race import Race
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.pipeline import throughput
-from autotune_loader.tuning import burst_source, finals, schedule
+from autotune_loader.tuning import burst_source, schedule
 from autotune_loader.twin import calibration, model, smoothing
 from studies.regret import PLAIN_RULE
 from studies.regret.machines import SMALL_TOO, oracle_of, random_machine, space_of
@@ -43,57 +43,32 @@ Off = tuple[Any, str, Any]
 
 RULES: dict[str, list[Off]] = {
     # search
-    "sampler's turns": [(policy, "EXPLORE_EVERY", 10**9)],
+    "begin with the plain rule": [(belief.Beliefs, "plain_rule", lambda self: None)],
     "stop at the ceiling": [(policy, "CEILING_TRIALS", 10**9)],
-    "slow bursts run again": [(burst_source, "SUSPICIOUS_SLOWDOWN", 100.0), (burst_source, "STEP_RESOLUTION_S", 1e9)],
     "a quarter of the cores in the design": [(acquisition, "LARGE_MACHINE", 10**9)],
     "windows of some rounds": [(schedule, "ROUNDS_PER_BURST", 0.0)],
-    "fastest burst races": [(finals.Finals, "_fastest_burst", lambda self: [])],
     "right-sized by cost": [(posterior, "CHEAPNESS_SHARE", 0.0), (posterior, "SAFE", 2.0)],
     # belief
-    "shallow queues not flattered": [(posterior.Posterior, "without_flattered_queues", lambda self: self)],
-    "error of the twin by bursts": [(posterior, "MODEL_SCALES", (1.0,))],
-    "consumer's common error": [(belief, "consumer_bound", lambda headroom, use, variation: np.zeros(len(use)))],
-    "sufficiency": [
-        (Sufficiency, "sufficient", lambda self: []),
-        (Sufficiency, "is_as_fast", lambda *_: False),
-        (Sufficiency, "is_starving", lambda *_: False),
-    ],
-    "sufficiency for the cores": [
-        (sufficiency, "free_share", lambda configs, *_: (np.ones(len(configs)), np.zeros(len(configs))))
-    ],
+    "sufficiency": [(Sufficiency, "sufficient", lambda self: []), (Sufficiency, "is_as_fast", lambda *_: False)],
     "slow receipts": [(sufficiency, "_slow_receipt", lambda bursts: 0.0)],
-    "waiting that was seen": [(sufficiency, "_waiting", lambda bursts, config: 1.0)],
     "refuting sufficiency": [(posterior, "REFUTED", math.inf)],
     "queues slowed by depth": [(posterior, "DEPTH_REFUTED", math.inf)],
-    "simulated scatter": [(model.Twin, "burst_scatter", lambda self, bursts: np.zeros(len(bursts)))],
-    "disturbed bursts count less": [(posterior, "REWEIGHTINGS", 1)],
+    "error of the twin by bursts": [(posterior, "MODEL_SCALES", (1.0,))],
     # race
-    "longer patience": [(race, "LONGER_PATIENCE", 1.0)],
-    "doubtful patience": [(race, "DOUBTFUL_PATIENCE", 1.0)],
     "admission": [(Race, "is_admitting", lambda self: False)],
-    "who looks faster runs on": [(Race, "_needs_more_rounds", lambda *_: False)],
     "full queues first": [(burst_source, "prefill_s", lambda *_: 0.0)],
     "rounds overrule belief": [(race, "_prove_faster", lambda *_: False)],
-    "cheapest unbeaten": [(Race, "_cheapest_unbeaten", lambda self, incumbent: incumbent)],
-    "starving must be refuted": [(posterior.Posterior, "is_starving", lambda *_: False)],
-    "five patient rounds": [(race, "PATIENT_ROUNDS", 3)],
-    "reserve of the budget": [(finals, "RESERVE_SHARE", 0.0)],
     # twin
     "cycles of workers": [(model, "whole_cycles", lambda observations: tuple(observations))],
-    "smoothing": [(calibration, "smooth", lambda load, values, noise: values)],
     "offsets by threads": [(smoothing, "OFFSET_EVIDENCE", math.inf)],
-    "bend through the bursts": [(calibration, "smooth", lambda load, values, noise: np.zeros_like(values))],
     "variation of who wants a core": [
-        (calibration, "busy_beside", lambda at_work, workers, _: np.maximum(at_work, 1.0))
+        (calibration, "busy_beside", lambda at_work, workers, _: np.maximum(at_work, 1.0)),
     ],
     # bursts
     "what is made beside what is consumed": [(throughput, "_pooled", lambda consumed, *_: consumed)],
     "batches that went into queues": [(throughput, "_stocked", lambda *_: 0.0)],
     "order that blocks": [(throughput, "BLOCKED", 0.0)],
 }
-
-
 TOGETHER = "+"
 """Several rules at once: their names with this between."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from autotune_loader.decision.belief import FAILURES_TO_STOP_GROWING, Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.policy import EXPLORE_EVERY, MOST_REPEATS, Explore, Goal, Stop, explore
+from autotune_loader.decision.policy import MOST_REPEATS, Explore, Goal, Stop, explore
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedSource
@@ -48,15 +48,20 @@ def test_what_others_observe_is_passed_over(beliefs: Beliefs) -> None:
     assert explore(beliefs, replace(GOAL, elsewhere={FIRST[0]})) == Explore(config=FIRST[1])
 
 
-def test_the_plain_rule_comes_next_and_then_the_sampler_now_and_then(beliefs: Beliefs) -> None:
+def test_the_plain_rule_comes_next(beliefs: Beliefs) -> None:
     observe(beliefs, *FIRST)
     rule = explore(beliefs, GOAL)
     assert isinstance(rule, Explore)
+    assert rule.config is not None
     assert rule.config == beliefs.plain_rule()
+    # AND what teaches most follows
     observe(beliefs, rule.config)
-    asked = [explore(beliefs, replace(GOAL, turns=turn)) for turn in range(2 * (EXPLORE_EVERY + 1))]
-    of_sampler = [turn for turn, todo in enumerate(asked) if todo == Explore(config=None)]
-    assert of_sampler == [EXPLORE_EVERY, 2 * EXPLORE_EVERY + 1]
+    assert explore(beliefs, GOAL) != rule
+
+
+def test_without_belief_the_sampler_proposes(beliefs: Beliefs) -> None:
+    observe(beliefs, *FIRST)
+    assert explore(beliefs, replace(GOAL, by_belief=False)) == Explore(config=None)
 
 
 @pytest.mark.parametrize(

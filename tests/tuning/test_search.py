@@ -290,18 +290,6 @@ def test_a_step_that_binds_gets_few_workers_however_noisy_the_machine(seed):
     assert 1 < found.finals.winner.num_workers <= 5
 
 
-def test_where_the_twin_errs_most_the_fastest_burst_is_in_the_finals():
-    # GIVEN a step whose threads are a knob
-    machine = SimulatedMachine(
-        cores=8, cpu_s=0.02, step_s=0.012, step_cores=8.0, step_s_by_threads={4: 0.016, 8: 0.012}, noise_sd=0.05
-    )
-    for seed in range(5):
-        # WHEN it is tuned THEN the fastest trial runs in the finals, whatever the twin believes
-        found, _, _ = run_on(machine, seed=seed, space=space_of(machine, consumer_threads=(None, 4)))
-        raced = {replace(config, persistent_workers=False) for config in found.finals.configs}
-        assert replace(found.fastest().config, persistent_workers=False) in raced
-
-
 @pytest.mark.parametrize("kind", ["oom_killed", "memory_guard", "shared_memory", "out_of_memory", "descriptors"])
 def test_the_search_stops_growing_after_failures_for_lack_of_resources(kind):
     # GIVEN a machine with room for three workers out of many
@@ -361,20 +349,6 @@ class OnceDistorted(SimulatedProbe):
         rate = outcome.samples_per_s
         distorted = replace(rate, value=rate.value * factor, low=rate.low * factor, high=rate.high * factor)
         return replace(outcome, samples_per_s=distorted)
-
-
-@pytest.mark.parametrize(("factor", "bursts"), [(0.6, 2), (1.0, 1), (1.6, 1)])
-def test_a_suspiciously_slow_burst_is_repeated_and_the_faster_believed(factor, bursts):
-    # GIVEN a burst that reads too slow, right, or too fast
-    probe, log = OnceDistorted(FAST_STEP, FAST_STEP.cores, factor), Log()
-    # WHEN the machine is searched as far as the scout that it is of
-    found, _, _ = run_on(FAST_STEP, probe=probe, own=None, max_trials=3, listener=log)
-    # THEN only the slow one is run again, as nothing makes a burst faster, and nobody believes it
-    scout = found.trials[-1]
-    raced = sum(len(rates) for _, rates, _ in log.rounds)
-    assert scout.config.num_workers == FAST_STEP.cores
-    assert len(probe.bursts) - raced == len(found.trials) - 1 + bursts
-    assert scout.samples_per_s > 0.8 * probe.truth(scout.config)
 
 
 def test_bursts_too_short_for_an_interval_are_believed_all_the_same():

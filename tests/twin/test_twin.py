@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
-from autotune_loader.decision.posterior import consumer_bound, prior_covariance
 from autotune_loader.decision.space import Space
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.queue import Times
-from autotune_loader.twin.smoothing import smooth, smooth_by_kind
+from autotune_loader.twin.smoothing import smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -498,7 +497,7 @@ def test_kinds_that_do_not_differ_have_no_offset():
     values = np.array([[0.1, 0.11, 0.1, 0.12]]).T
     curve, offsets = smooth_by_kind(load, np.array([1.0, 1.0, 2.0, np.nan]), values, noise)
     assert not offsets.any()
-    assert curve == pytest.approx(smooth(load, values, noise))
+    assert curve == pytest.approx(smooth_by_kind(load, np.full(4, np.nan), values, noise)[0])
 
 
 def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():
@@ -513,25 +512,6 @@ def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():
     for values in (fit.alpha, fit.beta, np.log(fit.cpu_s)):
         error = values[1:].std() / np.sqrt(len(values) - 1)
         assert abs(values[0] - values[1:].mean()) <= 4 * error + 1e-9
-
-
-def test_who_waits_for_the_same_step_shares_its_error():
-    # GIVEN a step that two workers keep busy
-    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05)
-    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
-    seen = [LoaderConfig(), *(LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16))]
-    twin = Twin.fit([Observation.from_measurement(config, probe.burst(config, plan)) for config in seen], cores=16)
-    configs = [LoaderConfig(num_workers=workers, prefetch_factor=8) for workers in (1, 3, 16)]
-    # WHEN it is asked how far that step sets the rate of one, three and sixteen workers
-    predictions = twin.predict_all(configs)
-    bound = consumer_bound([p.headroom for p in predictions], [p.consumer_use for p in predictions], twin.variation)
-    # THEN not of one, and of three as of sixteen
-    assert bound[0] < 0.1
-    assert min(bound[1:]) > 0.8
-    # THEN these two are known to be equally fast, and the one may be slower by more than the twin's usual error
-    covariance = prior_covariance(configs, 1.0, bound)
-    ratio_sd = np.sqrt(covariance[1, 1] + covariance[2, 2] - 2 * covariance[1, 2])
-    assert ratio_sd < 0.2 * np.sqrt(covariance[0, 0])
 
 
 @pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
@@ -549,36 +529,6 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
 
 
 RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
-
-
-@pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
-def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(workers, is_wide):
-    # GIVEN a twin that knows one batch in 33 to take five times as long
-    scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
-    plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
-    known = SimulatedProbe(RARELY_SLOW, StubClock()).burst(scout, plan)
-    twin = Twin.fit([Observation.from_measurement(scout, known)], cores=16)
-    # AND short bursts that each read other batches
-    plans = [BurstPlan(max_s=0.4, min_s=0.4, seed=seed) for seed in range(24)]
-    rates = [SimulatedProbe(RARELY_SLOW, StubClock()).burst(config, plan).samples_per_s for plan in plans]
-    scatter = np.log([rate.value for rate in rates]).std()
-    # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
-    count = int(np.median([rate.count for rate in rates]))
-    predicted, of_longer, of_very_long = twin.burst_scatter([(config, n) for n in (count, 10 * count, 1000)])
-    assert (scatter > 0.2) == is_wide
-    assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
-    assert of_longer < 0.7 * predicted + 0.002
-    # AND very long ones, or without workers, tell of themselves
-    assert of_very_long == twin.burst_scatter([(LoaderConfig(), count)])[0] == 0.0
-
-
-def test_bursts_of_even_batches_need_no_simulated_scatter():
-    steady = replace(RARELY_SLOW, tail_share=0.0)
-    config = LoaderConfig(num_workers=8, prefetch_factor=2)
-    burst = SimulatedProbe(steady, StubClock()).burst(config, BurstPlan(max_s=1.0, min_s=1.0))
-    twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
-    assert list(twin.burst_scatter([(config, 40)])) == [0.0]
-    assert len(twin.burst_scatter([])) == 0
 
 
 def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():

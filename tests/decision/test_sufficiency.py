@@ -125,23 +125,6 @@ def test_a_burst_in_which_everything_was_quicker_shows_the_same_headroom():
     assert seen.log_headroom == pytest.approx(sufficiency(CONFIGS[:3], seen=[ENOUGH, MANY]).log_headroom)
 
 
-def test_a_loop_that_was_seen_not_to_wait_need_not_wait():
-    # GIVEN a twin that says that the loop waits 8 % of the time, and a burst of 5 workers in which it waited for 1 %
-    busy = replace(observed(ENOUGH), samples_per_s=8.0 * 0.99 / LOOP_S)
-    shallow, deep = replace(ENOUGH, prefetch_factor=2), replace(ENOUGH, prefetch_factor=16)
-    seen = Sufficiency.of((ENOUGH, shallow, deep), [busy], (0.92, 0.92, 0.92))
-    # THEN so it is with as deep a queue or a deeper one, and with a shallower one as the twin says
-    assert seen.least_loss == pytest.approx([0.01, 0.08, 0.01])
-    # THEN where rare slow batches may be missing the twin is believed
-    rough = [replace(busy, service_s=busy.service_s[:20], cpu_s=busy.cpu_s[:20]), observed(MANY, batches=20, slow=2)]
-    assert Sufficiency.of((ENOUGH,), rough, (0.92,)).least_loss == pytest.approx([0.08])
-    # THEN bursts of which only means are left, such as a resumed study's, say nothing either
-    means = {name: getattr(busy, name)[:1] for name in ("service_s", "cpu_s", "receive_s", "step_s")}
-    assert Sufficiency.of((ENOUGH,), [replace(busy, **means)], (0.92,)).least_loss == pytest.approx([0.08])
-    # THEN where the twin says less, too
-    assert Sufficiency.of((ENOUGH,), [busy], (0.995,)).least_loss == pytest.approx([0.005])
-
-
 def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
     # GIVEN 16 workers that are faster than 5, which seem to be enough, by far more than bursts scatter
     belief = known([50.0, 100.0, 130.0], sd=0.02)
@@ -150,53 +133,10 @@ def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
     assert belief.configs[belief.choice(costs, 0.02)[0]] == MANY
 
 
-def test_workers_that_compute_on_all_cores_are_enough_although_the_loop_waits():
-    # GIVEN 16 workers that are believed to be 5 % faster than 8, for which a loop of 1 ms waits, on 8 cores
-    few, eight, many = (LoaderConfig(num_workers=count, prefetch_factor=8) for count in (4, 8, 16))
-    quick = {"step_s": np.full(200, 0.0005)}
-    seen = [replace(observed(LoaderConfig(num_workers=1)), **quick), replace(observed(many), **quick)]
-    configs, use = (few, eight, many), (0.1, 0.2, 0.2)
-    full = Sufficiency.of(configs, seen, use, cores=8)
-    belief = Posterior(
-        configs=configs,
-        mean=np.log([50.0, 100.0, 105.0]),
-        covariance=0.05**2 * np.eye(3),
-        noise_sd=0.05,
-        sufficiency=full,
-    )
-    costs = [(float(config.num_workers),) for config in configs]
-    # THEN the 8 are chosen, and the 16 where the step computes on the same cores
-    assert full.free == pytest.approx([0.5, 0.0, 0.0])
-    assert configs[belief.choice(costs, 0.02)[0]] == eight
-    shared = replace(belief, sufficiency=Sufficiency.of(configs, seen, use))
-    assert configs[shared.choice(costs, 0.02)[0]] == many
-    # THEN workers that wait for half of their time leave cores free, and more of them take these
-    waiting = [replace(each, cpu_s=each.service_s / 2) for each in seen]
-    assert Sufficiency.of(configs, waiting, use, cores=8).free[1] > 0.3
-    # THEN so do workers whose batches take so different times that they wait for their turn
-    rough = [replace(each, service_s=np.tile([0.004, 0.076], 100)) for each in seen]
-    assert Sufficiency.of(configs, rough, use, cores=8).free[1] > 0.1
-    # THEN a rate beyond all luck refutes it
-    beaten = replace(belief, mean=np.log([50.0, 100.0, 130.0]), covariance=0.02**2 * np.eye(3))
-    assert configs[beaten.choice(costs, 0.02)[0]] == many
-
-
 def test_only_more_workers_of_the_same_kind_are_no_faster():
     threads = replace(MANY, consumer_threads=2)
     seen = sufficiency((TOO_FEW, ENOUGH, MANY, threads), seen=[ENOUGH], use=(0.5, 1.0, 1.0, 1.0))
     assert [seen.is_as_fast(1, other, 0.02) for other in range(4)] == [False, False, True, False]
-
-
-def test_a_shallow_queue_is_not_believed_to_be_faster_than_a_deep_one():
-    # GIVEN a twin that flatters a queue of one batch
-    shallow, middle = replace(MANY, prefetch_factor=1), replace(MANY, prefetch_factor=2)
-    belief = Posterior(
-        configs=(MANY, shallow, middle, ENOUGH), mean=np.log([90.0, 140.0, 80.0, 100.0]), covariance=1e-4 * np.eye(4),
-        noise_sd=0.05,
-    )  # fmt: skip
-    # THEN the deeper ones do not inherit what it was flattered by
-    assert np.exp(belief.without_flattered_queues().mean) == pytest.approx([90.0, 80.0, 80.0, 100.0])
-    assert belief.without_flattered_queues().regret_samples().mean(axis=0)[3] < 0.01
 
 
 @pytest.mark.parametrize(("rounds", "chosen"), [(0, 8), (6, 2)])
