@@ -16,16 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune_loader.report.advice.evidence import (
-    Evidence,
-    computing_share,
-    cores_limit,
-    hand_over_s,
-    predicted,
-    receive_s,
-    startup_share,
-    stopped_by_memory,
-)
+from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.results.loader_file import Binding, Verdict
 
@@ -66,18 +57,18 @@ def gain_words(gain: float) -> str:
 
 
 def _binding(evidence: Evidence) -> Binding:
-    if startup_share(evidence) > STARTUP_SHARE:
+    if evidence.startup_share() > STARTUP_SHARE:
         return "startup"
     if _at_ceiling(evidence):
         return "step"
     if evidence.ceiling is not None and evidence.measurement.wait_share < STEP_BINDS_WAIT_SHARE:
         # The loop never waits, yet the step runs slower than alone: because workers share its cores, or by chance.
         return "cpu" if not evidence.on_accelerator and _cores_busy(evidence) >= CORES_SHARED_SHARE else "step"
-    if stopped_by_memory(evidence) or shortage(evidence) is not None:
+    if evidence.stopped_by_memory() or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
         return _without_workers(evidence)
-    now = predicted(evidence, evidence.best) if evidence.best.pin_memory else None
+    now = evidence.predicted(evidence.best) if evidence.best.pin_memory else None
     if now is not None and now.binding == "pinning":
         return "pinning"
     if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
@@ -89,7 +80,7 @@ def _only_moves_bytes(evidence: Evidence) -> bool:
     """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
     measured = evidence.measurement
     moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, MOVING_BYTES_PER_S * measured.service_cpu_s)
-    return moves and computing_share(evidence) > COMPUTING_SHARE
+    return moves and evidence.computing_share() > COMPUTING_SHARE
 
 
 def _at_ceiling(evidence: Evidence) -> bool:
@@ -99,7 +90,7 @@ def _at_ceiling(evidence: Evidence) -> bool:
 
 def _without_workers(evidence: Evidence) -> Binding:
     """Why the training process fetches best by itself."""
-    measured, extra_s = evidence.measurement, hand_over_s(evidence)
+    measured, extra_s = evidence.measurement, evidence.hand_over_s()
     large = measured.batch_bytes >= LARGE_BATCH_BYTES
     if large and extra_s > HAND_OVER_SHARE * (extra_s + measured.service_s):
         return "transport"
@@ -114,10 +105,10 @@ def _cores_busy(evidence: Evidence) -> float:
 
 
 def _cpu_or_wait(evidence: Evidence) -> Binding:
-    limit = cores_limit(evidence)
+    limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.samples_per_s.value)
-    return "cpu" if full or computing_share(evidence) > COMPUTING_SHARE else "wait"
+    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
+    return "cpu" if full or evidence.computing_share() > COMPUTING_SHARE else "wait"
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
@@ -141,7 +132,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             f"Pinning binds: one thread copies {_mib(measured.batch_bytes)} a batch into page-locked memory; {waits}{more}."
         ),
         "memory": lambda: f"Memory binds: {_memory_words(evidence)}; {waits}{more}.",
-        "startup": lambda: f"Worker start-up binds: it takes {startup_share(evidence):.0%} of an epoch.",
+        "startup": lambda: f"Worker start-up binds: it takes {evidence.startup_share():.0%} of an epoch.",
         "in_memory": lambda: (
             f"The data is in memory: fetching a batch takes {_ms(measured.service_s)}, less than handing it over from a "
             "worker would cost, so no worker is needed."
@@ -179,7 +170,7 @@ def _hand_over_words(evidence: Evidence) -> str:
     if evidence.best.num_workers == 0:
         return (
             f"fetching {_mib(measured.batch_bytes)} takes {_ms(measured.service_s)} here, and handing it over from a "
-            f"worker would cost another {_ms(hand_over_s(evidence))}"
+            f"worker would cost another {_ms(evidence.hand_over_s())}"
         )
     if _only_moves_bytes(evidence):
         return (
@@ -190,7 +181,7 @@ def _hand_over_words(evidence: Evidence) -> str:
 
 
 def _memory_words(evidence: Evidence) -> str:
-    failed = min(stopped_by_memory(evidence), key=lambda trial: trial.config.num_workers, default=None)
+    failed = min(evidence.stopped_by_memory(), key=lambda trial: trial.config.num_workers, default=None)
     if failed is None:
         short = shortage(evidence)
         assert short is not None
