@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from autotune_loader.report.units import is_telling
@@ -128,14 +128,6 @@ def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:
 def _last_measurement(config: LoaderConfig, result: TuningResult) -> Measurement | None:
     measured = [trial.measurement for trial in result.trials if trial.config == config and trial.measurement]
     return measured[-1] if measured else None
-
-
-def with_workers(config: LoaderConfig, workers: int, prefetch_factor: int | None = None) -> LoaderConfig:
-    """The configuration with so many workers, and without what only workers have where there are none."""
-    if workers:
-        return replace(config, num_workers=workers, prefetch_factor=prefetch_factor or config.prefetch_factor)
-    plain = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, "multiprocessing_context": None}
-    return LoaderConfig.from_dict({**config.to_dict(), "num_workers": 0, **plain})
 
 
 def predicted_rates(result: TuningResult, configs: Sequence[LoaderConfig]) -> list[float]:

@@ -25,7 +25,7 @@ from autotune_loader.results.loader_file import (
     read_loader_file,
 )
 from autotune_loader.twin.context import TwinContext
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Acceleration, Trial
@@ -283,8 +283,7 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
         if name not in known:
             raise TypeError(f"{name}={changes[name]!r} is no knob; one of {', '.join(known)} would work")
     if changes.get("num_workers") == 0:  # what only workers have goes with them
-        changes = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, **changes}
-        changes["multiprocessing_context"] = None
+        changes = {**WITHOUT_WORKERS, **changes, "multiprocessing_context": None}
     return replace(best, **changes)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
-from autotune_loader.report.plots.canvas import BLUE, GREEN, SKY, VERMILLION, canvas, legend_below
+from autotune_loader.report.plots import canvas
 from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -19,20 +20,16 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Trial
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 Activity = Literal["fetch", "collate", "wait", "step"]
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
 SHORTEST_WAIT_SHARE = 0.002
 """Shorter waits than this share of the picture are hand-overs, not stalls, and would only be a hairline."""
 _COLOURS: dict[Activity, tuple[str, str]] = {
-    "step": (BLUE, "training step"),
-    "wait": (VERMILLION, "training loop waits"),
-    "fetch": (GREEN, "samples are fetched"),
-    "collate": (SKY, "batch is collated"),
+    "step": (canvas.BLUE, "training step"),
+    "wait": (canvas.VERMILLION, "training loop waits"),
+    "fetch": (canvas.GREEN, "samples are fetched"),
+    "collate": (canvas.SKY, "batch is collated"),
 }
 
 
@@ -135,7 +132,7 @@ def _trial(result: TuningResult, number: int | None) -> Trial:
     return traced[number]
 
 
-def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
+def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
     """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
 
     Args:
@@ -146,13 +143,12 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
     title = (
         f"One burst, its last batches: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
     )
-    with canvas(title, 9.0, 1.8 + 0.36 * (1 + len(info.workers))) as (figure, axes):
-        _draw(axes, info)
-        legend_below(figure, columns=4)
-    return figure
+    return canvas.picture(
+        title, partial(_draw, info), width=9.0, height=1.8 + 0.36 * (1 + len(info.workers)), legend_columns=4
+    )
 
 
-def _draw(axes: Axes, info: TimelineInfo) -> None:
+def _draw(info: TimelineInfo, axes: canvas.Axes) -> None:
     rows = {MAIN_PROCESS: 0, **{worker: 1 + position for position, worker in enumerate(info.workers)}}
     # Without workers the loop itself fetches: those bars lie on its wait, which they explain.
     for activity in ("wait", "step", "fetch", "collate"):
