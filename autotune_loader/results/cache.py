@@ -23,9 +23,9 @@ from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_json
+from autotune_loader.results.loader_file import LoaderFile, checked, read_loader_json
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.serialization import from_plain, to_plain, write_json
+from autotune_loader.values.serialization import to_plain, write_json
 
 log = logging.getLogger(__name__)
 # Names another folder for the entries, or turns the cache off.
@@ -194,16 +194,10 @@ def _read(path: Path, status: os.stat_result) -> Entry:
         raise ValueError("it is no file")
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
-    file = read_loader_json(path, _parse)
+    file = read_loader_json(path, lambda raw: checked(raw, _EntryFile))
     if file.cache is None or file.status != "complete" or file.measured.samples_per_s is None:
         raise ValueError("it is no complete result of a cache")
     return Entry(result=TuningResult.from_file(file), note=file.cache)
-
-
-def _parse(raw: Any) -> _EntryFile:
-    file = from_plain(raw, _EntryFile)
-    config_in(file)
-    return file
 
 
 def _remove_oldest(folder: Path) -> None:
