@@ -19,10 +19,6 @@ from autotune_loader.results.loader_file import Advice, Verdict
 WORTH_S_TIME = 0.05
 # An estimate above this says that something else will bind long before; it is not printed.
 BELIEVABLE_GAIN = 9.0
-# A slow tail is worth naming when the slowest of a hundred batches takes this many times the median.
-HEAVY_TAIL = 4.0
-# A worker that uses more cores than this starts threads of its own.
-THREADED_WORKER_CORES = 1.3
 # Host memory that grows faster than this is no noise (bytes per second).
 LEAKING_BYTES_PER_S = 4 << 20
 # Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves.
@@ -30,8 +26,6 @@ PYTHON_SAMPLE_S = 200e-6
 # A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
 # are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches).
 BATCHED_FETCH_COLLATES = 2.5
-# More tensors than this in a batch, each with its own descriptor and segment, are worth joining.
-MANY_TENSORS = 8
 
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
@@ -141,7 +135,7 @@ def _on_transport(evidence: Evidence) -> Iterator[Advice]:
             reason=f"handing over takes {(seconds or evidence.hand_over_s()) * 1e3:.2g} ms however little a batch carries",
             expected_gain=_gain_without(evidence, seconds / 2, of=evidence.period_s),
         )
-    if measured.batch_tensors > MANY_TENSORS:
+    if measured.batch_tensors > 8:  # each has its own descriptor and segment
         yield Advice(
             action="Collate into fewer, larger tensors.",
             reason=f"each of the {measured.batch_tensors} tensors of a batch travels in a segment of its own",
@@ -219,7 +213,7 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Advice]:
 
 def _threaded_workers(evidence: Evidence) -> Iterator[Advice]:
     cores = evidence.cores_per_worker()
-    if cores > THREADED_WORKER_CORES:
+    if cores > 1.3:  # more than one: it starts threads of its own
         yield Advice(
             action="Keep libraries in workers to one thread: cv2.setNumThreads(0) in worker_init_fn, OMP_NUM_THREADS=1 in "
             "the environment.",
@@ -229,7 +223,7 @@ def _threaded_workers(evidence: Evidence) -> Iterator[Advice]:
 
 def _heavy_tail(evidence: Evidence) -> Iterator[Advice]:
     heavy = tail(evidence.measurement)
-    if heavy <= HEAVY_TAIL or not evidence.best.in_order or evidence.best.num_workers < 2:
+    if heavy <= 4 or not evidence.best.in_order or evidence.best.num_workers < 2:
         return
     gain = evidence.predicted_gain(replace(evidence.best, in_order=False))
     if gain is None or gain > WORTH_S_TIME:

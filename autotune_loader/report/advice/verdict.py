@@ -20,28 +20,14 @@ from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.results.loader_file import Binding, Verdict
 
-# The step binds when the loop waits for data less than this share of its time, or the rate comes this near the ceiling.
-STEP_BINDS_WAIT_SHARE = 0.05
-STEP_BINDS_CEILING_SHARE = 0.95
 # A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
 # Above this share of the usable cores in use, or of the rate that they allow, there is no core left to gain with.
 CORES_FULL_SHARE = 0.85
-# Below this share of the cores in use, workers take none from the step.
-CORES_SHARED_SHARE = 0.5
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
-# Handing over costs more than this share of all that a worker does for a batch: it is not worth handing over.
-HAND_OVER_SHARE = 0.5
 # Below this size the fixed cost of a hand-over counts, not the bytes.
 LARGE_BATCH_BYTES = 1 << 20
-# What a worker puts out faster than this for its CPU seconds it has hardly computed, only moved (bytes per second).
-MOVING_BYTES_PER_S = 1e9
-# Without workers and with fetches shorter than this, for a batch or a sample, the data is practically in memory.
-IN_MEMORY_BATCH_S = 0.002
-IN_MEMORY_SAMPLE_S = 50e-6
-# Start-up is worth naming above this share of an epoch.
-STARTUP_SHARE = 0.1
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -57,13 +43,15 @@ def gain_words(gain: float) -> str:
 
 
 def _binding(evidence: Evidence) -> Binding:
-    if evidence.startup_share() > STARTUP_SHARE:
+    if evidence.startup_share() > 0.1:
         return "startup"
-    if _at_ceiling(evidence):
+    if evidence.ceiling is not None and evidence.rate.value >= 0.95 * evidence.ceiling.value:
         return "step"
-    if evidence.ceiling is not None and evidence.measurement.wait_share < STEP_BINDS_WAIT_SHARE:
+    if evidence.ceiling is not None and evidence.measurement.wait_share < 0.05:
         # The loop never waits, yet the step runs slower than alone: because workers share its cores, or by chance.
-        return "cpu" if not evidence.on_accelerator and _cores_busy(evidence) >= CORES_SHARED_SHARE else "step"
+        # With half of the cores idle, workers take none from it.
+        share = evidence.measurement.cpu_share
+        return "cpu" if not evidence.on_accelerator and (share is None or share >= 0.5) else "step"
     if evidence.stopped_by_memory() or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
@@ -79,29 +67,19 @@ def _binding(evidence: Evidence) -> Binding:
 def _only_moves_bytes(evidence: Evidence) -> bool:
     """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
     measured = evidence.measurement
-    moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, MOVING_BYTES_PER_S * measured.service_cpu_s)
+    # What comes out faster than 1 GB for each CPU second is hardly computed, only moved.
+    moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, 1e9 * measured.service_cpu_s)
     return moves and evidence.computing_share() > COMPUTING_SHARE
-
-
-def _at_ceiling(evidence: Evidence) -> bool:
-    ceiling = evidence.ceiling
-    return ceiling is not None and evidence.rate.value >= STEP_BINDS_CEILING_SHARE * ceiling.value
 
 
 def _without_workers(evidence: Evidence) -> Binding:
     """Why the training process fetches best by itself."""
     measured, extra_s = evidence.measurement, evidence.hand_over_s()
-    large = measured.batch_bytes >= LARGE_BATCH_BYTES
-    if large and extra_s > HAND_OVER_SHARE * (extra_s + measured.service_s):
-        return "transport"
-    if measured.service_s < max(IN_MEMORY_BATCH_S, IN_MEMORY_SAMPLE_S * measured.batch_size):
-        return "in_memory"
+    if measured.batch_bytes >= LARGE_BATCH_BYTES and extra_s > measured.service_s:
+        return "transport"  # handing a batch over would be most of what a worker does for it
+    if measured.service_s < max(0.002, 50e-6 * measured.batch_size):
+        return "in_memory"  # a batch or its samples come so fast that nothing is read or computed
     return _cpu_or_wait(evidence)
-
-
-def _cores_busy(evidence: Evidence) -> float:
-    share = evidence.measurement.cpu_share
-    return 1.0 if share is None else share
 
 
 def _cpu_or_wait(evidence: Evidence) -> Binding:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
-DARK_GREY = "#555555"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the same palette
+GREY, DARK_GREY = "#999999", "#555555"  # what stays in the background, and text there
 # One look for all pictures, which neither reads nor changes the user's own settings of matplotlib.
 _STYLE = {
     "font.size": 10,

@@ -50,7 +50,7 @@ def heatmap_info(result: TuningResult) -> HeatmapInfo:
 
 
 def _predicted(cells: list[Cell], result: TuningResult) -> list[Cell]:
-    """The cells, the untried ones with the twin's word where it has one."""
+    """The cells, the untried ones with what the twin predicts where it can."""
     untried = [cell for cell in cells if cell.state == "untried"]
     configs = [result.best.with_workers(cell.workers, cell.prefetch_factor) for cell in untried]
     rates = dict(zip(untried, predicted_rates(result, configs), strict=False))
@@ -69,7 +69,7 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
 
 
 def plot_heatmap(result: TuningResult) -> canvas.Figure:
-    """The fastest burst of each pair of workers and prefetch_factor; hatched, with the twin's word, where there is none."""
+    """The fastest burst of each pair of workers and prefetch_factor; hatched, with a prediction, where there is none."""
     info = heatmap_info(result)
     is_measured = any(cell.state == "measured" for cell in info.cells)
     return canvas.picture(

@@ -10,7 +10,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import TrialRole
 
-_ROLES: dict[TrialRole, tuple[str, str, str]] = {
+_ROLES: dict[TrialRole, tuple[str, str, str]] = {  # why a trial was run: marker, colour, name
     "search": ("o", canvas.BLUE, "search"),
     "default": ("D", canvas.ORANGE, "torch's defaults"),
     "baseline": ("s", canvas.BLACK, "before tuning"),

@@ -7,7 +7,7 @@ worker 1   fetch ██████ collate ▓ ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,11 +23,9 @@ from autotune_loader.values.trial import Trial
 Activity = Literal["fetch", "collate", "wait", "step"]
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
-SHORTEST_WAIT_SHARE = 0.002
-"""Shorter waits than this share of the picture are hand-overs, not stalls, and would only be a hairline."""
-_COLOURS: dict[Activity, tuple[str, str]] = {
-    "step": (canvas.BLUE, "training step"),
+_COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the order of drawing
     "wait": (canvas.VERMILLION, "training loop waits"),
+    "step": (canvas.BLUE, "training step"),
     "fetch": (canvas.GREEN, "samples are fetched"),
     "collate": (canvas.SKY, "batch is collated"),
 }
@@ -76,11 +74,12 @@ def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInf
         for row, activity, begun, ended in _activities(traces)
         if ended > start and begun < end and ended > begun
     )
+    shortest_s = 0.002 * (end - start)  # shorter waits are hand-overs, not stalls, and would only be a hairline
     waits = [bar.end_s - bar.start_s for bar in bars if bar.activity == "wait"]
     return TimelineInfo(
         number=chosen.number,
         config=chosen.config,
-        bars=tuple(bar for bar in bars if _is_visible(bar, end - start)),
+        bars=tuple(each for each in bars if each.activity != "wait" or each.end_s - each.start_s > shortest_s),
         workers=tuple(sorted({trace.worker for trace in traces} - {MAIN_PROCESS})),
         length_s=end - start,
         wait_share=sum(waits) / (end - start),
@@ -101,18 +100,13 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
     return shown[0], end
 
 
-def _is_visible(bar: Bar, length_s: float) -> bool:
-    return bar.activity != "wait" or bar.end_s - bar.start_s > SHORTEST_WAIT_SHARE * length_s
-
-
-def _activities(traces: Sequence[BatchTrace]) -> list[tuple[int, Activity, float, float]]:
-    found: list[tuple[int, Activity, float, float]] = []
+def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, float, float]]:
+    """(row, activity, begin, end) of everything that the traces tell."""
     for trace in traces:
-        found.append((MAIN_PROCESS, "wait", trace.requested, trace.received))
-        found.append((MAIN_PROCESS, "step", trace.received, trace.step_end))
-        found.append((trace.worker, "fetch", trace.fetch_start, trace.fetch_end))
-        found.append((trace.worker, "collate", trace.fetch_end, trace.collate_end))
-    return found
+        yield MAIN_PROCESS, "wait", trace.requested, trace.received
+        yield MAIN_PROCESS, "step", trace.received, trace.step_end
+        yield trace.worker, "fetch", trace.fetch_start, trace.fetch_end
+        yield trace.worker, "collate", trace.fetch_end, trace.collate_end
 
 
 def _trial(result: TuningResult, number: int | None) -> Trial:
@@ -151,8 +145,7 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figu
 def _draw(info: TimelineInfo, axes: canvas.Axes) -> None:
     rows = {MAIN_PROCESS: 0, **{worker: 1 + position for position, worker in enumerate(info.workers)}}
     # Without workers the loop itself fetches: those bars lie on its wait, which they explain.
-    for activity in ("wait", "step", "fetch", "collate"):
-        colour, label = _COLOURS[activity]
+    for activity, (colour, label) in _COLOURS.items():
         bars = [bar for bar in info.bars if bar.activity == activity]
         for bar in bars:
             height = 0.4 if bar.row == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72

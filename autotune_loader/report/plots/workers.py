@@ -31,7 +31,7 @@ class WorkersInfo:
     ceiling: Interval | None
 
 
-def workers_info(result: TuningResult, tolerance: float | None = None) -> WorkersInfo:
+def workers_info(result: TuningResult) -> WorkersInfo:
     """Gather what `plot_workers` draws."""
     measured = [(each.config.num_workers, each.measurement.samples_per_s) for each in result.trials if each.measurement]
     fastest: dict[int, Interval] = {}
@@ -42,7 +42,6 @@ def workers_info(result: TuningResult, tolerance: float | None = None) -> Worker
         if trial.predicted_samples_per_s is not None:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
-    tolerance = tolerance_of(result) if tolerance is None else tolerance
     top = max((rate.value for rate in fastest.values()), default=None)
     best, baseline = rate_of(result.best, result), rate_of(result.baseline, result)
     return WorkersInfo(
@@ -52,7 +51,7 @@ def workers_info(result: TuningResult, tolerance: float | None = None) -> Worker
         curve=_curve(result, max(fastest, default=-1)),
         best=(result.best.num_workers, best) if best else None,
         baseline=(result.baseline.num_workers, baseline) if baseline else None,
-        plateau=None if top is None else ((1 - tolerance) * top, top),
+        plateau=None if top is None else ((1 - tolerance_of(result)) * top, top),
         ceiling=result.ceiling,
     )
 
