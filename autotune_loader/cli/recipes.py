@@ -85,7 +85,7 @@ def accelerate_recipe(result: TuningResult) -> str:
     return _after_settings(result, lines, imports=["from accelerate import DataLoaderConfiguration", ""])
 
 
-RECIPES: Mapping[str, Callable[[TuningResult], str]] = {
+RECIPES: Mapping[str, Callable[[TuningResult], str]] = {  # what `apply --to` offers
     "kwargs": kwargs_recipe,
     "env": env_recipe,
     "snippet": snippet_recipe,

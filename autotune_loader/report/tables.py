@@ -30,7 +30,6 @@ MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
-_LEGEND = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
 STATUS_SENTENCES = {  # what a reader has to know before the rest
     "complete": "",
     "partial": "Interrupted: this is the best so far.",
@@ -56,7 +55,8 @@ def render_trials(result: TuningResult, width: int = 100) -> str:
     table += _failure_lines(shown, width)
     if len(shown) < len(rows):
         table.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
-    return "\n".join([*table, "", _LEGEND])
+    legend = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
+    return "\n".join([*table, "", legend])
 
 
 def _shown(rows: Sequence[Standing]) -> list[Standing]:
