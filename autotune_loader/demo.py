@@ -19,10 +19,11 @@ import numpy as np
 import platformdirs
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from autotune_loader.machine.host import host_cpu
 from autotune_loader.machine.limits import affinity
+from autotune_loader.pipeline.build import build_loader
 from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
@@ -31,20 +32,11 @@ try:
     from PIL import Image, ImageDraw
 except ImportError as error:
     raise MissingExtraError("the demo", "Pillow", "demo") from error
-BATCH_SIZE = 32
-CLASSES = 10
-IMAGES = 1200
-CROP = 160
-JPEG_QUALITY = 90
+BATCH_SIZE, CLASSES, CROP = 32, 10, 160  # small enough that an epoch takes seconds on two cores
 # Goes up when the same arguments give other pictures: an older cache is then made again.
 RECIPE_VERSION = 1
-# Enough for allocators and thread pools to settle, little beside an epoch.
-WARM_UP_BATCHES = 4
-# A multi-threaded CPU step waits for its slowest thread: other work on few cores slows it many times over.
-NOTICED_FOREIGN_CORES = 0.25
-# What ImageNet training pipelines use, per colour.
-MEAN = np.array([0.485, 0.456, 0.406], np.float32)
-STD = np.array([0.229, 0.224, 0.225], np.float32)
+# Mean and deviation of each colour, as ImageNet training pipelines have them.
+MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
 
 
 def cache_folder() -> Path:
@@ -52,7 +44,7 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("autotune-loader")) / "demo-jpegs"
 
 
-def make_jpegs(folder: Path, count: int = IMAGES, size: tuple[int, int] = (500, 375), seed: int = 0) -> list[Path]:
+def make_jpegs(folder: Path, count: int = 1200, size: tuple[int, int] = (500, 375), seed: int = 0) -> list[Path]:
     """See to it that `folder` holds `count` photo-like JPEG files of `size`, and return their paths in order.
 
     What is there already is kept, so that a second call returns at once and a call after an interrupted one makes
@@ -66,7 +58,7 @@ def make_jpegs(folder: Path, count: int = IMAGES, size: tuple[int, int] = (500, 
     for index in missing:
         picture = _view(scenes[index % CLASSES], np.random.default_rng([seed, CLASSES + index]), size)
         with _whole_or_not(paths[index]) as unfinished:
-            picture.save(unfinished, "JPEG", quality=JPEG_QUALITY)
+            picture.save(unfinished, "JPEG", quality=90)
     return paths
 
 
@@ -206,31 +198,24 @@ def compare_epochs(
     """
     for path in dataset.paths:
         path.read_bytes()
-    default = _epoch_rate(DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True), dataset, device)
-    with _process_settings_restored():
+    default = _epoch_rate(build_loader(dataset, batch_size=BATCH_SIZE, shuffle=True), dataset, device)
+    threads, sharing = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
+    try:
         config.apply()
-        loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, **config.to_kwargs())
-        tuned = _epoch_rate(prefetched_as_tuned(loader, config, device), dataset, device)
-    return default, tuned
+        loader = build_loader(dataset, config, batch_size=BATCH_SIZE, shuffle=True)
+        return default, _epoch_rate(prefetched_as_tuned(loader, config, device), dataset, device)
+    finally:
+        torch.set_num_threads(threads)
+        torch.multiprocessing.set_sharing_strategy(sharing)
 
 
 def _epoch_rate(loader: Iterable[Any], dataset: JpegFolder, device: torch.device | str) -> float:
     torch.manual_seed(0)
     model = SmallCnn().to(device)
-    few = Subset(dataset, range(min(WARM_UP_BATCHES * BATCH_SIZE, len(dataset))))
-    train_one_epoch(DataLoader(few, batch_size=BATCH_SIZE), model)
+    # A few batches let allocators and thread pools settle, and take little beside an epoch.
+    few = Subset(dataset, range(min(4 * BATCH_SIZE, len(dataset))))
+    train_one_epoch(build_loader(few, batch_size=BATCH_SIZE), model)
     return train_one_epoch(loader, model)
-
-
-@contextlib.contextmanager
-def _process_settings_restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    sharing = torch.multiprocessing.get_sharing_strategy()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.multiprocessing.set_sharing_strategy(sharing)
 
 
 def _foreign_cpu_s() -> float | None:
@@ -258,12 +243,9 @@ def main(arguments: list[str]) -> int:
     seconds, foreign_end_s = time.perf_counter() - start, _foreign_cpu_s()
     print(f"one epoch with torch's defaults   {default:7.0f} samples/s")
     print(f"one epoch with {arguments[0]:<18} {tuned:7.0f} samples/s   {tuned / default:.2f}x   ({config})")
-    if foreign_s is not None and foreign_end_s is not None:
-        foreign_cores = (foreign_end_s - foreign_s) / seconds
-        if foreign_cores > NOTICED_FOREIGN_CORES:
-            print(
-                f"Other work kept {foreign_cores:.1f} cores busy meanwhile, so the rates may not compare: run it again."
-            )
+    # A multi-threaded CPU step waits for its slowest thread: other work on few cores slows it many times over.
+    if foreign_s is not None and foreign_end_s is not None and (cores := (foreign_end_s - foreign_s) / seconds) > 0.25:
+        print(f"Other work kept {cores:.1f} cores busy meanwhile, so the rates may not compare: run it again.")
     return 0
 
 

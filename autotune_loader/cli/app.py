@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
+"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` bears it too."""
 
 
 @click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -46,16 +48,8 @@ def cli(traceback: bool) -> None:
     """  # noqa: D301 - click's mark is the character itself
 
 
-for _command in (
-    tune_command,
-    show_command,
-    report_command,
-    apply_command,
-    fleet_command,
-    doctor_command,
-    demo_command,
-    schema_command,
-):
+_FILES = (show_command, report_command, apply_command, schema_command)  # what reads a loader.json
+for _command in (tune_command, *_FILES, fleet_command, doctor_command, demo_command):
     cli.add_command(_command)
 
 
@@ -70,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            return _exit_code(cli.main(arguments, prog_name=NAME, standalone_mode=False))
+            returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
+            return returned if isinstance(returned, int) else FINE
         except click.ClickException as error:
             error.show()
             return BAD_INPUT
@@ -78,17 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             click.echo("Interrupted.", err=True)
             return INTERRUPTED
         except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-            _discard_stdout()
+            with contextlib.suppress(OSError, ValueError):  # or Python would complain when it flushes at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
         except (TunerError, ValueError, TypeError) as error:
             if "--traceback" in arguments:
                 raise
             click.echo(f"Error: {error}", err=True)
             return BAD_INPUT
-
-
-def _exit_code(returned: Any) -> int:
-    return returned if isinstance(returned, int) else FINE
 
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
@@ -101,11 +93,3 @@ def _survive_any_encoding() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-
-
-def _discard_stdout() -> None:
-    """Python flushes stdout once more at exit; without this it would complain there."""
-    import os
-
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

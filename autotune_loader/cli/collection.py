@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-_FILE = click.Path(dir_okay=False)
+_FILE = click.Path(dir_okay=False)  # read and checked where its contents are
 
 
 @click.group("fleet")

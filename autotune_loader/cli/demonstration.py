@@ -18,7 +18,7 @@ def demo_command(output: str, budget: str) -> int:
 
     The second process is one of its own, as your training job will be.
 
-    1,200 JPEG files are made once, in a cache folder; they are decoded, augmented and fed to a small CNN.
+    1,200 JPEG files are made once, in a cache folder; they are decoded, augmented and train a small CNN.
 
     \b
     Examples:

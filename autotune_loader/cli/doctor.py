@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from autotune_loader.machine.limits import Cores
 
 State = Literal["ok", "low", "note"]
-SMALL_SHM_BYTES = 64 << 20
-"""Docker's default size of `/dev/shm`: a few large batches fill it, and a worker dies of a bus error."""
-SMALL_MEMORY_BYTES = 2 << 30
-"""Each worker holds an interpreter with torch, some hundred MiB of it its own."""
-FEW_CORES = 4
-"""Fewer feed a step and a few workers hardly: too few, where the host has `MUCH_LARGER_HOST` times as many."""
-MUCH_LARGER_HOST = 2
-FEW_OPEN_FILES = 4096
-"""Each tensor in flight takes a descriptor; the usual soft limit of 1024 is reached by 16 workers with large dicts."""
-_MARKS = {"ok": "ok  ", "low": "LOW ", "note": "    "}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +41,7 @@ def doctor_command() -> None:
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.machine.facts import inspect_machine
 
-    checks = examine(inspect_machine())
-    click.echo(render_checks(checks))
+    click.echo(render_checks(examine(inspect_machine())))
 
 
 def examine(machine: Machine) -> tuple[Check, ...]:
@@ -71,24 +60,30 @@ def examine(machine: Machine) -> tuple[Check, ...]:
 
 def render_checks(checks: tuple[Check, ...]) -> str:
     """One paragraph per check, and a sentence at the end."""
-    lines = []
+    lines, marks = [], {"ok": "ok  ", "low": "LOW ", "note": "    "}
     for check in checks:
-        lines.append(f"{_MARKS[check.state]} {check.name}: {check.text}")
+        lines.append(f"{marks[check.state]} {check.name}: {check.text}")
         lines += [f"     fix: {check.fix}"] if check.fix else []
     low = [check.name for check in checks if check.state == "low"]
-    lines.append("")
-    lines.append(f"Too low: {', '.join(low)}." if low else "Nothing here stands in a DataLoader's way.")
-    return "\n".join(lines)
+    verdict = f"Too low: {', '.join(low)}." if low else "Nothing here stands in a DataLoader's way."
+    return "\n".join([*lines, "", verdict])
+
+
+def _judged(name: str, text: str, *, enough: bool, fix: str) -> Check:
+    return Check(name=name, state="ok" if enough else "low", text=text, fix=None if enough else fix)
 
 
 def _versions() -> Check:
     from autotune_loader.machine.facts import torch_version
     from autotune_loader.version import __version__
 
-    text = (
-        f"autotune_loader {__version__}, torch {torch_version() or 'not installed'}, Python {platform.python_version()}"
+    parts = (
+        f"autotune_loader {__version__}",
+        f"torch {torch_version() or 'not installed'}",
+        f"Python {platform.python_version()}",
+        f"{platform.system()} {platform.machine()}",
     )
-    return Check(name="versions", state="note", text=f"{text}, {platform.system()} {platform.machine()}")
+    return Check(name="versions", state="note", text=", ".join(parts))
 
 
 def _cores(cores: Cores) -> Check:
@@ -98,9 +93,8 @@ def _cores(cores: Cores) -> Check:
     text = f"{cores.usable} usable{shared} ({inputs})"
     if cores.available < most:
         text += f"; {cores.binding.source} allows {cores.available:g} of the {most:g} this host has"
-    if cores.usable >= FEW_CORES or cores.usable * MUCH_LARGER_HOST > most:
-        return Check(name="cores", state="ok", text=text)
-    return Check(name="cores", state="low", text=text, fix=_core_fix(cores))
+    # Fewer than four hardly keep a step and a few workers busy: too few, where the host has many more.
+    return _judged("cores", text, enough=cores.usable >= 4 or 2 * cores.usable > most, fix=_core_fix(cores))
 
 
 def _core_fix(cores: Cores) -> str:
@@ -120,33 +114,30 @@ def _memory(machine: Machine) -> Check:
         return Check(name="memory", state="note", text="the system does not tell")
     inputs = ", ".join(f"{bytes_text(limit.value)} from {limit.source}" for limit in machine.memory.inputs)
     text = f"{bytes_text(left)} left for each process ({inputs}; {bytes_text(machine.memory.total_bytes)} in all)"
-    if left >= SMALL_MEMORY_BYTES:
-        return Check(name="memory", state="ok", text=text)
     fix = "fewer workers; a smaller prefetch_factor; or a higher limit, as with docker run --memory=16g"
-    return Check(name="memory", state="low", text=text, fix=fix)
+    # Each worker holds an interpreter with torch, some hundred MiB of it its own.
+    return _judged("memory", text, enough=left >= 2 << 30, fix=fix)
 
 
 def _shm(machine: Machine) -> Check:
     if machine.shm is None:
         return Check(name="shared memory", state="note", text="there is no /dev/shm here")
     text = f"{bytes_text(machine.shm.free_bytes)} of {bytes_text(machine.shm.total_bytes)} free in /dev/shm (statvfs)"
-    if machine.shm.free_bytes > SMALL_SHM_BYTES:
-        return Check(name="shared memory", state="ok", text=text)
     fix = (
         "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted at /dev/shm; "
         "as root: mount -o remount,size=2G /dev/shm"
     )
-    return Check(name="shared memory", state="low", text=text, fix=fix)
+    # 64 MiB is Docker's default: a few large batches fill it, and a worker dies of a bus error.
+    return _judged("shared memory", text, enough=machine.shm.free_bytes > 64 << 20, fix=fix)
 
 
 def _open_files(machine: Machine) -> Check:
     if machine.open_files is None:
         return Check(name="open files", state="ok", text="no limit")
     text = f"{machine.open_files:,} (soft RLIMIT_NOFILE)"
-    if machine.open_files >= FEW_OPEN_FILES:
-        return Check(name="open files", state="ok", text=text)
     fix = "ulimit -n 65536 before starting Python, or tune with --allow sharing_strategy"
-    return Check(name="open files", state="low", text=text, fix=fix)
+    # Each tensor in flight takes a descriptor; 16 workers with large dicts reach the usual soft limit of 1024.
+    return _judged("open files", text, enough=machine.open_files >= 4096, fix=fix)
 
 
 def _start_method() -> Check:
@@ -162,19 +153,17 @@ def _start_method() -> Check:
 
 
 def _threads(machine: Machine) -> Check:
-    settings = ", ".join(f"{name}={value}" for name, value in machine.thread_env.items())
-    if settings:
-        return Check(
-            name="threads", state="note", text=f"{settings}; the training process and its workers inherit them"
-        )
     text = "nothing is set; torch uses one thread in a worker, other libraries (OpenCV, numpy's BLAS) one for each core"
+    if machine.thread_env:
+        settings = ", ".join(f"{name}={value}" for name, value in machine.thread_env.items())
+        text = f"{settings}; the training process and its workers inherit them"
     return Check(name="threads", state="note", text=text)
 
 
 def _gpus(machine: Machine) -> Check:
+    if not machine.gpus:
+        reason = machine.gpu_reason or "CUDA sees none"
+        return Check(name="GPUs", state="note", text=f"none: {reason}; GPU use is reported as null")
+    names = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     driver = f"driver {machine.driver}" if machine.driver else "no driver"
-    if machine.gpus:
-        names = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
-        return Check(name="GPUs", state="ok", text=f"{names}; {driver}, NVML answers")
-    reason = machine.gpu_reason or "CUDA sees none"
-    return Check(name="GPUs", state="note", text=f"none: {reason}; GPU use is reported as null")
+    return Check(name="GPUs", state="ok", text=f"{names}; {driver}, NVML answers")

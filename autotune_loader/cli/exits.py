@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
-FINE = 0
-BAD_INPUT = 2
-NOTHING_WORKED = 3
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+# 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
+FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
 
 
 def exit_code_of(result: TuningResult) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from autotune_loader.values.errors import WorkloadError
 
-_EXAMPLE = "train.py:make_loader or package.module:make_loader"
+_EXAMPLE = "train.py:make_loader or package.module:make_loader"  # what every message about a target ends with
 
 
 def load_workload(target: str) -> dict[str, Any]:
@@ -72,21 +74,22 @@ def _make_importable(folder: str) -> None:
 def _attribute(module: ModuleType, name: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
-    own = [each for each, value in vars(module).items() if _is_candidate(module, each, value)]
+    public = {each: value for each, value in vars(module).items() if not each.startswith("_") and callable(value)}
+    own = [each for each, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     near = difflib.get_close_matches(name, own, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     there = f"it has {', '.join(map(repr, own))}" if own else "it defines nothing that could be one"
     raise ValueError(f"{module.__name__} has no {name!r}: {there}{meant}")
 
 
-def _is_candidate(module: ModuleType, name: str, value: Any) -> bool:
-    return not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
-
-
 def _call(factory: Any, target: str) -> Any:
     if not callable(factory):
         return factory
-    needed = [name for name, parameter in _parameters(factory).items() if _is_required(parameter)]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters: Iterable[inspect.Parameter] = ()
+    with contextlib.suppress(ValueError):  # built in C: the call itself will tell
+        parameters = inspect.signature(factory).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
     if needed:
         raise TypeError(f"{target} needs {', '.join(needed)}, but is called without arguments; give them defaults")
     try:
@@ -95,29 +98,13 @@ def _call(factory: Any, target: str) -> Any:
         raise _users_error(f"{target} failed", error) from error
 
 
-def _parameters(factory: Any) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(factory).parameters)
-    except ValueError:  # built in C: the call itself will tell
-        return {}
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in optional
-
-
 def _users_error(message: str, error: Exception) -> WorkloadError:
     """The user's own traceback: without our frames and those of the import system above theirs."""
     frame = error.__traceback__
-    while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename):
+    ours = (__file__, importlib.__file__, "<frozen importlib")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next
-    lines = traceback.format_exception(type(error), error, frame)
-    return WorkloadError(message, "".join(lines))
-
-
-def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename == importlib.__file__ or filename.startswith("<frozen importlib")
+    return WorkloadError(message, "".join(traceback.format_exception(type(error), error, frame)))
 
 
 def as_tune_arguments(made: Any, target: str) -> dict[str, Any]:
@@ -128,8 +115,10 @@ def as_tune_arguments(made: Any, target: str) -> dict[str, Any]:
     if isinstance(made, tuple) and len(made) == 2:
         return {"dataset_or_loader": made[0], "model": made[1]}
     if made is None or isinstance(made, (tuple, str)) or not any(hasattr(made, m) for m in ("__getitem__", "__iter__")):
+        kind = "None" if made is None else f"a {type(made).__name__}"
+        given = f"a tuple of {len(made)}" if isinstance(made, tuple) else kind
         raise TypeError(
-            f"{target} gives {_describe(made)}; it has to give a dataset, a DataLoader, a tuple (dataset, model), "
+            f"{target} gives {given}; it has to give a dataset, a DataLoader, a tuple (dataset, model), "
             "or a dict of arguments for tune(), such as {'dataset_or_loader': dataset, 'batch_size': 64}"
         )
     return {"dataset_or_loader": made}
@@ -145,9 +134,3 @@ def _check_names(arguments: dict[Any, Any], target: str) -> None:
             raise TypeError(f"{target} gives {name!r}, which tune() does not take; {near[0]!r} would work")
     if "dataset_or_loader" not in arguments:
         raise TypeError(f"{target} gives a dict without 'dataset_or_loader', the dataset or DataLoader to tune")
-
-
-def _describe(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"a tuple of {len(made)}"
-    return "None" if made is None else f"a {type(made).__name__}"

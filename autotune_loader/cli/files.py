@@ -13,7 +13,7 @@ from autotune_loader.cli.recipes import RECIPES
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
-_FILE = click.Path(dir_okay=False)
+_FILE = click.Path(dir_okay=False)  # read and checked where its contents are
 
 
 def _load(path: str) -> TuningResult:
@@ -39,9 +39,7 @@ def show_command(path: str) -> None:
     from autotune_loader.report.machines import render_machines
 
     result = _load(path)
-    click.echo(result.report())
-    click.echo()
-    click.echo(render_machines(result.fingerprint))
+    click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
 
 
 @click.command("report")
@@ -83,8 +81,7 @@ def apply_command(path: str, form: str) -> None:
       autotune-loader apply loader.json --to lightning       for a LightningDataModule
       autotune-loader apply loader.json --to accelerate      for accelerate's Accelerator
     """  # noqa: D301 - click's mark is the character itself
-    result = _load(path)
-    click.echo(RECIPES[form](result))
+    click.echo(RECIPES[form](_load(path)))
 
 
 @click.command("schema")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
-
-PREFIX = "AUTOTUNE_LOADER_"
 
 
 def kwargs_recipe(result: TuningResult) -> str:
@@ -20,7 +18,7 @@ def kwargs_recipe(result: TuningResult) -> str:
 
 def env_recipe(result: TuningResult) -> str:
     """Lines for a shell: one variable per DataLoader argument, and OMP_NUM_THREADS where the step's threads were tuned."""
-    values = {PREFIX + name.upper(): _env_text(value) for name, value in _loader_arguments(result).items()}
+    values = {f"AUTOTUNE_LOADER_{name.upper()}": _env_text(value) for name, value in _loader_arguments(result).items()}
     if result.best.consumer_threads is not None:
         values["OMP_NUM_THREADS"] = str(result.best.consumer_threads)
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
@@ -28,19 +26,21 @@ def env_recipe(result: TuningResult) -> str:
 
 def snippet_recipe(result: TuningResult) -> str:
     """Python that makes the loader and needs nothing but torch."""
+    settings, depth = _process_settings(result), result.best.device_prefetch
+    note = f"# from autotune_loader import DevicePrefetcher; loader = DevicePrefetcher(loader, 'cuda', depth={depth})"
     lines = [
         f"# {result.best}; written by autotune-loader",
-        *(["import torch"] if _process_settings(result) else []),
+        *(["import torch"] if settings else []),
         "from torch.utils.data import DataLoader",
         "",
-        *_process_settings(result),
+        *settings,
         f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
         "",
         "",
         "def make_loader(dataset, **arguments):",
         '    """A tuned DataLoader; `arguments` such as batch_size and shuffle come on top and win."""',
         "    return DataLoader(dataset, **{**LOADER_ARGUMENTS, **arguments})",
-        *_device_prefetch_note(result),
+        *(["", "", note] if depth else []),
     ]
     return "\n".join(lines)
 
@@ -48,61 +48,44 @@ def snippet_recipe(result: TuningResult) -> str:
 def hf_recipe(result: TuningResult) -> str:
     """Fields of `transformers.TrainingArguments`, and what has no field there."""
     best = result.best
-    fields: dict[str, Any] = {
-        "dataloader_num_workers": best.num_workers,
-        "dataloader_pin_memory": best.pin_memory,
-        "dataloader_persistent_workers": best.persistent_workers,
-        "dataloader_prefetch_factor": best.prefetch_factor,
-    }
+    named = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+    fields: dict[str, Any] = {f"dataloader_{name}": getattr(best, name) for name in named}
     if best.drop_last is not None:
         fields["dataloader_drop_last"] = best.drop_last
     if best.batch_size is not None:
         fields["per_device_train_batch_size"] = best.batch_size
-    missing = [name for name in ("in_order", "multiprocessing_context") if name in best.to_kwargs()]
-    notes = [f"# TrainingArguments has no field for {name}={best.to_kwargs()[name]!r}." for name in missing]
-    return "\n".join(
-        [
-            *_import_torch(result),
-            *_process_settings(result),
-            *notes,
-            "# TrainingArguments(..., **LOADER_FIELDS)",
-            f"LOADER_FIELDS = {_python_dict(fields)}",
-        ]
-    )
+    missing = {
+        name: best.to_kwargs()[name] for name in ("in_order", "multiprocessing_context") if name in best.to_kwargs()
+    }
+    notes = [f"# TrainingArguments has no field for {name}={value!r}." for name, value in missing.items()]
+    usage = "# TrainingArguments(..., **LOADER_FIELDS)"
+    return _after_settings(result, [*notes, usage, f"LOADER_FIELDS = {_python_dict(fields)}"])
 
 
 def lightning_recipe(result: TuningResult) -> str:
     """A DataLoader's arguments for a LightningModule or LightningDataModule."""
-    return "\n".join(
-        [
-            *_import_torch(result),
-            *_process_settings(result),
-            "# In train_dataloader(): return DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
-            "# Trainer(...) needs no change: it keeps these arguments, and num_workers is for each process (device).",
-            f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
-        ]
-    )
+    lines = [
+        "# In train_dataloader(): return DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
+        "# Trainer(...) needs no change: it keeps these arguments, and num_workers is for each process (device).",
+        f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
+    ]
+    return _after_settings(result, lines)
 
 
 def accelerate_recipe(result: TuningResult) -> str:
     """A DataLoader's arguments to be prepared by accelerate, and its configuration."""
     config = {"non_blocking": result.best.pin_memory}
-    return "\n".join(
-        [
-            *_import_torch(result),
-            "from accelerate import DataLoaderConfiguration",
-            "",
-            *_process_settings(result),
-            "# loader = DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
-            "# accelerator = Accelerator(dataloader_config=DATALOADER_CONFIG); loader = accelerator.prepare(loader)",
-            "# prepare() keeps these arguments, and num_workers is for each process.",
-            f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
-            f"DATALOADER_CONFIG = DataLoaderConfiguration(**{config!r})  # copies overlap the step where memory is pinned",
-        ]
-    )
+    lines = [
+        "# loader = DataLoader(dataset, batch_size=..., shuffle=True, **LOADER_ARGUMENTS)",
+        "# accelerator = Accelerator(dataloader_config=DATALOADER_CONFIG); loader = accelerator.prepare(loader)",
+        "# prepare() keeps these arguments, and num_workers is for each process.",
+        f"LOADER_ARGUMENTS = {_python_dict(_loader_arguments(result))}",
+        f"DATALOADER_CONFIG = DataLoaderConfiguration(**{config!r})  # copies overlap the step where memory is pinned",
+    ]
+    return _after_settings(result, lines, imports=["from accelerate import DataLoaderConfiguration", ""])
 
 
-RECIPES: Mapping[str, Callable[[TuningResult], str]] = {
+RECIPES: Mapping[str, Callable[[TuningResult], str]] = {  # what `apply --to` offers
     "kwargs": kwargs_recipe,
     "env": env_recipe,
     "snippet": snippet_recipe,
@@ -117,8 +100,10 @@ def _loader_arguments(result: TuningResult) -> dict[str, Any]:
     return {**size, **result.best.to_kwargs()}
 
 
-def _import_torch(result: TuningResult) -> list[str]:
-    return ["import torch", ""] if _process_settings(result) else []
+def _after_settings(result: TuningResult, lines: Sequence[str], imports: Sequence[str] = ()) -> str:
+    """The lines, after imports and the settings of the process, where there are any."""
+    settings = _process_settings(result)
+    return "\n".join([*(["import torch", ""] if settings else []), *imports, *settings, *lines])
 
 
 def _process_settings(result: TuningResult) -> list[str]:
@@ -129,17 +114,6 @@ def _process_settings(result: TuningResult) -> list[str]:
     if best.sharing_strategy is not None:
         lines.append(f"torch.multiprocessing.set_sharing_strategy({best.sharing_strategy!r})")
     return [*lines, ""] if lines else []
-
-
-def _device_prefetch_note(result: TuningResult) -> list[str]:
-    depth = result.best.device_prefetch
-    if not depth:
-        return []
-    return [
-        "",
-        "",
-        f"# from autotune_loader import DevicePrefetcher; loader = DevicePrefetcher(loader, 'cuda', depth={depth})",
-    ]
 
 
 def _python_dict(values: Mapping[str, Any]) -> str:

@@ -66,16 +66,13 @@ def tune_command(factory: str, as_json: bool, quiet: bool, **options: Any) -> in
     from autotune_loader.tuning import tune as tuner
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    with _stdout_kept_for_us(as_json):
+    with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
         arguments = load_workload(factory) | given
-        result = tuner.tune(**arguments, **_progress(arguments, quiet=quiet))
+        if quiet or "progress" not in arguments:  # who types a command wants to see it work, also through a pipe
+            arguments["progress"] = "off" if quiet else "on"
+        result = tuner.tune(**arguments)
     _print_result(result, given.get("output"), as_json=as_json)
     return exit_code_of(result)
-
-
-def _progress(arguments: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
-    """Someone who types a command wants to see it work, also through a pipe."""
-    return {} if "progress" in arguments and not quiet else {"progress": "off" if quiet else "on"}
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
@@ -99,22 +96,14 @@ def result_json(result: TuningResult) -> str:
 
 
 @contextlib.contextmanager
-def _stdout_kept_for_us(reserve: bool) -> Iterator[None]:
+def _stdout_kept_for_us() -> Iterator[None]:
     """Send to stderr what anything else prints, worker processes and C libraries included."""
-    if not reserve:
-        yield
-        return
-    with contextlib.redirect_stdout(sys.stderr), _descriptor_1_to_stderr():
-        yield
-
-
-@contextlib.contextmanager
-def _descriptor_1_to_stderr() -> Iterator[None]:
     sys.__stdout__.flush() if sys.__stdout__ else None
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)

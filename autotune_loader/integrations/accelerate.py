@@ -20,11 +20,6 @@ from autotune_loader.tuning.ranks import run_on_rank_0
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
 
-# Rank 0 tunes while the others wait; its budget is 60 s unless the caller says otherwise.
-WAIT_FOR_RANK_0_S = 1800.0
-# Options of `tune()` that say what is done with a batch; without a model there is nothing to do with them.
-OF_STEP = ("train_step", "loss_fn", "optimizer")
-
 
 def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **options: Any) -> tuple[Any, TuningResult]:
     """The loader rebuilt as tuned, ready for `accelerator.prepare`, and the result. Every rank must call it.
@@ -63,5 +58,7 @@ def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningRes
         "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
         stacklevel=3,
     )
-    of_loader = {name: value for name, value in options.items() if name not in OF_STEP}
-    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **of_loader)), deadline_s=WAIT_FOR_RANK_0_S))
+    # Without a model there is nothing to do with the options that say what is done with a batch.
+    of_loader = {name: value for name, value in options.items() if name not in ("train_step", "loss_fn", "optimizer")}
+    # Half an hour: a budget is 60 s unless the caller says otherwise.
+    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **of_loader)), deadline_s=1800.0))

@@ -11,9 +11,6 @@ from typing import Any
 
 from autotune_loader.integrations import require
 
-# Every worker of an iterable dataset needs shards of its own; twice the cores leaves the tuner room, and divides well.
-SHARDS_PER_CORE = 2
-
 
 def as_tensors(dataset: Any) -> Any:
     """The dataset in torch format, unless it has a format already: without one it hands out Python lists."""
@@ -42,5 +39,6 @@ def as_shards(dataset: Any, num_shards: int | None = None) -> Any:
         raise TypeError(
             f"dataset={type(dataset).__name__} is iterable already, with {shards} shards; as_tensors() would work"
         )
-    wanted = num_shards or SHARDS_PER_CORE * (os.cpu_count() or 1)
+    # Every worker needs shards of its own; twice the cores leaves the tuner room, and divides well.
+    wanted = num_shards or 2 * (os.cpu_count() or 1)
     return as_tensors(dataset.to_iterable_dataset(num_shards=max(1, min(wanted, len(dataset)))))

@@ -34,6 +34,7 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
     lightning = require("lightning.pytorch", feature="Tuning in Lightning", extra="lightning")
     source = model if data is None else data
     is_loader = not hasattr(source, "train_dataloader")
+    is_data_module = source is not model and not is_loader
 
     class TunedDataModule(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
         result: TuningResult | None = None
@@ -43,11 +44,11 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
             self._config = config
 
         def prepare_data(self) -> None:
-            if source is not model and not is_loader:
+            if is_data_module:
                 source.prepare_data()
 
         def setup(self, stage: str) -> None:
-            if source is not model and not is_loader:
+            if is_data_module:
                 source.trainer = self.trainer
                 source.setup(stage)
             if stage == "fit" and self._config is None:
@@ -61,19 +62,15 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
             return loader if self._config is None else rebuild(loader, self._config)
 
         def teardown(self, stage: str) -> None:
-            if source is not model and not is_loader:
+            if is_data_module:
                 source.teardown(stage)
 
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         # Only what the user's data has: Lightning takes an attribute of this name for a loader to validate with.
-        if not is_loader and source is not model and _overrides(lightning, source, name):
+        if is_data_module and getattr(type(source), name, None) is not getattr(lightning.LightningDataModule, name):
             setattr(TunedDataModule, name, lambda self, name=name: getattr(source, name)())
     return TunedDataModule()
 
 
 def _train_loader(source: Any) -> Any:
     return source.train_dataloader() if hasattr(source, "train_dataloader") else source
-
-
-def _overrides(lightning: Any, source: Any, name: str) -> bool:
-    return getattr(type(source), name, None) is not getattr(lightning.LightningDataModule, name)

@@ -97,16 +97,7 @@ def for_resume(config: LoaderConfig, state: Mapping[str, Any]) -> LoaderConfig:
         "the tuned number holds from the next epoch on",
         stacklevel=2,
     )
-    if workers == 0:
-        return replace(
-            config,
-            num_workers=0,
-            prefetch_factor=None,
-            persistent_workers=False,
-            in_order=True,
-            multiprocessing_context=None,
-        )
-    return replace(config, num_workers=workers)
+    return config.with_workers(workers)
 
 
 def workers_in(state: Mapping[str, Any]) -> int | None:

@@ -41,9 +41,8 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
 
     args = trainer.args
     optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
-    result = tune(
-        plain_loader(trainer), trainer.model, **{"optimizer": optimizer, "device": str(args.device), **options}
-    )
+    options = {"optimizer": optimizer, "device": str(args.device), **options}
+    result = tune(plain_loader(trainer), trainer.model, **options)
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
     if result.best.num_workers == 0:

@@ -9,30 +9,19 @@ from autotune_loader.report.tables import BEST, render_table
 from autotune_loader.report.units import UNKNOWN, bytes_text, rate_text
 from autotune_loader.results.loader_file import LoaderFile, config_in
 
-_HEADERS = ("", "dataset", "cores", "memory", "GPUs", "torch", "configuration", "samples/s")
-_NUMERIC = (2, 3, 7)
+
+def render_fleet(entries: Sequence[LoaderFile], given: LoaderFile | None) -> str:
+    """The table of a collection; `given` is the entry that `load_config()` gives this machine."""
+    rows = [(BEST if entry is given else "", *_cells(entry)) for entry in entries]
+    legend = f"{BEST} what load_config() gives this machine" if given else "Nothing in it is for this machine."
+    headers = ("", "dataset", "cores", "memory", "GPUs", "torch", "configuration", "samples/s")
+    return "\n".join([render_table(headers, [rows] if rows else [], 110, numeric=(2, 3, 7)), "", legend])
 
 
-def render_fleet(entries: Sequence[LoaderFile], given: LoaderFile | None, width: int = 110) -> str:
-    """The table of a collection.
-
-    Args:
-        entries: of the collection.
-        given: the one of them that `load_config()` gives this machine.
-        width: of the text, in columns.
-    """
-    rows = [_cells(entry, mark=BEST if entry is given else "") for entry in entries]
-    legend = (
-        f"{BEST} what load_config() gives this machine" if given is not None else "Nothing in it is for this machine."
-    )
-    table = render_table(_HEADERS, [rows] if rows else [], width, numeric=_NUMERIC)
-    return "\n".join([table, "", legend])
-
-
-def _cells(entry: LoaderFile, mark: str) -> tuple[str, ...]:
+def _cells(entry: LoaderFile) -> tuple[str, ...]:
     tuned_on, rate = entry.fingerprint, entry.measured.samples_per_s
     machine = _machine(tuned_on) if tuned_on is not None else (UNKNOWN,) * 5
-    return (mark, *machine, str(config_in(entry)), UNKNOWN if rate is None else rate_text(rate.value))
+    return (*machine, str(config_in(entry)), rate_text(rate.value if rate else None))
 
 
 def _machine(tuned_on: Fingerprint) -> tuple[str, ...]:

@@ -7,48 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_KNOBS = tuple(field.name for field in fields(LoaderConfig))
-# Integers that may be missing: without a nullable type pandas would turn 2 into 2.0.
-_NULLABLE_INTEGERS = (
-    "prefetch_factor",
-    "batch_size",
-    "consumer_threads",
-    "rss_bytes",
-    "pss_bytes",
-    "shm_bytes",
-    "gpu_memory_bytes",
+# Nullable types where pandas would turn a missing integer's column into floats, and a missing boolean's into objects.
+_TYPES = {
+    "int64": "number num_workers device_prefetch",
+    "Int64": "prefetch_factor batch_size consumer_threads rss_bytes pss_bytes shm_bytes gpu_memory_bytes",
+    "bool": "pin_memory persistent_workers in_order",
+    "boolean": "drop_last",
+    "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
+    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share pss_slope_bytes_per_s gpu_util seconds",
+}
+# The order of the columns; a new field of the configuration gets one by itself.
+_MEASURED = (
+    "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s service_s "
+    "service_cpu_s receive_s step_s cpu_share foreign_cpu_share rss_bytes pss_bytes pss_slope_bytes_per_s shm_bytes "
+    "gpu_util gpu_memory_bytes seconds failure_kind failure_phase failure_message"
 )
-_NULLABLE_BOOLEANS = ("drop_last",)
-_FLOATS = (
-    "samples_per_s",
-    "samples_per_s_low",
-    "samples_per_s_high",
-    "predicted_samples_per_s",
-    "wait_share",
-    "first_batch_s",
-    "service_s",
-    "service_cpu_s",
-    "receive_s",
-    "step_s",
-    "cpu_share",
-    "foreign_cpu_share",
-    "pss_slope_bytes_per_s",
-    "gpu_util",
-    "seconds",
-)
-_COLUMNS = (
-    *("number", "role", *_KNOBS),
-    *("samples_per_s", "samples_per_s_low", "samples_per_s_high", "predicted_samples_per_s"),
-    *("wait_share", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s"),
-    *("cpu_share", "foreign_cpu_share", "rss_bytes", "pss_bytes", "pss_slope_bytes_per_s", "shm_bytes"),
-    *("gpu_util", "gpu_memory_bytes", "seconds", "failure_kind", "failure_phase", "failure_message"),
-)
+_COLUMNS = ("number", "role", *(field.name for field in fields(LoaderConfig)), *_MEASURED.split())  # all of them
 
 
 def trials_frame(result: TuningResult) -> pd.DataFrame:
@@ -60,37 +39,20 @@ def trials_frame(result: TuningResult) -> pd.DataFrame:
     import pandas as pd
 
     frame = pd.DataFrame([_row(trial) for trial in result.trials], columns=list(_COLUMNS))
-    types = {
-        **dict.fromkeys(("number", "num_workers", "device_prefetch"), "int64"),
-        **dict.fromkeys(("pin_memory", "persistent_workers", "in_order"), "bool"),
-        **dict.fromkeys(_NULLABLE_INTEGERS, "Int64"),
-        **dict.fromkeys(_NULLABLE_BOOLEANS, "boolean"),
-        **dict.fromkeys(_FLOATS, "float64"),
-    }
-    typed: pd.DataFrame = frame.astype(types)
+    typed: pd.DataFrame = frame.astype({name: kind for kind, names in _TYPES.items() for name in names.split()})
     return typed
 
 
 def _row(trial: Trial) -> dict[str, Any]:
-    row: dict[str, Any] = {"number": trial.number, "role": trial.role, **trial.config.to_dict()}
-    row |= {"predicted_samples_per_s": trial.predicted_samples_per_s, "seconds": trial.seconds}
-    if trial.measurement is not None:
-        row |= _measured(trial.measurement)
-    if trial.failure is not None:
-        row |= _failed(trial.failure)
-    return row
-
-
-def _measured(measurement: Measurement) -> dict[str, Any]:
-    rate, memory, gpu = measurement.samples_per_s, measurement.memory, measurement.gpu
-    names = ("wait_share", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s")
-    row = {name: getattr(measurement, name) for name in (*names, "cpu_share", "foreign_cpu_share")}
-    row |= {"samples_per_s": rate.value, "samples_per_s_low": rate.low, "samples_per_s_high": rate.high}
-    row |= {"gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
-    for name in ("rss_bytes", "pss_bytes", "pss_slope_bytes_per_s", "shm_bytes"):
-        row[name] = getattr(memory, name) if memory else None
-    return row
-
-
-def _failed(failure: Failure) -> dict[str, Any]:
-    return {"failure_kind": failure.kind, "failure_phase": failure.phase, "failure_message": failure.message}
+    """Each column from the record that has a field of its name; what is named otherwise, by hand."""
+    measured, failure = trial.measurement, trial.failure
+    own: dict[str, Any] = {}
+    if measured is not None:
+        rate, gpu = measured.samples_per_s, measured.gpu
+        own = {"samples_per_s": rate.value, "samples_per_s_low": rate.low, "samples_per_s_high": rate.high}
+        own |= {"gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
+    if failure is not None:
+        own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
+    for record in (trial, trial.config, measured, measured and measured.memory):
+        own = {name: getattr(record, name) for name in _COLUMNS if hasattr(record, name)} | own
+    return own

@@ -9,7 +9,7 @@ from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.report.tables import render_table
 from autotune_loader.report.units import UNKNOWN, bytes_text
 
-_NAMES = {
+_NAMES = {  # where the field's own name would not do
     "usable_cores": "usable cores",
     "affinity_count": "CPUs in the affinity mask",
     "cpu_quota": "CPU quota in cores",

@@ -17,21 +17,17 @@ from autotune_loader.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PICTURES: tuple[tuple[Callable[[TuningResult], Figure], str], ...] = (
-    (
-        plots.plot_workers,
-        "Where the line stops rising, more workers do not help. No loader gets above the dashed line.",
-    ),
-    (plots.plot_speedup, "Both configurations were timed in each round, so what slowed the machine slowed both."),
-    (plots.plot_timeline, "A wait of the training loop is explained by the worker whose batch was not ready yet."),
-    (
-        plots.plot_heatmap,
-        "Each cell is the fastest burst of that pair; hatched ones were predicted and not worth a burst.",
-    ),
-    (plots.plot_memory, "The cheapest point close to the top is the one to want."),
-    (plots.plot_history, "The line shows what would have been found had the search stopped there."),
-    (plots.plot_failures, "Configurations that cannot be used here, and why."),
-)
+# Each with its caption, in the order of a reader's questions.
+_PICTURES: dict[Callable[[TuningResult], Figure], str] = {
+    plots.plot_workers: "Where the line stops rising, more workers do not help. No loader gets above the dashed line.",
+    plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
+    plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
+    plots.plot_heatmap: "Each cell is the fastest burst of that pair; hatched ones were predicted and not worth a burst.",
+    plots.plot_memory: "The cheapest point close to the top is the one to want.",
+    plots.plot_history: "The line shows what would have been found had the search stopped there.",
+    plots.plot_failures: "Configurations that cannot be used here, and why.",
+}
+# One column that is read on a screen and on paper.
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem; }
@@ -49,10 +45,13 @@ def render_html(result: TuningResult) -> str:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    pictures = [_picture(draw, caption, result) for draw, caption in _PICTURES if _has_something_to_show(draw, result)]
+    pictures = [
+        _picture(draw, caption, result) for draw, caption in _PICTURES.items() if _has_something_to_show(draw, result)
+    ]
+    sentences = [sentence for sentence in (STATUS_SENTENCES[result.status], *result.summary) if sentence]
     body = [
         "<h1>DataLoader tuning report</h1>",
-        _summary(result),
+        "".join(f"<p><strong>{html.escape(sentence)}</strong></p>" for sentence in sentences),
         f'<pre class="prose">{html.escape(render_findings(result, width=10_000))}</pre>',
         f"<h2>What was tried</h2><pre>{html.escape(render_trials(result, width=120))}</pre>",
         f"<h2>Pictures</h2>{''.join(pictures)}",
@@ -82,11 +81,6 @@ def _document(body: str) -> str:
         f"<title>DataLoader tuning report</title><style>{_STYLE}</style>"
     )
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def _summary(result: TuningResult) -> str:
-    sentences = [sentence for sentence in (STATUS_SENTENCES[result.status], *result.summary) if sentence]
-    return "".join(f"<p><strong>{html.escape(sentence)}</strong></p>" for sentence in sentences)
 
 
 def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: TuningResult) -> bool:

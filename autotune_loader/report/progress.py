@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 ProgressMode = Literal["auto", "on", "off"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = get_args(ProgressMode)
+"""For those who check an option, or offer it."""
 _CONFIG_WIDTH = 50
-_RATE_WIDTH = 20
+"""Columns of a configuration in a line: what nearly all of them fit into."""
 
 
 class Progress:
@@ -49,7 +50,8 @@ class Progress:
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
         """A trial is over."""
         self._say(trial_line(trial, best, seconds_left))
-        self._redraw(standing_line(best.config if best else None, best.samples_per_s if best else None, seconds_left))
+        config, rate = (best.config, best.samples_per_s) if best else (None, None)
+        self._redraw(standing_line(config, rate, seconds_left))
 
     def finals_round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
         """A round of the finals is over; failed configurations are not in `rates`."""
@@ -97,27 +99,19 @@ class LiveProgress(Progress):
         self._live = Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
-        self._is_open = False
 
     def _say(self, line: str) -> None:
-        self._open()
+        self._live.start()  # does nothing when it has started, as stop() does when it has stopped
         self._live.console.print(line)
 
     def _redraw(self, line: str) -> None:
         from rich.text import Text
 
-        self._open()
+        self._live.start()
         self._live.update(Text(line, style="bold", no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def _open(self) -> None:
-        if not self._is_open:
-            self._live.start()
-            self._is_open = True
-
     def close(self) -> None:
-        if self._is_open:
-            self._live.stop()
-            self._is_open = False
+        self._live.stop()
 
 
 def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progress:
@@ -143,7 +137,7 @@ def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progre
 def trial_line(trial: Trial, best: Trial | None, seconds_left: float) -> str:
     """One trial in one line: number, configuration, rate with its error or how it failed, best so far, time left."""
     best_text = f"best {rate_text(best.samples_per_s)}" if best else "nothing has worked yet"
-    start = f"trial {trial.number:3d}  {trial.config!s:<{_CONFIG_WIDTH}}  {_outcome(trial):<{_RATE_WIDTH}}"
+    start = f"trial {trial.number:3d}  {trial.config!s:<{_CONFIG_WIDTH}}  {_outcome(trial):<20}"
     return f"{start}  {best_text:<14}  {_left(seconds_left)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from autotune_loader.report.units import is_telling
@@ -19,17 +19,12 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import Interval, mean_interval
 
-TOLERANCE = 0.02
-"""Rates this close count as equal where the result does not tell what it was tuned with: the default of `tune()`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """One configuration and what is known of it."""
 
     config: LoaderConfig
-    numbers: tuple[int, ...]
-    """Its trials."""
     rate: Interval | None
     """Samples/s: mean of the finals, or else of its last burst; None where every burst failed."""
     source: Literal["finals", "trial", "failure"]
@@ -43,16 +38,10 @@ class Standing:
     """Whether the evidence does not tell it from the best, or only by less than the tolerance."""
 
 
-def standings(result: TuningResult, tolerance: float | None = None) -> tuple[Standing, ...]:
-    """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed.
-
-    Args:
-        result: a finished run.
-        tolerance: relative difference below which rates count as equal; what the result was tuned with if None.
-    """
-    tolerance = tolerance_of(result) if tolerance is None else tolerance
+def standings(result: TuningResult) -> tuple[Standing, ...]:
+    """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed."""
     configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
-    found = [_standing(config, result, tolerance) for config in configs]
+    found = [_standing(config, result) for config in configs]
     # A finalist that only the twin knew, and for which no time was left, has nothing to stand by: that is no failure.
     found = [each for each in found if each.rate or each.failure or each.is_best or each.is_baseline]
     order = ("finals", "trial", "failure")
@@ -60,24 +49,23 @@ def standings(result: TuningResult, tolerance: float | None = None) -> tuple[Sta
 
 
 def tolerance_of(result: TuningResult) -> float:
-    """The tolerance that the result was tuned with, as far as it tells."""
-    return TOLERANCE if result.tolerance is None else result.tolerance
+    """Rates this close count as equal: as the result was tuned, or the default of `tune()` where it does not tell."""
+    return 0.02 if result.tolerance is None else result.tolerance
 
 
-def _standing(config: LoaderConfig, result: TuningResult, tolerance: float) -> Standing:
+def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
     rate, measurement = rate_of(config, result), _last_measurement(config, result)
-    own = [trial for trial in result.trials if trial.config == config]
+    failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
     is_best = config == result.best
     return Standing(
         config=config,
-        numbers=tuple(trial.number for trial in own),
         rate=rate,
         source="failure" if rate is None else "finals" if _final_rates(result.finals, config) else "trial",
         measurement=measurement,
-        failure=next((trial.failure for trial in own if trial.failure), None) if rate is None else None,
+        failure=next(failures, None) if rate is None else None,
         is_best=is_best,
         is_baseline=config == result.baseline,
-        ties_with_best=not is_best and _is_tie(config, result, tolerance),
+        ties_with_best=not is_best and _is_tie(config, result),
     )
 
 
@@ -99,7 +87,8 @@ def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple
     return [(number, one / other) for number, one, other in pairs if one and other]
 
 
-def _is_tie(config: LoaderConfig, result: TuningResult, tolerance: float) -> bool:
+def _is_tie(config: LoaderConfig, result: TuningResult) -> bool:
+    tolerance = tolerance_of(result)
     ratios = [ratio for _, ratio in final_ratios(result.finals, config, result.best)]
     if len(ratios) == 1:
         return abs(ratios[0] - 1) <= tolerance
@@ -110,12 +99,9 @@ def _is_tie(config: LoaderConfig, result: TuningResult, tolerance: float) -> boo
     if burst is None or best_burst is None:
         return False
     rate, best = burst.samples_per_s, best_burst.samples_per_s
-    return _overlap(rate, best) or abs(rate.value / best.value - 1) <= tolerance
-
-
-def _overlap(a: Interval, b: Interval) -> bool:
     # An interval that tells nothing overlaps everything and shows nothing.
-    return is_telling(a) and is_telling(b) and a.low <= b.high and b.low <= a.high
+    overlap = is_telling(rate) and is_telling(best) and rate.low <= best.high and best.low <= rate.high
+    return overlap or abs(rate.value / best.value - 1) <= tolerance
 
 
 def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:
@@ -128,14 +114,6 @@ def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:
 def _last_measurement(config: LoaderConfig, result: TuningResult) -> Measurement | None:
     measured = [trial.measurement for trial in result.trials if trial.config == config and trial.measurement]
     return measured[-1] if measured else None
-
-
-def with_workers(config: LoaderConfig, workers: int, prefetch_factor: int | None = None) -> LoaderConfig:
-    """The configuration with so many workers, and without what only workers have where there are none."""
-    if workers:
-        return replace(config, num_workers=workers, prefetch_factor=prefetch_factor or config.prefetch_factor)
-    plain = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, "multiprocessing_context": None}
-    return LoaderConfig.from_dict({**config.to_dict(), "num_workers": 0, **plain})
 
 
 def predicted_rates(result: TuningResult, configs: Sequence[LoaderConfig]) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.standings import Standing, standings
@@ -25,17 +24,13 @@ from autotune_loader.report.units import (
 )
 from autotune_loader.results.loader_file import Advice
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from autotune_loader.values.measurement import Measurement
 
 MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
-LEGEND = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
-STATUS_SENTENCES = {
+"""What stands before a row; the legend below the table explains them."""
+STATUS_SENTENCES = {  # what a reader has to know before the rest
     "complete": "",
     "partial": "Interrupted: this is the best so far.",
     "fallback": "Nothing worked, so torch's defaults are given.",
@@ -44,26 +39,24 @@ STATUS_SENTENCES = {
 
 def render_report(result: TuningResult, width: int = 100) -> str:
     """The whole result as text of at most `width` columns: table, speed-up, verdict, advice, warnings."""
-    parts = [render_trials(result, width), render_findings(result, width)]
-    return "\n\n".join(part for part in parts if part)
+    return f"{render_trials(result, width)}\n\n{render_findings(result, width)}"
 
 
-def render_trials(result: TuningResult, width: int = 100, tolerance: float | None = None) -> str:
+def render_trials(result: TuningResult, width: int = 100) -> str:
     """The table of configurations with a legend: the finals, then the search, then what failed and why."""
-    rows = standings(result, tolerance)
+    rows = standings(result)
     if not rows:
         return "No configuration was tried."
     shown = _shown(rows)
     groups = [[_cells(row) for row in shown if row.source == source] for source in ("finals", "trial", "failure")]
-    table = [render_table(_HEADERS, [group for group in groups if group], width, numeric=_NUMERIC)]
-    table += _failure_lines([row for row in shown if row.failure], width)
+    knobs, measured = ("", "workers", "prefetch", "also"), ("wait", "first batch", "memory")
+    headers = (*knobs, "samples/s", "95 % interval", "from", *measured)
+    table = [render_table(headers, [group for group in groups if group], width, numeric=(1, 2, 4, 5, 7, 8, 9))]
+    table += _failure_lines(shown, width)
     if len(shown) < len(rows):
         table.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
-    return "\n".join([*table, "", LEGEND])
-
-
-_HEADERS = ("", "workers", "prefetch", "also", "samples/s", "95 % interval", "from", "wait", "first batch", "memory")
-_NUMERIC = (1, 2, 4, 5, 7, 8, 9)
+    legend = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
+    return "\n".join([*table, "", legend])
 
 
 def _shown(rows: Sequence[Standing]) -> list[Standing]:
@@ -79,105 +72,63 @@ def _cells(row: Standing) -> tuple[str, ...]:
     mark = "".join(mark for mark, applies in marks if applies)
     rate = number_text(row.rate.value) if row.rate else UNKNOWN
     ahead = UNKNOWN if row.config.prefetch_factor is None else str(row.config.prefetch_factor)
-    knobs = (str(row.config.num_workers), ahead, other_knobs(row.config))
-    return (mark, *knobs, rate, range_text(row.rate), _evidence(row), *_meter_cells(row.measurement))
-
-
-def other_knobs(config: LoaderConfig) -> str:
-    """What a configuration sets beyond workers and prefetch_factor, as `str(config)` says it; empty when nothing."""
-    words = str(config).split(", ")
-    return ", ".join(words[1 if config.prefetch_factor is None else 2 :])
-
-
-def _evidence(row: Standing) -> str:
-    if row.source == "finals" and row.rate:
-        return counted(row.rate.count, "round")
-    return "search" if row.rate else "failed"
+    # What `str(config)` says beyond workers and prefetch_factor.
+    others = str(row.config).split(", ")[1 if row.config.prefetch_factor is None else 2 :]
+    knobs = (str(row.config.num_workers), ahead, ", ".join(others))
+    source = "failed" if row.rate is None else counted(row.rate.count, "round") if row.source == "finals" else "search"
+    return (mark, *knobs, rate, range_text(row.rate), source, *_meter_cells(row.measurement))
 
 
 def _meter_cells(measurement: Measurement | None) -> tuple[str, str, str]:
     if measurement is None:
         return (UNKNOWN, UNKNOWN, UNKNOWN)
-    return (
-        share_text(measurement.wait_share),
-        seconds_text(measurement.first_batch_s),
-        bytes_text(memory_bytes(measurement)),
-    )
-
-
-def memory_bytes(measurement: Measurement) -> int | None:
-    """PSS, or RSS where the kernel does not tell PSS; None where neither was measured."""
-    memory = measurement.memory
-    if memory is None:
-        return None
-    return memory.rss_bytes if memory.pss_bytes is None else memory.pss_bytes
+    memory = measurement.memory  # PSS, or RSS where the kernel does not tell PSS
+    used = None if memory is None else memory.rss_bytes if memory.pss_bytes is None else memory.pss_bytes
+    return (share_text(measurement.wait_share), seconds_text(measurement.first_batch_s), bytes_text(used))
 
 
 def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
-    lines, told = [], set()
+    """Each reason once, with the first configuration that failed for it."""
+    failed: dict[str, str] = {}
     for row in rows:
-        if row.failure is None or row.failure.message in told:
-            continue
-        told.add(row.failure.message)
-        text = f"{FAILED} {row.config}: {kind_text(row.failure)}: {row.failure.message}"
-        lines.append(_wrapped(text, width, indent="    "))
+        if row.failure is not None:
+            kind, phase = (word.replace("_", " ") for word in (row.failure.kind, row.failure.phase))
+            failed.setdefault(row.failure.message, f"{FAILED} {row.config}: {kind} ({phase}): {row.failure.message}")
+    lines = [_wrapped(text, width, indent="    ") for text in failed.values()]
     return ["", *lines] if lines else []
-
-
-def kind_text(failure: Failure) -> str:
-    """The kind of a failure in words, and the phase it came in."""
-    return f"{failure.kind.replace('_', ' ')} ({failure.phase.replace('_', ' ')})"
 
 
 def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
-    facts = [_wrapped(sentence, width) for sentence in (*_status(result), *_facts(result))]
+    facts = [_wrapped(sentence, width) for sentence in (STATUS_SENTENCES[result.status], *_facts(result)) if sentence]
     advice = [_wrapped(_advice_line(each), width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
     blocks = [facts, verdict, ["Next:", *advice] if advice else [], warnings]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _status(result: TuningResult) -> list[str]:
-    sentence = STATUS_SENTENCES[result.status]
-    return [sentence] if sentence else []
-
-
 def _facts(result: TuningResult) -> list[str]:
     facts = [f"Chosen: {result.best}."]
     if result.speedup is not None:
-        facts.append(f"Speed-up: {ratio_text(result.speedup)} over {_baseline_name(result)}, {_rounds(result)}.")
+        rounds = f"95 % interval of {counted(result.speedup.count, 'paired round')}"
+        facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
     elif result.finals.rounds and result.best != result.baseline:
-        facts.append(
-            f"Speed-up: not proven, {counted(len(result.finals.rounds), 'paired round')} fitted into the budget."
-        )
+        rounds = counted(len(result.finals.rounds), "paired round")
+        facts.append(f"Speed-up: not proven, {rounds} fitted into the budget.")
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
     facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
-    spent = result.spent
-    if spent.bursts:
-        facts.append(f"Spent: {seconds_text(spent.seconds)} on {counted(spent.bursts, 'burst')}.")
+    if result.spent.bursts:
+        facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts
 
 
-def _baseline_name(result: TuningResult) -> str:
-    return f"{result.baseline} (before tuning)"
-
-
-def _rounds(result: TuningResult) -> str:
-    count = result.speedup.count if result.speedup else 0
-    return f"95 % interval of {counted(count, 'paired round')}"
-
-
 def _advice_line(advice: Advice) -> str:
-    return f"- {advice.action.rstrip('.')}{_gain(advice.expected_gain)}: {advice.reason}"
-
-
-def _gain(expected: float | None) -> str:
-    if expected is None:
-        return ""
-    return f" (about {expected * 100:+.0f} %)" if expected < 1 else f" (about {1 + expected:.1f} times the rate)"
+    gain, words = advice.expected_gain, ""
+    if gain is not None:
+        words = f" (about {gain * 100:+.0f} %)" if gain < 1 else f" (about {1 + gain:.1f} times the rate)"
+    return f"- {advice.action.rstrip('.')}{words}: {advice.reason}"
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> str:
@@ -193,6 +144,7 @@ def render_table(
 ) -> str:
     """A plain table, its groups of rows apart; columns with an index in `numeric` are aligned right and not wrapped."""
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, collapse_padding=True)
@@ -202,17 +154,9 @@ def render_table(
     for rows in groups:
         for row in rows:
             table.add_row(*row, end_section=row is rows[-1])
-    return render_plain(table, width)
-
-
-def render_plain(renderable: RenderableType, width: int) -> str:
-    """What rich draws, as text without colour codes and trailing spaces."""
-    from rich.console import Console
-
     buffer = io.StringIO()
     # User text (paths, messages) is not markup: "[/]" in a message must not end a style or raise.
     plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
     # In a notebook rich would show the text itself instead of writing it.
-    console = Console(file=buffer, width=width, force_jupyter=False, **plain)  # type: ignore[arg-type]
-    console.print(renderable)
+    Console(file=buffer, width=width, force_jupyter=False, **plain).print(table)  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").splitlines())

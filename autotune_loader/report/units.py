@@ -8,7 +8,6 @@ from autotune_loader.values.statistics import Interval
 
 UNKNOWN = "-"
 """What stands where nothing was measured."""
-_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
 def rate_text(samples_per_s: float | None) -> str:
@@ -48,10 +47,8 @@ def ratio_text(interval: Interval | None) -> str:
     """A ratio with its limits: "2.31x (2.20x to 2.42x)"."""
     if interval is None:
         return UNKNOWN
-    text = f"{interval.value:.2f}x"
-    if is_telling(interval):
-        text += f" ({interval.low:.2f}x to {interval.high:.2f}x)"
-    return text
+    limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if is_telling(interval) else ""
+    return f"{interval.value:.2f}x{limits}"
 
 
 def share_text(share: float | None) -> str:
@@ -66,7 +63,8 @@ def bytes_text(size: float | None) -> str:
     """A size in binary units: "512 B", "45 MiB", "1.25 GiB"."""
     if size is None:
         return UNKNOWN
-    factor, unit = next(((factor, unit) for factor, unit in _SIZES if abs(size) >= factor), (1, "B"))
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    factor, unit = next(((factor, unit) for factor, unit in units if abs(size) >= factor), (1, "B"))
     value = size / factor
     decimals = 0 if factor == 1 or abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2
     return f"{value:,.{decimals}f}".removesuffix(".0").removesuffix(".00") + f" {unit}"

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -23,19 +24,15 @@ from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_json
+from autotune_loader.results.loader_file import LoaderFile, checked, read_loader_json
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.serialization import from_plain, to_plain, write_json
+from autotune_loader.values.serialization import to_plain, write_json
 
 log = logging.getLogger(__name__)
-# Names another folder for the entries, or turns the cache off.
 CACHE_VARIABLE = "AUTOTUNE_LOADER_CACHE"
-OFF = ("", "0", "off", "no", "none", "false")
-# Beyond so many the entries that were used the longest ago go; one has some 50 kB.
+"""Names another folder for the entries, or turns the cache off."""
 MOST_ENTRIES = 256
-# A temporary file this old was left by a run that was killed while it wrote.
-ABANDONED_AFTER_S = 3600.0
-_ENTRY_NAME = re.compile(r"[0-9a-f]{32}\.json")
+"""Beyond these the entries that were used the longest ago are removed; one has some 50 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,11 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where the entries are: in the folder that `AUTOTUNE_LOADER_CACHE` names, else in the user's cache; None if off."""
     named = environ.get(CACHE_VARIABLE)
     if named is not None:
-        return None if named.strip().lower() in OFF else Path(named).expanduser() / "results"
+        return (
+            None
+            if named.strip().lower() in ("", "0", "off", "no", "none", "false")
+            else Path(named).expanduser() / "results"
+        )
     from platformdirs import user_cache_path
 
     return user_cache_path("autotune-loader", appauthor=False) / "results"
@@ -194,27 +195,18 @@ def _read(path: Path, status: os.stat_result) -> Entry:
         raise ValueError("it is no file")
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
-    file = read_loader_json(path, _parse)
+    file = read_loader_json(path, lambda raw: checked(raw, _EntryFile))
     if file.cache is None or file.status != "complete" or file.measured.samples_per_s is None:
         raise ValueError("it is no complete result of a cache")
     return Entry(result=TuningResult.from_file(file), note=file.cache)
 
 
-def _parse(raw: Any) -> _EntryFile:
-    file = from_plain(raw, _EntryFile)
-    config_in(file)
-    return file
-
-
 def _remove_oldest(folder: Path) -> None:
-    files = [(path.stat().st_mtime, path) for path in folder.iterdir() if path.is_file()]
-    entries = sorted((each for each in files if _ENTRY_NAME.fullmatch(each[1].name)), reverse=True)
-    leftovers = [
-        (when, path)
-        for when, path in files
-        if path.name.startswith(".") and path.suffix == ".tmp" and time.time() - when > ABANDONED_AFTER_S
-    ]
-    for _, path in entries[MOST_ENTRIES:] + leftovers:
+    changed = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
+    entries = [path for path in changed if re.fullmatch(r"[0-9a-f]{32}\.json", path.name)]
+    # A temporary file an hour old was left by a run that was killed while it wrote.
+    leftovers = [path for path in folder.glob(".*.tmp") if time.time() - changed.get(path, math.inf) > 3600]
+    for path in sorted(entries, key=lambda path: changed[path], reverse=True)[MOST_ENTRIES:] + leftovers:
         path.unlink(missing_ok=True)
 
 

@@ -16,9 +16,10 @@ from autotune_loader.results.loader_file import config_in
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 
-# Names the file for jobs that take no argument.
 CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
+"""Names the file for jobs that take no argument."""
 FILE_NAME = "loader.json"
+"""In the folder of the job, or in the user's own for settings."""
 
 
 def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:

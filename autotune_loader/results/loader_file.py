@@ -24,9 +24,10 @@ from autotune_loader.version import __version__
 
 # 1.0  first release
 SCHEMA_VERSION = "1.0"
-# No honest loader.json comes near this; a file that does is refused before it is parsed.
 MAX_FILE_BYTES = 32 << 20
+"""No honest loader.json comes near this; a file that does is refused before it is parsed."""
 _Kind = TypeVar("_Kind")
+_File = TypeVar("_File", bound="LoaderFile")
 Status = Literal["complete", "partial", "fallback"]
 Binding = Literal["step", "cpu", "wait", "transport", "pinning", "memory", "startup", "in_memory", "unknown"]
 
@@ -178,13 +179,14 @@ def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
     Raises:
         ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
     """
+    return read_loader_json(path, lambda raw: checked(raw, LoaderFile))
 
-    def parse(raw: Any) -> LoaderFile:
-        file = from_plain(raw, LoaderFile)
-        config_in(file)
-        return file
 
-    return read_loader_json(path, parse)
+def checked(raw: Any, kind: type[_File]) -> _File:
+    """Plain JSON values as a file whose configuration is legal; ValueError or TypeError where it is not."""
+    file = from_plain(raw, kind)
+    config_in(file)
+    return file
 
 
 def read_loader_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:

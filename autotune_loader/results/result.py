@@ -25,7 +25,7 @@ from autotune_loader.results.loader_file import (
     read_loader_file,
 )
 from autotune_loader.twin.context import TwinContext
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Acceleration, Trial
@@ -123,53 +123,22 @@ class TuningResult:
         return cls.from_file(read_loader_file(path))
 
     def to_file(self) -> LoaderFile:
+        shared = {name: getattr(self, name) for name in _SHARED}
+        shared["trials"] = tuple(_without_traces(trial) for trial in self.trials)
         return LoaderFile(
             schema_version=SCHEMA_VERSION,
-            status=self.status,
             dataloader_kwargs=self.best.to_kwargs(),
             extras=self.best.to_extras(),
-            batch_size=self.batch_size,
-            summary=self.summary,
-            warnings=self.warnings,
-            verdict=self.verdict,
-            advice=self.advice,
-            accelerations=self.accelerations,
-            measured=self.measured,
-            predicted=self.predicted,
             budget=self.spent,
-            space_hash=self.space_hash,
-            fingerprint=self.fingerprint,
-            baseline=self.baseline,
-            trials=tuple(_without_traces(trial) for trial in self.trials),
-            finals=self.finals,
-            twin=self.twin,
-            tolerance=self.tolerance,
-            reused=self.reused,
+            **shared,
         )
 
     @classmethod
     def from_file(cls, file: LoaderFile) -> TuningResult:
-        return cls(
-            best=config_in(file),
-            status=file.status,
-            baseline=file.baseline or LoaderConfig(),
-            trials=file.trials,
-            batch_size=file.batch_size,
-            measured=file.measured,
-            predicted=file.predicted,
-            verdict=file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict."),
-            advice=file.advice,
-            accelerations=file.accelerations,
-            summary=file.summary,
-            warnings=file.warnings,
-            finals=file.finals,
-            spent=file.budget,
-            space_hash=file.space_hash,
-            fingerprint=file.fingerprint,
-            twin=file.twin,
-            tolerance=file.tolerance,
-            reused=file.reused,
-        )
+        shared = {name: getattr(file, name) for name in _SHARED}
+        shared["baseline"] = file.baseline or LoaderConfig()
+        shared["verdict"] = file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict.")
+        return cls(best=config_in(file), spent=file.budget, **shared)
 
     def predict(
         self,
@@ -193,8 +162,8 @@ class TuningResult:
             TypeError: a knob that `LoaderConfig` does not have.
             ValueError: no burst succeeded, so there is nothing to predict from.
         """
-        given = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        changes = {**{name: value for name, value in given.items() if value is not None}, **knobs}
+        named = (("num_workers", num_workers), ("prefetch_factor", prefetch_factor))
+        changes = {name: value for name, value in named if value is not None} | knobs
         return self.predict_all([_changed(self.best, changes)], cores=cores)[0]
 
     def predict_all(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
@@ -208,8 +177,7 @@ class TuningResult:
 
         context = self.twin
         observed = [(each.config, each.measurement) for each in self.trials if each.measurement is not None]
-        twin = None if context is None else fit_twin(observed, context)
-        if context is None or twin is None:
+        if context is None or (twin := fit_twin(observed, context)) is None:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
@@ -281,14 +249,17 @@ class TuningResult:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
 
 
+_SHARED = {each.name for each in fields(TuningResult)} & {each.name for each in fields(LoaderFile)}
+"""What result and file have under one name, and keep as it is."""
+
+
 def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
     known = [each.name for each in fields(LoaderConfig)]
     for name in changes:
         if name not in known:
             raise TypeError(f"{name}={changes[name]!r} is no knob; one of {', '.join(known)} would work")
     if changes.get("num_workers") == 0:  # what only workers have goes with them
-        changes = {"prefetch_factor": None, "persistent_workers": False, "in_order": True, **changes}
-        changes["multiprocessing_context"] = None
+        changes = {**WITHOUT_WORKERS, **changes, "multiprocessing_context": None}
     return replace(best, **changes)
 
 

@@ -12,6 +12,13 @@ from typing import Any
 TORCH_PREFETCH_FACTOR = 2
 START_METHODS = ("fork", "forkserver", "spawn")
 SHARING_STRATEGIES = ("file_descriptor", "file_system")
+WITHOUT_WORKERS: dict[str, Any] = {
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "in_order": True,
+    "multiprocessing_context": None,
+}
+"""What only workers have, as it has to be where there are none."""
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64, "consumer_threads": 4096}
 
@@ -69,14 +76,8 @@ class LoaderConfig:
             self._require_nothing_that_needs_workers()
 
     def _require_nothing_that_needs_workers(self) -> None:
-        needs_workers = {
-            "prefetch_factor": (self.prefetch_factor, None),
-            "persistent_workers": (self.persistent_workers, False),
-            "in_order": (self.in_order, True),
-            "multiprocessing_context": (self.multiprocessing_context, None),
-        }
-        for name, (value, without_workers) in needs_workers.items():
-            if value != without_workers:
+        for name, without_workers in WITHOUT_WORKERS.items():
+            if (value := getattr(self, name)) != without_workers:
                 raise ValueError(
                     f"{name}={value!r} needs worker processes, but num_workers=0; "
                     f"use {name}={without_workers!r} or num_workers=1"
@@ -99,6 +100,12 @@ class LoaderConfig:
     def key(self) -> LoaderConfig:
         """The configuration without what evidence of a rate cannot tell apart: whether workers live on after an epoch."""
         return replace(self, persistent_workers=False)
+
+    def with_workers(self, num_workers: int, prefetch_factor: int | None = None) -> LoaderConfig:
+        """The configuration with another number of workers, and without what only workers have where there are none."""
+        if num_workers == 0:
+            return replace(self, num_workers=0, **WITHOUT_WORKERS)
+        return replace(self, num_workers=num_workers, prefetch_factor=prefetch_factor or self.prefetch_factor)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `torch.utils.data.DataLoader`, as short as they can be.

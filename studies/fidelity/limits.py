@@ -18,11 +18,11 @@ from pathlib import Path
 from autotune_loader.demo import cache_folder
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.report.advice import limits as ceilings
-from autotune_loader.report.advice.limits import Limit
 from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from studies.fidelity import ceilings
+from studies.fidelity.ceilings import Limit
 from studies.fidelity.grid import WORKLOAD_NAMES
 from studies.fidelity.measure import workload_of
 from studies.fidelity.records import RESULTS, append

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.report.advice.limits import is_compute_bound
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.statistics import Round, paired_ratio
+from studies.fidelity.ceilings import is_compute_bound
 from studies.gpu.jobs import JOBS, Size
 from studies.gpu.training import Loop, Rate
 

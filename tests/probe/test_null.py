@@ -7,7 +7,6 @@ import torch
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench
-from autotune_loader.report.advice.limits import transport_limit
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -46,9 +45,9 @@ def test_copies_of_one_batch_travel_and_tell_what_transport_costs(bench):
     assert isinstance(measured, Measurement)
     # THEN the same bytes come in batches of the same size, and most were ready when the loop asked
     assert (measured.batch_bytes, measured.batch_size) == (16_000, 4)
-    limit = transport_limit(measured)
-    assert limit is not None
-    assert 0 < limit.samples_per_s.low <= limit.samples_per_s.value <= limit.samples_per_s.high
+    ready = [trace for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
+    assert len(ready) > len(measured.traces) / 2
+    assert all(trace.receive_s > 0 for trace in ready)
 
 
 def test_without_workers_nothing_is_transported(bench):

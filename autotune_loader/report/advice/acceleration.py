@@ -7,8 +7,8 @@ import math
 from autotune_loader.results.loader_file import Advice
 from autotune_loader.values.trial import Acceleration
 
-# A gain below this is not worth changing the training for.
 WORTH_CHANGING = 0.05
+"""A relative gain below this is not worth changing the training for."""
 
 
 def acceleration_sentence(found: Acceleration) -> str:
@@ -16,8 +16,8 @@ def acceleration_sentence(found: Acceleration) -> str:
     if found.speedup is None:
         return f"{found.name}: {found.note or 'not measured'}"
     ratio = found.speedup
-    parts = [f"{found.name}: {ratio.value:.2f}x ({ratio.low:.2f}x to {ratio.high:.2f}x) the rate of the step alone"]
-    parts += [_loss_words(found)]
+    rate = f"{found.name}: {ratio.value:.2f}x ({ratio.low:.2f}x to {ratio.high:.2f}x) the rate of the step alone"
+    parts = [rate, _loss_words(found)]
     parts += [f"the first steps took {found.warm_up_s:.0f} s"] if (found.warm_up_s or 0.0) >= 1 else []
     parts += [found.note] if found.note else []
     return ", ".join(parts)
@@ -53,9 +53,7 @@ def advise_on(found: Acceleration, most_gain: float | None) -> Advice | None:
         "amp": f"Train in mixed precision: with torch.{found.name.replace('(', '(device_type, dtype=torch.')} around the "
         "forward pass and the loss.",
     }
-    loader = ""
-    if gain < ratio.value - 1:
-        loader = "; then the loader binds, so tune again"
+    loader = "; then the loader binds, so tune again" if gain < ratio.value - 1 else ""
     return Advice(
         action=how[found.kind],
         reason=acceleration_sentence(found) + loader,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
-from autotune_loader.report.advice.evidence import MISSED_GAIN, Evidence, memory_model
+from autotune_loader.report.advice.evidence import MISSED_GAIN, Evidence
 from autotune_loader.report.units import bytes_text, counted, seconds_text
 from autotune_loader.values.config import LoaderConfig
 
@@ -84,7 +84,7 @@ def growth_warning(evidence: Evidence) -> str | None:
 
 def _workers_that_fit(evidence: Evidence, grown_bytes: float, limit_bytes: float) -> int | None:
     """The most workers, fewer than now, that fit even when each has copied all it can."""
-    model = memory_model(evidence)
+    model = evidence.memory_model()
     if model is None:
         return None
     for count in reversed(range(evidence.best.num_workers)):
@@ -117,7 +117,7 @@ def _lack(
 
 def _memory_need(config: LoaderConfig, evidence: Evidence, space: Space) -> float:
     """What the measurements make of a configuration; what arithmetic does, before workers were measured."""
-    model = memory_model(evidence)
+    model = evidence.memory_model()
     if model is None or model.worker_bytes is None:
         return float(space.memory_need(config))
     return model.peak_bytes(config)

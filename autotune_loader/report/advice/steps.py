@@ -6,49 +6,26 @@ ceiling. Where neither can be said, nothing is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autotune_loader.report.advice.acceleration import advise_on
-from autotune_loader.report.advice.evidence import (
-    Evidence,
-    collate_share,
-    computing_share,
-    cores_limit,
-    cores_per_worker,
-    hand_over_s,
-    loaders_gain,
-    missed_gain,
-    predicted,
-    predicted_gain,
-    receive_s,
-    startup_share,
-    stopped_by_memory,
-    tail,
-    worker_bytes,
-)
+from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
 from autotune_loader.results.loader_file import Advice, Verdict
-from autotune_loader.values.trial import Acceleration
 
 # A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
 # An estimate above this says that something else will bind long before; it is not printed.
 BELIEVABLE_GAIN = 9.0
-# A slow tail is worth naming when the slowest of a hundred batches takes so many times the median.
-HEAVY_TAIL = 4.0
-# A worker that uses more cores than this starts threads of its own.
-THREADED_WORKER_CORES = 1.3
 # Host memory that grows faster than this is no noise (bytes per second).
 LEAKING_BYTES_PER_S = 4 << 20
 # Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves.
 PYTHON_SAMPLE_S = 200e-6
-# A batched fetch and its collating take so many times the collating alone: gathering copies the same bytes, and the rows
+# A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
 # are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches).
 BATCHED_FETCH_COLLATES = 2.5
-# More tensors than this in a batch, each with its own descriptor and segment, are worth joining.
-MANY_TENSORS = 8
 
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
@@ -61,7 +38,7 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "pinning": _on_pinning,
         "memory": _on_memory,
         "startup": _on_startup,
-        "in_memory": _on_in_memory,
+        "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
@@ -71,23 +48,16 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
     waits = f"the loop waits for data only {evidence.measurement.wait_share:.0%} of the time"
     measured = [each for each in evidence.accelerations if each.speedup is not None]
-    worth = [advice for each in measured if (advice := advise_on(each, loaders_gain(evidence))) is not None]
+    worth = [advice for each in measured if (advice := advise_on(each, evidence.loaders_gain())) is not None]
     yield from worth
     if measured and not worth:
-        yield Advice(
-            action=f"Leave the step as it is, or make the model smaller: {_names(measured)} would not gain enough.",
-            reason=waits,
-        )
+        names = " and ".join(each.name for each in measured)
+        action = f"Leave the step as it is, or make the model smaller: {names} would not gain enough."
+        yield Advice(action=action, reason=waits)
     elif not measured:
-        yield Advice(
-            action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
-            reason=waits
-            + ("" if evidence.accelerations else "; allow=('compile', 'amp') measures what these would bring"),
-        )
-
-
-def _names(found: Sequence[Acceleration]) -> str:
-    return " and ".join(each.name for each in found)
+        hint = "" if evidence.accelerations else "; allow=('compile', 'amp') measures what these would bring"
+        action = "Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is."
+        yield Advice(action=action, reason=waits + hint)
 
 
 def _on_cpu(evidence: Evidence) -> Iterator[Advice]:
@@ -114,9 +84,8 @@ def _more_cores(evidence: Evidence) -> Iterator[Advice]:
         return
     cores = 2 * evidence.usable_cores
     asked = [replace(evidence.best, num_workers=count) for count in (evidence.best.num_workers, cores)]
-    answers = [answer for answer in (predicted(evidence, config, cores) for config in asked) if answer is not None]
-    then = max(answers, key=lambda answer: answer.samples_per_s.value)
-    gain = _believable(evidence, predicted_gain(evidence, then.config, cores))
+    then = max(evidence.twin.predict_all(asked, cores=cores), key=lambda answer: answer.samples_per_s.value)
+    gain = _believable(evidence, evidence.predicted_gain(then.config, cores))
     if gain is not None:
         yield Advice(
             action=f"Use more cores: with {cores} cores and {then.config.num_workers} workers the twin predicts "
@@ -128,10 +97,10 @@ def _more_cores(evidence: Evidence) -> Iterator[Advice]:
 
 def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
-    now = predicted(evidence, evidence.best)
-    share = max(0.0, 1 - computing_share(evidence))
+    now = evidence.predicted(evidence.best)
+    share = max(0.0, 1 - evidence.computing_share())
     more = replace(evidence.best, num_workers=2 * max(1, evidence.best.num_workers))
-    gain = _believable(evidence, predicted_gain(evidence, more))
+    gain = _believable(evidence, evidence.predicted_gain(more))
     if gain is not None and (now is None or now.binding != "storage"):
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
@@ -163,10 +132,10 @@ def _on_transport(evidence: Evidence) -> Iterator[Advice]:
     else:
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-            reason=f"handing over takes {(seconds or hand_over_s(evidence)) * 1e3:.2g} ms however little a batch carries",
+            reason=f"handing over takes {(seconds or evidence.hand_over_s()) * 1e3:.2g} ms however little a batch carries",
             expected_gain=_gain_without(evidence, seconds / 2, of=evidence.period_s),
         )
-    if measured.batch_tensors > MANY_TENSORS:
+    if measured.batch_tensors > 8:  # each has its own descriptor and segment
         yield Advice(
             action="Collate into fewer, larger tensors.",
             reason=f"each of the {measured.batch_tensors} tensors of a batch travels in a segment of its own",
@@ -181,16 +150,16 @@ def _on_pinning(evidence: Evidence) -> Iterator[Advice]:
 
 
 def _on_memory(evidence: Evidence) -> Iterator[Advice]:
-    failed = stopped_by_memory(evidence)
-    each = worker_bytes(evidence)
-    gains = [gain for gain in (missed_gain(evidence, trial) for trial in failed) if gain is not None]
-    gain = _believable(evidence, max(gains)) if gains else None
-    short = shortage(evidence)
+    failed = evidence.stopped_by_memory()
+    each, short = evidence.worker_bytes(), shortage(evidence)
+    gains = [gain for trial in failed if (gain := evidence.missed_gain(trial)) is not None]
+    gain = _believable(evidence, max(gains, default=None))
     if gain is None and short is not None:
         gain = _believable(evidence, short.gain)
-    if any(trial.failure is not None and trial.failure.kind == "shared_memory" for trial in failed) or (
-        not failed and short is not None and short.resource == "shared memory"
-    ):
+    lacks_shm = short is not None and short.resource == "shared memory"
+    if failed:
+        lacks_shm = any(trial.failure is not None and trial.failure.kind == "shared_memory" for trial in failed)
+    if lacks_shm:
         yield Advice(
             action="Give the container more shared memory (--shm-size=8g), or make batches smaller.",
             reason=f"a batch of {evidence.measurement.batch_bytes / 2**20:.1f} MiB waits in /dev/shm for each place in a queue",
@@ -207,16 +176,12 @@ def _on_memory(evidence: Evidence) -> Iterator[Advice]:
 
 
 def _on_startup(evidence: Evidence) -> Iterator[Advice]:
-    share = startup_share(evidence)
+    share = evidence.startup_share()
     yield Advice(
         action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
         reason=f"starting workers takes {share:.0%} of an epoch",
         expected_gain=None if share >= 0.9 else share / (1 - share),
     )
-
-
-def _on_in_memory(evidence: Evidence) -> Iterator[Advice]:
-    yield from _batched_fetch(evidence)
 
 
 def _whatever_binds(evidence: Evidence) -> Iterator[Advice]:
@@ -234,7 +199,7 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Advice]:
         return
     sample_s = measured.service_s / measured.batch_size
     saved_s = measured.service_s * max(0.0, 1 - BATCHED_FETCH_COLLATES * share)
-    if sample_s > PYTHON_SAMPLE_S or computing_share(evidence) < 0.5:
+    if sample_s > PYTHON_SAMPLE_S or evidence.computing_share() < 0.5:
         return
     gain = _gain_without(evidence, saved_s, of=_busy_s(evidence))
     if gain is not None:
@@ -247,8 +212,8 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Advice]:
 
 
 def _threaded_workers(evidence: Evidence) -> Iterator[Advice]:
-    cores = cores_per_worker(evidence)
-    if cores > THREADED_WORKER_CORES:
+    cores = evidence.cores_per_worker()
+    if cores > 1.3:  # more than one: it starts threads of its own
         yield Advice(
             action="Keep libraries in workers to one thread: cv2.setNumThreads(0) in worker_init_fn, OMP_NUM_THREADS=1 in "
             "the environment.",
@@ -258,9 +223,9 @@ def _threaded_workers(evidence: Evidence) -> Iterator[Advice]:
 
 def _heavy_tail(evidence: Evidence) -> Iterator[Advice]:
     heavy = tail(evidence.measurement)
-    if heavy <= HEAVY_TAIL or not evidence.best.in_order or evidence.best.num_workers < 2:
+    if heavy <= 4 or not evidence.best.in_order or evidence.best.num_workers < 2:
         return
-    gain = predicted_gain(evidence, replace(evidence.best, in_order=False))
+    gain = evidence.predicted_gain(replace(evidence.best, in_order=False))
     if gain is None or gain > WORTH_S_TIME:
         yield Advice(
             action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
@@ -289,7 +254,7 @@ def _busy_s(evidence: Evidence) -> float:
 
 
 def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -> float | None:
-    """Relative gain when so many seconds of a batch's go away; None where that is little, or not to be believed."""
+    """Relative gain when `saved_s` of a batch's `of` seconds (its fetch if None) go away; None as in `_believable`."""
     whole_s = evidence.measurement.service_s if of is None else of
     if whole_s <= 0 or saved_s <= 0:
         return None
@@ -301,8 +266,7 @@ def _believable(evidence: Evidence, gain: float | None) -> float | None:
     """The gain, as far as step and cores allow it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    limit = cores_limit(evidence) if computing_share(evidence) < 0.5 else None
-    bounds = [evidence.ceiling, limit.samples_per_s if limit is not None else None]
-    allowed = [bound.value / evidence.rate.value - 1 for bound in bounds if bound is not None]
+    limit = evidence.cores_limit() if evidence.computing_share() < 0.5 else None
+    allowed = [bound.value / evidence.rate.value - 1 for bound in (evidence.ceiling, limit) if bound is not None]
     gain = min([gain, *allowed])
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None

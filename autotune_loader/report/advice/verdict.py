@@ -16,41 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune_loader.report.advice.evidence import (
-    Evidence,
-    computing_share,
-    cores_limit,
-    hand_over_s,
-    predicted,
-    receive_s,
-    startup_share,
-    stopped_by_memory,
-)
+from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.results.loader_file import Binding, Verdict
 
-# The step binds when the loop waits for data less than this share of its time, or the rate comes this near the ceiling.
-STEP_BINDS_WAIT_SHARE = 0.05
-STEP_BINDS_CEILING_SHARE = 0.95
 # A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
 # Above this share of the usable cores in use, or of the rate that they allow, there is no core left to gain with.
 CORES_FULL_SHARE = 0.85
-# Below this share of the cores in use, workers take none from the step.
-CORES_SHARED_SHARE = 0.5
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
-# Handing over costs more than this share of all that a worker does for a batch: it is not worth handing over.
-HAND_OVER_SHARE = 0.5
 # Below this size the fixed cost of a hand-over counts, not the bytes.
 LARGE_BATCH_BYTES = 1 << 20
-# What a worker puts out faster than this for its CPU seconds it has hardly computed, only moved (bytes per second).
-MOVING_BYTES_PER_S = 1e9
-# Without workers and with fetches shorter than this, for a batch or a sample, the data is practically in memory.
-IN_MEMORY_BATCH_S = 0.002
-IN_MEMORY_SAMPLE_S = 50e-6
-# Start-up is worth naming above this share of an epoch.
-STARTUP_SHARE = 0.1
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -66,18 +43,20 @@ def gain_words(gain: float) -> str:
 
 
 def _binding(evidence: Evidence) -> Binding:
-    if startup_share(evidence) > STARTUP_SHARE:
+    if evidence.startup_share() > 0.1:
         return "startup"
-    if _at_ceiling(evidence):
+    if evidence.ceiling is not None and evidence.rate.value >= 0.95 * evidence.ceiling.value:
         return "step"
-    if evidence.ceiling is not None and evidence.measurement.wait_share < STEP_BINDS_WAIT_SHARE:
+    if evidence.ceiling is not None and evidence.measurement.wait_share < 0.05:
         # The loop never waits, yet the step runs slower than alone: because workers share its cores, or by chance.
-        return "cpu" if not evidence.on_accelerator and _cores_busy(evidence) >= CORES_SHARED_SHARE else "step"
-    if stopped_by_memory(evidence) or shortage(evidence) is not None:
+        # With half of the cores idle, workers take none from it.
+        share = evidence.measurement.cpu_share
+        return "cpu" if not evidence.on_accelerator and (share is None or share >= 0.5) else "step"
+    if evidence.stopped_by_memory() or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
         return _without_workers(evidence)
-    now = predicted(evidence, evidence.best) if evidence.best.pin_memory else None
+    now = evidence.predicted(evidence.best) if evidence.best.pin_memory else None
     if now is not None and now.binding == "pinning":
         return "pinning"
     if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
@@ -88,36 +67,26 @@ def _binding(evidence: Evidence) -> Binding:
 def _only_moves_bytes(evidence: Evidence) -> bool:
     """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
     measured = evidence.measurement
-    moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, MOVING_BYTES_PER_S * measured.service_cpu_s)
-    return moves and computing_share(evidence) > COMPUTING_SHARE
-
-
-def _at_ceiling(evidence: Evidence) -> bool:
-    ceiling = evidence.ceiling
-    return ceiling is not None and evidence.rate.value >= STEP_BINDS_CEILING_SHARE * ceiling.value
+    # What comes out faster than 1 GB for each CPU second is hardly computed, only moved.
+    moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, 1e9 * measured.service_cpu_s)
+    return moves and evidence.computing_share() > COMPUTING_SHARE
 
 
 def _without_workers(evidence: Evidence) -> Binding:
     """Why the training process fetches best by itself."""
-    measured, extra_s = evidence.measurement, hand_over_s(evidence)
-    large = measured.batch_bytes >= LARGE_BATCH_BYTES
-    if large and extra_s > HAND_OVER_SHARE * (extra_s + measured.service_s):
-        return "transport"
-    if measured.service_s < max(IN_MEMORY_BATCH_S, IN_MEMORY_SAMPLE_S * measured.batch_size):
-        return "in_memory"
+    measured, extra_s = evidence.measurement, evidence.hand_over_s()
+    if measured.batch_bytes >= LARGE_BATCH_BYTES and extra_s > measured.service_s:
+        return "transport"  # handing a batch over would be most of what a worker does for it
+    if measured.service_s < max(0.002, 50e-6 * measured.batch_size):
+        return "in_memory"  # a batch or its samples come so fast that nothing is read or computed
     return _cpu_or_wait(evidence)
 
 
-def _cores_busy(evidence: Evidence) -> float:
-    share = evidence.measurement.cpu_share
-    return 1.0 if share is None else share
-
-
 def _cpu_or_wait(evidence: Evidence) -> Binding:
-    limit = cores_limit(evidence)
+    limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.samples_per_s.value)
-    return "cpu" if full or computing_share(evidence) > COMPUTING_SHARE else "wait"
+    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
+    return "cpu" if full or evidence.computing_share() > COMPUTING_SHARE else "wait"
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
@@ -141,7 +110,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             f"Pinning binds: one thread copies {_mib(measured.batch_bytes)} a batch into page-locked memory; {waits}{more}."
         ),
         "memory": lambda: f"Memory binds: {_memory_words(evidence)}; {waits}{more}.",
-        "startup": lambda: f"Worker start-up binds: it takes {startup_share(evidence):.0%} of an epoch.",
+        "startup": lambda: f"Worker start-up binds: it takes {evidence.startup_share():.0%} of an epoch.",
         "in_memory": lambda: (
             f"The data is in memory: fetching a batch takes {_ms(measured.service_s)}, less than handing it over from a "
             "worker would cost, so no worker is needed."
@@ -179,7 +148,7 @@ def _hand_over_words(evidence: Evidence) -> str:
     if evidence.best.num_workers == 0:
         return (
             f"fetching {_mib(measured.batch_bytes)} takes {_ms(measured.service_s)} here, and handing it over from a "
-            f"worker would cost another {_ms(hand_over_s(evidence))}"
+            f"worker would cost another {_ms(evidence.hand_over_s())}"
         )
     if _only_moves_bytes(evidence):
         return (
@@ -190,7 +159,7 @@ def _hand_over_words(evidence: Evidence) -> str:
 
 
 def _memory_words(evidence: Evidence) -> str:
-    failed = min(stopped_by_memory(evidence), key=lambda trial: trial.config.num_workers, default=None)
+    failed = min(evidence.stopped_by_memory(), key=lambda trial: trial.config.num_workers, default=None)
     if failed is None:
         short = shortage(evidence)
         assert short is not None

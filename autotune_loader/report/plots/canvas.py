@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,14 @@ from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
-DARK_GREY = "#555555"
-# A ceiling so many times as high would press everything else flat onto the axis.
-FAR_ABOVE = 1.6
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the same palette
+GREY, DARK_GREY = "#999999", "#555555"  # what stays in the background, and text there
+# One look for all pictures, which neither reads nor changes the user's own settings of matplotlib.
 _STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -40,9 +38,22 @@ _STYLE = {
 }
 
 
-@contextmanager
-def canvas(title: str, width: float = 7.0, height: float = 4.2) -> Iterator[tuple[Figure, Axes]]:
-    """A titled figure of so many inches with one set of axes; what is drawn inside the block has our style.
+def picture(
+    title: str,
+    content: Callable[[Axes], None] | str,
+    *,
+    width: float = 7.0,
+    height: float = 4.2,
+    legend_columns: int = 3,
+) -> Figure:
+    """A titled figure with one set of axes in our style.
+
+    Args:
+        title: above the axes.
+        content: what draws on the axes; or the reason why there is nothing to draw, which is then written instead.
+        width: of the figure in inches.
+        height: of the figure in inches.
+        legend_columns: of the legend below the axes, where it hides nothing; 0 for no legend.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -60,7 +71,14 @@ def canvas(title: str, width: float = 7.0, height: float = 4.2) -> Iterator[tupl
         figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined, unused-ignore]
         axes = figure.add_subplot()
         axes.set_title(title)
-        yield figure, axes
+        if isinstance(content, str):
+            axes.set_axis_off()
+            axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
+        else:
+            content(axes)
+            if legend_columns:
+                figure.legend(loc="outside lower center", ncols=legend_columns)
+    return figure
 
 
 def png_bytes(figure: Figure, dpi: int = 120) -> bytes:
@@ -80,41 +98,40 @@ def svg_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def error_bars(rates: list[Interval]) -> list[list[float]]:
-    """Distances from the values to their limits, as matplotlib wants them; none where the interval tells nothing."""
+def draw_rates(axes: Axes, points: Sequence[tuple[float, Interval]], marker: str, **style: Any) -> None:
+    """Rates with their intervals, where these tell anything; nothing where there are no points."""
+    if not points:
+        return
+    x, rates = zip(*points, strict=True)
     below = [max(0.0, rate.value - rate.low) if is_telling(rate) else 0.0 for rate in rates]
-    return [below, [max(0.0, rate.high - rate.value) if is_telling(rate) else 0.0 for rate in rates]]
+    above = [max(0.0, rate.high - rate.value) if is_telling(rate) else 0.0 for rate in rates]
+    axes.errorbar(x, [rate.value for rate in rates], [below, above], fmt=marker, **style)
 
 
-def say_nothing_to_show(axes: Axes, text: str) -> None:
-    """An empty picture that says why it is empty."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
+def draw_points(axes: Axes, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
+    """Plain points or a line through them; nothing where there are none."""
+    if points:
+        axes.plot(*zip(*points, strict=True), marker, **style)
 
 
 def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
     """The rate that no loader can exceed, as a labelled line; only told where it lies far above the `top` of the rest."""
     if ceiling is None:
         return
-    if ceiling.value > FAR_ABOVE * top:
+    if ceiling.value > 1.6 * top:  # it would press everything else flat onto the axis
         axes.plot([], [], " ", label=f"ceiling {rate_text(ceiling.value)}, far above")
         return
     axes.axhline(ceiling.value, color=BLACK, linewidth=1.2, linestyle=(0, (6, 3)), label="ceiling: the step alone")
 
 
-def legend_below(figure: Figure, columns: int = 3) -> None:
-    """The legend outside the axes, where it hides nothing."""
-    figure.legend(loc="outside lower center", ncols=columns)
+def label_rates(axes: Axes, xlabel: str) -> None:
+    """Samples per second upwards from zero."""
+    axes.set(xlabel=xlabel, ylabel="samples per second", ylim=(0, None))
+    axes.yaxis.set_major_formatter(thousands)
 
 
-def thousands(axis: Any) -> None:
-    """Write the axis' numbers with their thousands separated."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis.set_major_formatter(FuncFormatter(_tick_text))
-
-
-def _tick_text(value: float, _position: int) -> str:
+def thousands(value: float, _position: float) -> str:
+    """A tick's number with its thousands separated: a formatter for `axis.set_major_formatter`."""
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:g}"
 
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-from autotune_loader.report.plots.canvas import VERMILLION, canvas, say_nothing_to_show
+from autotune_loader.report.plots import canvas
 from autotune_loader.report.units import counted
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.measurement import FailureKind
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-MESSAGE_WIDTH = 70
-"""Characters per line of a reason."""
-MAX_LINES = 3
-"""Lines of a reason; the whole of it is in the frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +45,18 @@ def failures_info(result: TuningResult) -> FailuresInfo:
     return FailuresInfo(groups=tuple(sorted(groups, key=lambda group: -group.count)), trials=len(result.trials))
 
 
-def plot_failures(result: TuningResult) -> Figure:
+def plot_failures(result: TuningResult) -> canvas.Figure:
     """Failed trials by kind: how many, with which configurations, and the reason."""
     info = failures_info(result)
-    failed = sum(group.count for group in info.groups)
-    title = f"{failed} of {counted(info.trials, 'trial')} failed"
-    with canvas(title, 8.5, 0.6 + 1.1 * max(1, len(info.groups))) as (figure, axes):
-        if failed:
-            _draw(axes, info)
-        else:
-            say_nothing_to_show(axes, "No trial failed.")
-    return figure
+    title = f"{sum(group.count for group in info.groups)} of {counted(info.trials, 'trial')} failed"
+    content = partial(_draw, info) if info.groups else "No trial failed."
+    return canvas.picture(title, content, width=8.5, height=0.6 + 1.1 * max(1, len(info.groups)), legend_columns=0)
 
 
-def _draw(axes: Axes, info: FailuresInfo) -> None:
+def _draw(info: FailuresInfo, axes: canvas.Axes) -> None:
     most = max(group.count for group in info.groups)
     for row, group in enumerate(info.groups):
-        axes.barh(row, group.count / most, height=0.7, color=VERMILLION)
+        axes.barh(row, group.count / most, height=0.7, color=canvas.VERMILLION)
         axes.text(0.02, row, str(group.count), va="center", color="white", weight="bold", fontsize=12)
         axes.text(1.1, row - 0.36, group.kind.replace("_", " "), va="top", weight="bold")
         axes.text(1.1, row - 0.14, _reason(group), va="top", fontsize=8.5, linespacing=1.35)
@@ -82,5 +68,5 @@ def _reason(group: FailureGroup) -> str:
     tried = group.configs[0] + (f" and {len(group.configs) - 1} more" if len(group.configs) > 1 else "")
     # matplotlib reads a pair of dollars as a formula
     message = group.message.replace("$", r"\$")
-    lines = textwrap.wrap(message, MESSAGE_WIDTH, max_lines=MAX_LINES, placeholder=" ...")
+    lines = textwrap.wrap(message, 70, max_lines=3, placeholder=" ...")  # the whole of it is in the frame
     return "\n".join([tried, *lines])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
-from autotune_loader.report.plots.canvas import DARK_GREY, GREY, VERMILLION, canvas, say_nothing_to_show
-from autotune_loader.report.standings import predicted_rates, with_workers
+from autotune_loader.report.plots import canvas
+from autotune_loader.report.standings import predicted_rates
 from autotune_loader.report.units import number_text
 from autotune_loader.results.result import TuningResult
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +50,10 @@ def heatmap_info(result: TuningResult) -> HeatmapInfo:
 
 
 def _predicted(cells: list[Cell], result: TuningResult) -> list[Cell]:
-    """The cells, the untried ones with the twin's word where it has one."""
-    untried = {
-        cell: with_workers(result.best, cell.workers, cell.prefetch_factor) for cell in cells if cell.state == "untried"
-    }
-    rates = dict(zip(untried, predicted_rates(result, list(untried.values())), strict=False))
+    """The cells, the untried ones with what the twin predicts where it can."""
+    untried = [cell for cell in cells if cell.state == "untried"]
+    configs = [result.best.with_workers(cell.workers, cell.prefetch_factor) for cell in untried]
+    rates = dict(zip(untried, predicted_rates(result, configs), strict=False))
     return [replace(cell, predicted_samples_per_s=rates.get(cell)) for cell in cells]
 
 
@@ -72,19 +68,20 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
     return Cell(workers=workers, prefetch_factor=ahead, state=state, is_best=is_best)
 
 
-def plot_heatmap(result: TuningResult) -> Figure:
-    """The fastest burst of each pair of workers and prefetch_factor; hatched, with the twin's word, where there is none."""
+def plot_heatmap(result: TuningResult) -> canvas.Figure:
+    """The fastest burst of each pair of workers and prefetch_factor; hatched, with a prediction, where there is none."""
     info = heatmap_info(result)
-    size = 1.6 + 0.8 * max(5, len(info.workers)), 1.5 + 0.55 * max(2, len(info.prefetch_factors))
-    with canvas("Samples/s by workers and prefetch_factor", *size) as (figure, axes):
-        if any(cell.state == "measured" for cell in info.cells):
-            _draw(axes, info)
-        else:
-            say_nothing_to_show(axes, "No configuration worked, so there is no rate to show.")
-    return figure
+    is_measured = any(cell.state == "measured" for cell in info.cells)
+    return canvas.picture(
+        "Samples/s by workers and prefetch_factor",
+        partial(_draw, info) if is_measured else "No configuration worked, so there is no rate to show.",
+        width=1.6 + 0.8 * max(5, len(info.workers)),
+        height=1.5 + 0.55 * max(2, len(info.prefetch_factors)),
+        legend_columns=0,
+    )
 
 
-def _draw(axes: Axes, info: HeatmapInfo) -> None:
+def _draw(info: HeatmapInfo, axes: canvas.Axes) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
 
@@ -104,23 +101,23 @@ def _draw(axes: Axes, info: HeatmapInfo) -> None:
 
 
 def _draw_cell(
-    axes: Axes, cell: Cell, position: tuple[int, int], colour: tuple[float, ...] | None, *, is_dark: bool
+    axes: canvas.Axes, cell: Cell, position: tuple[int, int], colour: tuple[float, ...] | None, *, is_dark: bool
 ) -> None:
     from matplotlib.patches import Rectangle
 
     if cell.state == "impossible":
         return
     corner = position[0] - 0.47, position[1] - 0.45
-    look = {"facecolor": colour, "edgecolor": "none"} if colour else {"facecolor": "none", "edgecolor": GREY}
+    look = {"facecolor": colour, "edgecolor": "none"} if colour else {"facecolor": "none", "edgecolor": canvas.GREY}
     axes.add_patch(Rectangle(corner, 0.94, 0.9, linewidth=0.5, hatch=None if colour else "////", **look))
     if cell.is_best:
-        axes.add_patch(Rectangle(corner, 0.94, 0.9, facecolor="none", edgecolor=VERMILLION, linewidth=3))
+        axes.add_patch(Rectangle(corner, 0.94, 0.9, facecolor="none", edgecolor=canvas.VERMILLION, linewidth=3))
     if cell.samples_per_s is not None:
         axes.text(*position, number_text(cell.samples_per_s), ha="center", va="center", color="w" if is_dark else "k")
         return
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     if cell.state == "failed":
-        axes.text(*position, "failed", ha="center", va="center", color=VERMILLION, bbox=box)
+        axes.text(*position, "failed", ha="center", va="center", color=canvas.VERMILLION, bbox=box)
     elif cell.predicted_samples_per_s is not None:
         text = f"~{number_text(cell.predicted_samples_per_s)}"
-        axes.text(*position, text, ha="center", va="center", color=DARK_GREY, style="italic", bbox=box)
+        axes.text(*position, text, ha="center", va="center", color=canvas.DARK_GREY, style="italic", bbox=box)

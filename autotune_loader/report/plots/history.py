@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-from autotune_loader.report.plots.canvas import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    VERMILLION,
-    canvas,
-    draw_ceiling,
-    error_bars,
-    legend_below,
-    say_nothing_to_show,
-    thousands,
-    whole_numbers,
-)
+from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import TrialRole
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_ROLES: dict[TrialRole, tuple[str, str, str]] = {
-    "search": ("o", BLUE, "search"),
-    "default": ("D", ORANGE, "torch's defaults"),
-    "baseline": ("s", BLACK, "before tuning"),
+_ROLES: dict[TrialRole, tuple[str, str, str]] = {  # why a trial was run: marker, colour, name
+    "search": ("o", canvas.BLUE, "search"),
+    "default": ("D", canvas.ORANGE, "torch's defaults"),
+    "baseline": ("s", canvas.BLACK, "before tuning"),
 }
 
 
@@ -62,32 +45,23 @@ def history_info(result: TuningResult) -> HistoryInfo:
     )
 
 
-def plot_history(result: TuningResult) -> Figure:
+def plot_history(result: TuningResult) -> canvas.Figure:
     """Samples/s of each trial in the order they ran, the best so far, and crosses for those that failed."""
     info = history_info(result)
-    with canvas("The search, trial by trial") as (figure, axes):
-        if info.measured or info.failed:
-            _draw(axes, info)
-            legend_below(figure)
-        else:
-            say_nothing_to_show(axes, "No configuration was tried.")
-    return figure
+    content = partial(_draw, info) if info.measured or info.failed else "No configuration was tried."
+    return canvas.picture("The search, trial by trial", content)
 
 
-def _draw(axes: Axes, info: HistoryInfo) -> None:
-    draw_ceiling(axes, info.ceiling, max((rate.value for _, _, rate in info.measured), default=0.0))
+def _draw(info: HistoryInfo, axes: canvas.Axes) -> None:
+    canvas.draw_ceiling(axes, info.ceiling, max((rate.value for _, _, rate in info.measured), default=0.0))
     if info.best_so_far:
-        axes.step(*zip(*info.best_so_far, strict=True), where="post", color=GREEN, linewidth=2, label="best so far")
+        axes.step(
+            *zip(*info.best_so_far, strict=True), where="post", color=canvas.GREEN, linewidth=2, label="best so far"
+        )
     for role, (marker, colour, label) in _ROLES.items():
         trials = [(number, rate) for number, its_role, rate in info.measured if its_role == role]
-        if trials:
-            numbers, rates = zip(*trials, strict=True)
-            values = [rate.value for rate in rates]
-            axes.errorbar(numbers, values, error_bars(list(rates)), fmt=marker, color=colour, capsize=2, label=label)
-    if info.failed:
-        axes.plot(
-            info.failed, [0] * len(info.failed), "X", color=VERMILLION, markersize=9, label="failed", clip_on=False
-        )
-    axes.set(xlabel="trial", ylabel="samples per second", ylim=(0, None))
-    whole_numbers(axes.xaxis)
-    thousands(axes.yaxis)
+        canvas.draw_rates(axes, trials, marker, color=colour, capsize=2, label=label)
+    failed = [(number, 0.0) for number in info.failed]
+    canvas.draw_points(axes, failed, "X", color=canvas.VERMILLION, markersize=9, label="failed", clip_on=False)
+    canvas.label_rates(axes, "trial")
+    canvas.whole_numbers(axes.xaxis)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
-from autotune_loader.report.plots.canvas import (
-    BLACK,
-    BLUE,
-    GREY,
-    VERMILLION,
-    canvas,
-    draw_ceiling,
-    error_bars,
-    legend_below,
-    say_nothing_to_show,
-    thousands,
-)
+from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +59,11 @@ def _bytes(memory: MemoryUse, meter: str) -> int:
     return memory.pss_bytes if meter == "pss" and memory.pss_bytes is not None else memory.rss_bytes
 
 
-def plot_memory(result: TuningResult) -> Figure:
+def plot_memory(result: TuningResult) -> canvas.Figure:
     """Samples/s against the memory of the whole process tree, each burst labelled workers x prefetch_factor."""
     info = memory_info(result)
-    with canvas("What speed costs in memory") as (figure, axes):
-        if info.points:
-            _draw(axes, info)
-            legend_below(figure)
-        else:
-            say_nothing_to_show(axes, "Memory was not measured in any burst.")
-    return figure
+    content = partial(_draw, info) if info.points else "Memory was not measured in any burst."
+    return canvas.picture("What speed costs in memory", content)
 
 
 def labelled(points: tuple[Point, ...]) -> list[Point]:
@@ -101,22 +82,25 @@ def labelled(points: tuple[Point, ...]) -> list[Point]:
     return chosen
 
 
-def _draw(axes: Axes, info: MemoryInfo) -> None:
-    draw_ceiling(axes, info.ceiling, max(point.rate.value for point in info.points))
+def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
+    canvas.draw_ceiling(axes, info.ceiling, max(point.rate.value for point in info.points))
     for points, marker, colour, size, label in (
-        ([p for p in info.points if not (p.is_best or p.is_baseline)], "o", BLUE, 6, "burst: workers×prefetch_factor"),
-        ([p for p in info.points if p.is_baseline and not p.is_best], "s", BLACK, 8, "before tuning"),
-        ([p for p in info.points if p.is_best], "*", VERMILLION, 15, "chosen"),
+        (
+            [p for p in info.points if not (p.is_best or p.is_baseline)],
+            "o",
+            canvas.BLUE,
+            6,
+            "burst: workers×prefetch_factor",
+        ),
+        ([p for p in info.points if p.is_baseline and not p.is_best], "s", canvas.BLACK, 8, "before tuning"),
+        ([p for p in info.points if p.is_best], "*", canvas.VERMILLION, 15, "chosen"),
     ):
-        if points:
-            x, rates = [point.memory_bytes / 2**20 for point in points], [point.rate for point in points]
-            values, errors = [rate.value for rate in rates], error_bars(rates)
-            axes.errorbar(x, values, errors, fmt=marker, color=colour, markersize=size, ecolor=GREY, label=label)
+        places = [(point.memory_bytes / 2**20, point.rate) for point in points]
+        canvas.draw_rates(axes, places, marker, color=colour, markersize=size, ecolor=canvas.GREY, label=label)
     for point in labelled(info.points):
         place = (point.memory_bytes / 2**20, point.rate.value)
         axes.annotate(point.label, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
     name = "PSS" if info.meter == "pss" else "RSS, shared pages counted for each process,"
     axes.margins(x=0.08)
-    axes.set(xlabel=f"peak {name} of all processes in MiB", ylabel="samples per second", ylim=(0, None))
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
+    canvas.label_rates(axes, f"peak {name} of all processes in MiB")
+    axes.xaxis.set_major_formatter(canvas.thousands)

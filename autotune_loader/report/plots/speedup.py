@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-from autotune_loader.report.plots.canvas import (
-    BLACK,
-    BLUE,
-    GREEN,
-    canvas,
-    legend_below,
-    say_nothing_to_show,
-    whole_numbers,
-)
+from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import final_ratios
 from autotune_loader.report.units import ratio_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +27,21 @@ def speedup_info(result: TuningResult) -> SpeedupInfo:
     return SpeedupInfo(ratios=tuple((number + 1, ratio) for number, ratio in ratios), speedup=result.speedup)
 
 
-def plot_speedup(result: TuningResult) -> Figure:
+def plot_speedup(result: TuningResult) -> canvas.Figure:
     """The speed-up in each paired round, with its mean and interval; 1 means no faster than before tuning."""
     info = speedup_info(result)
-    with canvas("Speed-up over the configuration before tuning", height=3.4) as (figure, axes):
-        if info.ratios:
-            _draw(axes, info)
-            legend_below(figure)
-        else:
-            say_nothing_to_show(axes, "No paired rounds were run, or the configuration before tuning is the best.")
-    return figure
+    nothing = "No paired rounds were run, or the configuration before tuning is the best."
+    content = partial(_draw, info) if info.ratios else nothing
+    return canvas.picture("Speed-up over the configuration before tuning", content, height=3.4)
 
 
-def _draw(axes: Axes, info: SpeedupInfo) -> None:
-    axes.axhline(1, color=BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
+def _draw(info: SpeedupInfo, axes: canvas.Axes) -> None:
+    axes.axhline(1, color=canvas.BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
     if info.speedup:
-        axes.axhspan(info.speedup.low, info.speedup.high, color=GREEN, alpha=0.25, linewidth=0)
+        axes.axhspan(info.speedup.low, info.speedup.high, color=canvas.GREEN, alpha=0.25, linewidth=0)
         label = f"mean {ratio_text(info.speedup)}, 95 %"
-        axes.axhline(info.speedup.value, color=GREEN, linewidth=2, label=label)
-    axes.plot(*zip(*info.ratios, strict=True), "o", color=BLUE, label="paired round")
+        axes.axhline(info.speedup.value, color=canvas.GREEN, linewidth=2, label=label)
+    axes.plot(*zip(*info.ratios, strict=True), "o", color=canvas.BLUE, label="paired round")
     top = max(ratio for _, ratio in info.ratios)
     axes.set(xlabel="round of the finals", ylabel="times as fast", ylim=(0, max(1.0, top) * 1.15))
-    whole_numbers(axes.xaxis)
+    canvas.whole_numbers(axes.xaxis)

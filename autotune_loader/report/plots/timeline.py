@@ -7,11 +7,12 @@ worker 1   fetch ██████ collate ▓ ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
-from autotune_loader.report.plots.canvas import BLUE, GREEN, SKY, VERMILLION, canvas, legend_below
+from autotune_loader.report.plots import canvas
 from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -19,20 +20,14 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Trial
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 Activity = Literal["fetch", "collate", "wait", "step"]
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
-SHORTEST_WAIT_SHARE = 0.002
-"""Shorter waits than this share of the picture are hand-overs, not stalls, and would only be a hairline."""
-_COLOURS: dict[Activity, tuple[str, str]] = {
-    "step": (BLUE, "training step"),
-    "wait": (VERMILLION, "training loop waits"),
-    "fetch": (GREEN, "samples are fetched"),
-    "collate": (SKY, "batch is collated"),
+_COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the order of drawing
+    "wait": (canvas.VERMILLION, "training loop waits"),
+    "step": (canvas.BLUE, "training step"),
+    "fetch": (canvas.GREEN, "samples are fetched"),
+    "collate": (canvas.SKY, "batch is collated"),
 }
 
 
@@ -79,11 +74,12 @@ def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInf
         for row, activity, begun, ended in _activities(traces)
         if ended > start and begun < end and ended > begun
     )
+    shortest_s = 0.002 * (end - start)  # shorter waits are hand-overs, not stalls, and would only be a hairline
     waits = [bar.end_s - bar.start_s for bar in bars if bar.activity == "wait"]
     return TimelineInfo(
         number=chosen.number,
         config=chosen.config,
-        bars=tuple(bar for bar in bars if _is_visible(bar, end - start)),
+        bars=tuple(each for each in bars if each.activity != "wait" or each.end_s - each.start_s > shortest_s),
         workers=tuple(sorted({trace.worker for trace in traces} - {MAIN_PROCESS})),
         length_s=end - start,
         wait_share=sum(waits) / (end - start),
@@ -104,18 +100,13 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
     return shown[0], end
 
 
-def _is_visible(bar: Bar, length_s: float) -> bool:
-    return bar.activity != "wait" or bar.end_s - bar.start_s > SHORTEST_WAIT_SHARE * length_s
-
-
-def _activities(traces: Sequence[BatchTrace]) -> list[tuple[int, Activity, float, float]]:
-    found: list[tuple[int, Activity, float, float]] = []
+def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, float, float]]:
+    """(row, activity, begin, end) of everything that the traces tell."""
     for trace in traces:
-        found.append((MAIN_PROCESS, "wait", trace.requested, trace.received))
-        found.append((MAIN_PROCESS, "step", trace.received, trace.step_end))
-        found.append((trace.worker, "fetch", trace.fetch_start, trace.fetch_end))
-        found.append((trace.worker, "collate", trace.fetch_end, trace.collate_end))
-    return found
+        yield MAIN_PROCESS, "wait", trace.requested, trace.received
+        yield MAIN_PROCESS, "step", trace.received, trace.step_end
+        yield trace.worker, "fetch", trace.fetch_start, trace.fetch_end
+        yield trace.worker, "collate", trace.fetch_end, trace.collate_end
 
 
 def _trial(result: TuningResult, number: int | None) -> Trial:
@@ -135,7 +126,7 @@ def _trial(result: TuningResult, number: int | None) -> Trial:
     return traced[number]
 
 
-def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
+def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
     """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
 
     Args:
@@ -146,17 +137,15 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
     title = (
         f"One burst, its last batches: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
     )
-    with canvas(title, 9.0, 1.8 + 0.36 * (1 + len(info.workers))) as (figure, axes):
-        _draw(axes, info)
-        legend_below(figure, columns=4)
-    return figure
+    return canvas.picture(
+        title, partial(_draw, info), width=9.0, height=1.8 + 0.36 * (1 + len(info.workers)), legend_columns=4
+    )
 
 
-def _draw(axes: Axes, info: TimelineInfo) -> None:
+def _draw(info: TimelineInfo, axes: canvas.Axes) -> None:
     rows = {MAIN_PROCESS: 0, **{worker: 1 + position for position, worker in enumerate(info.workers)}}
     # Without workers the loop itself fetches: those bars lie on its wait, which they explain.
-    for activity in ("wait", "step", "fetch", "collate"):
-        colour, label = _COLOURS[activity]
+    for activity, (colour, label) in _COLOURS.items():
         bars = [bar for bar in info.bars if bar.activity == activity]
         for bar in bars:
             height = 0.4 if bar.row == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72

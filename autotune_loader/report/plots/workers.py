@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-from autotune_loader.report.plots.canvas import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    PURPLE,
-    VERMILLION,
-    canvas,
-    draw_ceiling,
-    error_bars,
-    legend_below,
-    say_nothing_to_show,
-    thousands,
-    whole_numbers,
-)
-from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of, with_workers
+from autotune_loader.report.plots import canvas
+from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +31,7 @@ class WorkersInfo:
     ceiling: Interval | None
 
 
-def workers_info(result: TuningResult, tolerance: float | None = None) -> WorkersInfo:
+def workers_info(result: TuningResult) -> WorkersInfo:
     """Gather what `plot_workers` draws."""
     measured = [(each.config.num_workers, each.measurement.samples_per_s) for each in result.trials if each.measurement]
     fastest: dict[int, Interval] = {}
@@ -60,7 +42,6 @@ def workers_info(result: TuningResult, tolerance: float | None = None) -> Worker
         if trial.predicted_samples_per_s is not None:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
-    tolerance = tolerance_of(result) if tolerance is None else tolerance
     top = max((rate.value for rate in fastest.values()), default=None)
     best, baseline = rate_of(result.best, result), rate_of(result.baseline, result)
     return WorkersInfo(
@@ -70,52 +51,39 @@ def workers_info(result: TuningResult, tolerance: float | None = None) -> Worker
         curve=_curve(result, max(fastest, default=-1)),
         best=(result.best.num_workers, best) if best else None,
         baseline=(result.baseline.num_workers, baseline) if baseline else None,
-        plateau=None if top is None else ((1 - tolerance) * top, top),
+        plateau=None if top is None else ((1 - tolerance_of(result)) * top, top),
         ceiling=result.ceiling,
     )
 
 
 def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
     counts = range(most + 1)
-    rates = predicted_rates(result, [with_workers(result.best, count) for count in counts])
+    rates = predicted_rates(result, [result.best.with_workers(count) for count in counts])
     return tuple(zip(counts, rates, strict=False))
 
 
-def plot_workers(result: TuningResult) -> Figure:
+def plot_workers(result: TuningResult) -> canvas.Figure:
     """Samples/s over workers: bursts with their intervals, the twin's predictions, the plateau and the ceiling."""
     info = workers_info(result)
-    with canvas("How many workers help") as (figure, axes):
-        if info.fastest:
-            _draw(axes, info)
-            legend_below(figure)
-        else:
-            say_nothing_to_show(axes, "No configuration worked, so there is no rate to show.")
-    return figure
+    content = partial(_draw, info) if info.fastest else "No configuration worked, so there is no rate to show."
+    return canvas.picture("How many workers help", content)
 
 
-def _draw(axes: Axes, info: WorkersInfo) -> None:
-    draw_ceiling(axes, info.ceiling, max(rate.value for _, rate in info.fastest))
+def _draw(info: WorkersInfo, axes: canvas.Axes) -> None:
+    canvas.draw_ceiling(axes, info.ceiling, max(rate.value for _, rate in info.fastest))
     if info.plateau:
-        axes.axhspan(*info.plateau, color=GREEN, alpha=0.18, linewidth=0, label="as fast as the fastest burst")
-    if info.others:
-        axes.plot(*zip(*info.others, strict=True), "o", color=GREY, markersize=4, alpha=0.7, label="other bursts")
-    workers, rates = zip(*info.fastest, strict=True)
-    values = [rate.value for rate in rates]
-    axes.errorbar(
-        workers, values, error_bars(list(rates)), fmt="o-", color=BLUE, capsize=3, label="fastest burst, 95 % interval"
-    )
-    if info.predicted:
-        (line,) = axes.plot(*zip(*info.predicted, strict=True), "D", color=PURPLE, label="predicted before the burst")
-        line.set(markerfacecolor="none", markersize=8)
-    if info.curve:
-        axes.plot(*zip(*info.curve, strict=True), ":", color=PURPLE, linewidth=2, label="the twin, chosen settings")
-    for point, marker, colour, label in (
-        (info.baseline, "s", BLACK, "before tuning"),
-        (info.best, "*", VERMILLION, "chosen"),
+        axes.axhspan(*info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label="as fast as the fastest burst")
+    draw_points, purple = partial(canvas.draw_points, axes), canvas.PURPLE
+    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="other bursts")
+    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest burst, 95 % interval")
+    hollow = {"markerfacecolor": "none", "markersize": 8}
+    draw_points(info.predicted, "D", color=purple, label="predicted before the burst", **hollow)
+    draw_points(info.curve, ":", color=purple, linewidth=2, label="the twin, chosen settings")
+    for point, marker, colour, size, label in (
+        (info.baseline, "s", canvas.BLACK, 8, "before tuning"),
+        (info.best, "*", canvas.VERMILLION, 15, "chosen"),
     ):
         if point:
-            size = 15 if marker == "*" else 8
             axes.plot(point[0], point[1].value, marker, color=colour, markersize=size, label=label, zorder=5)
-    axes.set(xlabel="worker processes", ylabel="samples per second", ylim=(0, None))
-    whole_numbers(axes.xaxis)
-    thousands(axes.yaxis)
+    canvas.label_rates(axes, "worker processes")
+    canvas.whole_numbers(axes.xaxis)

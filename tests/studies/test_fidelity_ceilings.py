@@ -1,17 +1,15 @@
 """Limits from measurements with known parts, and how soon a compute-bound job is recognised."""
 
-import math
-
 import pytest
 
-from autotune_loader.report.advice import limits as ceilings
-from autotune_loader.report.advice.limits import Limit
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trace import BatchTrace
+from studies.fidelity import ceilings
+from studies.fidelity.ceilings import Limit
 
 BATCH = 32
 RECOGNISED_WITHIN_S = 3.0
@@ -46,48 +44,6 @@ def step_on_a_cached_batch(step_s, *, cores_busy, usable_cores=4):
     return burst(samples_per_s=exact, step_s=step_s, cpu_share=cores_busy / usable_cores, window_s=50 * step_s)
 
 
-def test_the_cpu_limit_counts_the_step_that_computes_beside_the_workers():
-    # GIVEN decoding of 50 ms and a step that keeps one core busy for 57 ms
-    bursts = [burst(traces(20, cpu_s=0.05))]
-    steps = [step_on_a_cached_batch(0.057, cores_busy=1.0)]
-    # WHEN four cores share both
-    limit = ceilings.cpu_limit(bursts, 4.0, steps)
-    # THEN a batch takes 27 ms
-    assert BATCH / limit.samples_per_s.value == pytest.approx((0.05 + 0.057) / 4)
-    assert "50 ms" in limit.because
-    assert "57 ms" in limit.because
-
-
-def test_the_cpu_limit_takes_the_thread_count_with_the_cheapest_step():
-    # GIVEN a step that four threads finish sooner, but with more CPU seconds in all
-    steps = [step_on_a_cached_batch(0.024, cores_busy=4.0), step_on_a_cached_batch(0.057, cores_busy=1.0)]
-    # WHEN
-    limit = ceilings.cpu_limit([burst(traces(20))], 4.0, steps)
-    # THEN
-    assert BATCH / limit.samples_per_s.value == pytest.approx((0.05 + 0.057) / 4)
-
-
-def test_a_step_on_an_accelerator_leaves_the_cores_to_the_workers():
-    # GIVEN no step on the CPU
-    # WHEN
-    limit = ceilings.cpu_limit([burst(traces(20, cpu_s=0.04))], 4.0)
-    # THEN
-    assert limit.samples_per_s.value == pytest.approx(4 * BATCH / 0.04)
-
-
-def test_the_least_contended_burst_sets_the_cpu_limit():
-    # GIVEN workers that take more CPU seconds when many run
-    bursts = [burst(traces(20, cpu_s=0.06)), burst(traces(20, cpu_s=0.05))]
-    # WHEN
-    limit = ceilings.cpu_limit(bursts, 4.0)
-    # THEN
-    assert limit.samples_per_s.value == pytest.approx(4 * BATCH / 0.05)
-
-
-def test_without_traces_there_is_no_cpu_limit():
-    assert ceilings.cpu_limit([burst()], 4.0) is None
-
-
 def test_transport_is_told_by_batches_that_lay_ready():
     # GIVEN batches that were whole long before they were asked for
     # WHEN
@@ -118,16 +74,6 @@ def test_equal_touches_show_no_storage():
     assert ceilings.storage_limit(touch, touch, workers=1) is None
 
 
-def test_copies_are_limited_by_bytes():
-    # GIVEN 1 MiB per batch and 2 GiB/s
-    speed = Interval(value=float(2 << 30), low=float(2 << 30), high=float(2 << 30), count=5)
-    # WHEN
-    limits = [ceilings.pinning_limit(1 << 20, BATCH, speed), ceilings.h2d_limit(1 << 20, BATCH, speed)]
-    # THEN
-    assert [limit.name for limit in limits] == ["pinning", "h2d"]
-    assert [limit.samples_per_s.value for limit in limits] == pytest.approx([2048 * BATCH] * 2)
-
-
 def test_the_smallest_limit_binds():
     # GIVEN
     limits = [
@@ -136,7 +82,6 @@ def test_the_smallest_limit_binds():
     ]
     # THEN
     assert ceilings.binding(limits).name == "cpu"
-    assert list(ceilings.by_name(limits)) == ["cpu", "step", "transport"]
 
 
 def test_without_workers_nothing_is_transported():
@@ -152,24 +97,6 @@ def test_without_workers_nothing_is_transported():
 def test_no_limits_are_the_callers_mistake():
     with pytest.raises(ValueError, match="limits is empty"):
         ceilings.binding([])
-
-
-def test_an_unknown_cpu_share_leaves_the_step_out():
-    # GIVEN a machine that does not tell CPU use
-    blind = burst(cpu_share=None)
-    # THEN
-    assert ceilings.step_cpu_s(blind, 4.0) is None
-    assert ceilings.cpu_limit([burst(traces(20))], 4.0, [blind]).samples_per_s.value == pytest.approx(4 * BATCH / 0.05)
-
-
-def test_a_single_batch_bounds_nothing_from_above():
-    # GIVEN traces of two batches with different CPU seconds, which leave the mean wide open
-    made = [*traces(1, cpu_s=0.01), *traces(1, cpu_s=0.09, worker=1)]
-    # WHEN
-    limit = ceilings.cpu_limit([burst(made)], 4.0)
-    # THEN
-    assert limit.samples_per_s.high == math.inf
-    assert limit.samples_per_s.low < limit.samples_per_s.value
 
 
 @pytest.mark.parametrize("step_s", [0.02, 0.06, 0.15])
@@ -196,8 +123,7 @@ def test_a_starved_step_is_not_taken_for_compute_bound():
     # THEN
     limit = ceilings.step_limit(cached)
     assert not ceilings.is_compute_bound(cached, measured)
-    assert not ceilings.is_reached(limit, measured.samples_per_s)
-    assert ceilings.gap_to(limit, measured.samples_per_s).low > 0.3
+    assert measured.samples_per_s.high < 0.7 * limit.samples_per_s.low
 
 
 def test_a_step_that_the_workers_slow_down_is_not_taken_for_compute_bound():
@@ -210,22 +136,6 @@ def test_a_step_that_the_workers_slow_down_is_not_taken_for_compute_bound():
     # THEN
     assert measured.step_s > 1.1 * cached.step_s
     assert not ceilings.is_compute_bound(cached, measured)
-
-
-def test_a_rate_within_two_percent_reaches_its_limit():
-    # GIVEN
-    limit = ceilings.step_limit(step_on_a_cached_batch(0.02, cores_busy=0.0))
-    # THEN
-    assert ceilings.is_reached(limit, Interval(value=1590.0, low=1570.0, high=1610.0, count=9))
-    assert not ceilings.is_reached(limit, Interval(value=1590.0, low=1560.0, high=1620.0, count=9))
-
-
-def test_the_main_process_is_no_worker_to_warm_up():
-    # GIVEN a burst without workers
-    # WHEN
-    limit = ceilings.cpu_limit([burst(traces(20, worker=MAIN_PROCESS))], 2.0)
-    # THEN
-    assert limit.samples_per_s.value == pytest.approx(2 * BATCH / 0.05)
 
 
 def test_the_step_beside_busy_workers_is_told_with_its_interval():

@@ -1,0 +1,108 @@
+"""What the cores allow, from measurements with known parts."""
+
+import math
+
+import pytest
+
+from autotune_loader.report.advice.limits import cpu_limit, step_cpu_s
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+
+BATCH = 32
+RECOGNISED_WITHIN_S = 3.0
+
+
+def traces(count, *, cpu_s=0.05, wait_s=0.0, receive_s=0.001, worker=0, jitter=0.0):
+    made = []
+    for i in range(count):
+        service = (cpu_s + wait_s) * (1 + jitter * (-1) ** i)
+        start = i * 1.0
+        made.append(
+            BatchTrace(
+                worker=worker, fetch_start=start, fetch_end=start + service, collate_end=start + service, cpu_s=cpu_s,
+                requested=start + 0.9, received=start + 0.9 + receive_s, step_end=start + 0.95, samples=BATCH,
+            )
+        )  # fmt: skip
+    return tuple(made)
+
+
+def burst(made=(), **changes):
+    fields = {
+        "samples_per_s": Interval(value=500.0, low=490.0, high=510.0, count=20), "samples": 640, "window_s": 1.28,
+        "batch_size": BATCH, "first_batch_s": 0.1, "wait_share": 0.5, "service_s": 0.05, "service_cpu_s": 0.05,
+        "receive_s": 0.001, "step_s": 0.01, "batch_bytes": 1 << 20, "traces": tuple(made),
+    }  # fmt: skip
+    return Measurement(**{**fields, **changes})
+
+
+def step_on_a_cached_batch(step_s, *, cores_busy, usable_cores=4):
+    rate = BATCH / step_s
+    exact = Interval(value=rate, low=0.999 * rate, high=1.001 * rate, count=50)
+    return burst(samples_per_s=exact, step_s=step_s, cpu_share=cores_busy / usable_cores, window_s=50 * step_s)
+
+
+def test_the_cpu_limit_counts_the_step_that_computes_beside_the_workers():
+    # GIVEN decoding of 50 ms and a step that keeps one core busy for 57 ms
+    bursts = [burst(traces(20, cpu_s=0.05))]
+    steps = [step_on_a_cached_batch(0.057, cores_busy=1.0)]
+    # WHEN four cores share both
+    limit = cpu_limit(bursts, 4.0, steps)
+    # THEN a batch takes 27 ms
+    assert BATCH / limit.value == pytest.approx((0.05 + 0.057) / 4)
+
+
+def test_the_cpu_limit_takes_the_thread_count_with_the_cheapest_step():
+    # GIVEN a step that four threads finish sooner, but with more CPU seconds in all
+    steps = [step_on_a_cached_batch(0.024, cores_busy=4.0), step_on_a_cached_batch(0.057, cores_busy=1.0)]
+    # WHEN
+    limit = cpu_limit([burst(traces(20))], 4.0, steps)
+    # THEN
+    assert BATCH / limit.value == pytest.approx((0.05 + 0.057) / 4)
+
+
+def test_a_step_on_an_accelerator_leaves_the_cores_to_the_workers():
+    # GIVEN no step on the CPU
+    # WHEN
+    limit = cpu_limit([burst(traces(20, cpu_s=0.04))], 4.0)
+    # THEN
+    assert limit.value == pytest.approx(4 * BATCH / 0.04)
+
+
+def test_the_least_contended_burst_sets_the_cpu_limit():
+    # GIVEN workers that take more CPU seconds when many run
+    bursts = [burst(traces(20, cpu_s=0.06)), burst(traces(20, cpu_s=0.05))]
+    # WHEN
+    limit = cpu_limit(bursts, 4.0)
+    # THEN
+    assert limit.value == pytest.approx(4 * BATCH / 0.05)
+
+
+def test_without_traces_there_is_no_cpu_limit():
+    assert cpu_limit([burst()], 4.0) is None
+
+
+def test_an_unknown_cpu_share_leaves_the_step_out():
+    # GIVEN a machine that does not tell CPU use
+    blind = burst(cpu_share=None)
+    # THEN
+    assert step_cpu_s(blind, 4.0) is None
+    assert cpu_limit([burst(traces(20))], 4.0, [blind]).value == pytest.approx(4 * BATCH / 0.05)
+
+
+def test_a_single_batch_bounds_nothing_from_above():
+    # GIVEN traces of two batches with different CPU seconds, which leave the mean wide open
+    made = [*traces(1, cpu_s=0.01), *traces(1, cpu_s=0.09, worker=1)]
+    # WHEN
+    limit = cpu_limit([burst(made)], 4.0)
+    # THEN
+    assert limit.high == math.inf
+    assert limit.low < limit.value
+
+
+def test_the_main_process_is_no_worker_to_warm_up():
+    # GIVEN a burst without workers
+    # WHEN
+    limit = cpu_limit([burst(traces(20, worker=MAIN_PROCESS))], 2.0)
+    # THEN
+    assert limit.value == pytest.approx(2 * BATCH / 0.05)
