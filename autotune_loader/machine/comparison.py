@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Fingerprint
 
-# Kernels of one machine type differ by a few MiB in what they keep for themselves.
-NOTICEABLE_SHARE = 0.05
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -52,7 +49,7 @@ def _cores(name: str, before: float, now: float) -> list[Difference]:
 
 
 def _size(name: str, before: int, now: int) -> list[Difference]:
-    if abs(now - before) <= NOTICEABLE_SHARE * before:
+    if abs(now - before) <= 0.05 * before:  # kernels of one machine type differ in what they keep for themselves
         return []
     what, effect = {
         "memory_bytes": ("memory", "its workers may not fit"),

@@ -161,14 +161,15 @@ class TreeMeter:
         self._host_after: HostCpu | None = None
         self._started = clock()
 
-    def start(self) -> None:
+    def __enter__(self) -> TreeMeter:
         """Begin; the looks at the very start and end are made on the calling thread, so that they bound the burst."""
         self._started = self._clock()
         self._looks = [(self._started, self._quick_look())]
         self._host_before = host_cpu(self._cpus)
         self._sampler.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End; at once, but for a look under way."""
         self._sampler.stop()
         self._looks += self._sampler.series
@@ -176,13 +177,6 @@ class TreeMeter:
         self._looks.append((self._clock(), last))
         self._host_after = host_cpu(self._cpus)
         self._take_pss(last.tree)
-
-    def __enter__(self) -> TreeMeter:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     @property
     def reading(self) -> TreeReading:
@@ -216,7 +210,7 @@ class TreeMeter:
     def _quick_look(self) -> _Look:
         gpu = None
         if self._gpus is not None and self._gpu is not None:
-            gpu = self._gpus.sample(self._gpu, only=("util", "memory_bytes"))
+            gpu = self._gpus.sample(self._gpu)
         return _Look(tree=self._tree.use(), shm=shared_memory(), gpu=gpu)
 
     def _take_pss(self, use: TreeUse | None) -> None:

@@ -68,13 +68,6 @@ class Sampler(Generic[T]):
             self._thread.join()
             self._thread = None
 
-    def __enter__(self) -> Sampler[T]:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def run(self) -> None:
         """Look until stopped, on the calling thread."""
         started, turn = self._clock(), 0
