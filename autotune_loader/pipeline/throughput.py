@@ -27,6 +27,7 @@ from statistics import pstdev
 from typing import Literal
 
 from autotune_loader.pipeline.trace_log import History
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import (
     Z_95,
@@ -62,32 +63,6 @@ SLOW_WORKER_CHANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSummary:
-    """What the traces of one burst say; the fields are those of `Measurement`."""
-
-    samples_per_s: Interval
-    """Sustained rate with its 95 % interval; `count` is the batches in the window."""
-    samples: int
-    """Samples in the window."""
-    window_s: float
-    """Length of the window."""
-    batch_size: float
-    """Mean samples per batch."""
-    first_batch_s: float
-    """From `started` to the first batch."""
-    wait_share: float
-    """Share of time in which the loop waits for data at the sustained rate."""
-    service_s: float
-    """Mean wall seconds a worker spent on one batch."""
-    service_cpu_s: float
-    """Mean CPU seconds a worker spent on one batch."""
-    receive_s: float
-    """Mean seconds to hand over a batch that was ready."""
-    step_s: float
-    """Mean seconds of one training step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
     """The batches `first` to the last, timed from the step_end before; `stock` tells what lay ready then."""
 
@@ -95,8 +70,8 @@ class _Window:
     stock: Literal["none", "spent", "left"]
 
 
-def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> TraceSummary:
-    """What a burst measured, its rate sustained however full the queues were when the window opened.
+def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> Measurement:
+    """What a burst measured as far as its traces tell, its rate sustained however full the queues were at the opening.
 
     Args:
         traces: every batch from the very first, in the order of delivery.
@@ -118,7 +93,7 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     if binds:
         # The loop will wait once the stock is gone, though it has not yet.
         wait_share = max(wait_share, 1 - rate.value / batch_size * step_s)
-    return TraceSummary(
+    return Measurement(
         samples_per_s=rate,
         samples=sum(trace.samples for trace in inside),
         window_s=window_s,
@@ -140,13 +115,12 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
     return _stocked(traces[_open(traces, workers).first :], workers)
 
 
-def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float) -> float | None:
+def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
     """Half-width of the rate's 95 % interval relative to the rate; None while there is too little to say.
 
     Cheap enough to ask every 50 ms of a running burst. It stays None while stock is being used up that the workers
     cannot replace as fast, because the true rate has then not been seen yet.
     """
-    del started  # the window opens with the first deliveries, whenever the iterator was created
     if len(traces) <= max(workers, 1):
         return None
     window = _open(traces, workers)
@@ -160,14 +134,13 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float
     return error if math.isfinite(error) else None
 
 
-def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, started: float, now: float) -> bool:
+def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, now: float) -> bool:
     """Whether a running burst may stop: its rate is known well enough, or its time is up.
 
     Args:
         traces: every batch so far, at least one.
         plan: of the burst.
         workers: worker processes.
-        started: when the iterator was created.
         now: seconds of the traces' clock.
     """
     elapsed = now - traces[0].received
@@ -177,7 +150,7 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, st
         return False
     if elapsed >= plan.max_s:
         return True
-    error = relative_error(traces, workers=workers, started=started)
+    error = relative_error(traces, workers=workers)
     return error is not None and error <= plan.relative_error
 
 
