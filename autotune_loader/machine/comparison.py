@@ -82,7 +82,7 @@ def _version(what: str, *, minor_matters: bool) -> Callable[[str, str, str], lis
 
 def _word(what: str, effect: str) -> Callable[[str, Any, Any], list[Difference]]:
     def compare(name: str, before: Any, now: Any) -> list[Difference]:
-        # An empty word says that nobody named it.
+        # An empty word means that it was not named.
         if "" in (before, now):
             return []
         return _difference(name, f"{what}: {before} then, {now} here; {effect}")
@@ -90,6 +90,7 @@ def _word(what: str, effect: str) -> Callable[[str, Any, Any], list[Difference]]
     return compare
 
 
+# By field of the fingerprint, in the order in which differences are told.
 _COMPARISONS: dict[str, Callable[[str, Any, Any], list[Difference]]] = {
     "usable_cores": _cores,
     "affinity_count": _cores,

@@ -11,9 +11,8 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autotune_loader.machine.cgroups import cpu_limits
 from autotune_loader.machine.gpus import GpuDevice, Gpus
@@ -124,16 +123,6 @@ class Fingerprint:
     platform: str | None = None
     dataset: str = ""
     storage: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain JSON values; the inverse of `from_dict`."""
-        return {**asdict(self), "gpus": list(self.gpus)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """The fingerprint of a mapping such as `to_dict()` makes; unknown keys are ignored."""
-        known = {field.name for field in fields(cls)} & values.keys()
-        return cls(**{**{name: values[name] for name in known}, "gpus": tuple(values.get("gpus", ()))})
 
 
 def inspect_machine(

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
 
@@ -30,8 +30,6 @@ class GpuDevice:
     name: str
     memory_bytes: int | None
     """Memory of the device; None when NVML does not tell."""
-    matched_by: Literal["uuid", "order"]
-    """Whether CUDA's own list named it; "order" may mean another one where models are mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +80,11 @@ class Gpus:
         if self._devices is None:
             physical = self._physical()
             if self._cuda_uuids is not None:
-                uuids, matched_by = match_uuids(self._cuda_uuids, physical), "uuid"
+                uuids = match_uuids(self._cuda_uuids, physical)
             else:
                 mask = self._environ.get("CUDA_VISIBLE_DEVICES")
-                uuids, matched_by = dict(enumerate(visible_uuids(mask, physical))), "order"
-            self._devices = tuple(self._device(index, uuid, matched_by) for index, uuid in uuids.items())
+                uuids = dict(enumerate(visible_uuids(mask, physical)))
+            self._devices = tuple(self._device(index, uuid) for index, uuid in uuids.items())
         return self._devices
 
     def sample(self, device: GpuDevice) -> GpuSample:
@@ -107,14 +105,13 @@ class Gpus:
             self._call("nvmlShutdown")
         self._started_in = None
 
-    def _device(self, index: int, uuid: str, matched_by: Any) -> GpuDevice:
+    def _device(self, index: int, uuid: str) -> GpuDevice:
         handle = self._ask("nvmlDeviceGetHandleByUUID", None, uuid)[0]
         return GpuDevice(
             cuda_index=index,
             uuid=uuid,
             name=self._ask("nvmlDeviceGetName", _text, handle)[0] or "unknown GPU",
             memory_bytes=self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.total), handle)[0],
-            matched_by=matched_by,
         )
 
     def _physical(self) -> list[PhysicalGpu]:

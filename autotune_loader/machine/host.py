@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+"""Tests read another folder."""
 HAS_PROC = sys.platform.startswith("linux")
 """Whether `/proc` has the Linux format."""
 

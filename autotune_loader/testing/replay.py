@@ -40,7 +40,7 @@ class ReplayProbe:
         return _next(self._bursts, config, "burst")
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002
-        """The next step ceiling recorded for so many threads, whatever the plan."""
+        """The next step ceiling recorded for `consumer_threads`, whatever the plan."""
         return _next(self._ceilings, consumer_threads, "step ceiling")
 
 

@@ -146,7 +146,7 @@ class SimulatedProbe:
         return self._truths[config]
 
     def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
-        """The same over whole epochs, so many of them after one that is not timed."""
+        """The same over `epochs` whole epochs, after one that is not timed."""
         undisturbed = _Disturbed(self.machine, 1.0)
         runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
         ends = [epoch[-1].step_end for epoch in runs]
@@ -245,7 +245,7 @@ class _Events:
     ) -> None:
         """A run over these batches, by workers that start when it begins or, if `is_running`, are there already.
 
-        The loop asks for its first batch so many seconds after they have started.
+        The loop asks for its first batch `pause_s` seconds after they have started.
         """
         self.disturbed, self.machine, self.config = disturbed, disturbed.machine, config
         self.order = order

@@ -36,8 +36,6 @@ GRACE_S = 60.0
 FOLLOW_DEADLINE_S = 300.0
 # Telling the others that it is over must not itself become a wait.
 FAREWELL_DEADLINE_S = 10.0
-# Ranks on one dataset would read the same samples at once, and the page cache would flatter all but the first.
-SEED_STRIDE = 100_003
 _T = TypeVar("_T")
 
 
@@ -85,7 +83,7 @@ class Ranks:
         self.grace_s = grace_s
         self._group = group
         self.is_over = False
-        """Whether the others have been told how it ended; nobody listens any more."""
+        """Whether the others have been told how it ended; they receive no more."""
         self._owed: dict[int, _Call[bytes]] = {}
         self._lost: set[int] = set()
 
@@ -151,7 +149,7 @@ class Ranks:
             raise lost
 
     def collect_owed(self) -> None:
-        """Take in what an interrupted wait left on its way; a rank that sends is deaf until it is heard."""
+        """Take in what an interrupted wait left on its way: a rank that sends cannot receive before that."""
         for peer in list(self._owed):
             self.receive(peer, FAREWELL_DEADLINE_S)
 
@@ -464,7 +462,8 @@ def _receive(peer: int, group: Any) -> bytes:
 def _run(probe: Probe, ask: Ask, rank: int) -> Answer:
     assert ask.plan is not None
     assert ask.config is not None
-    plan = replace(ask.plan, seed=ask.plan.seed + rank * SEED_STRIDE)
+    # Ranks that read the same samples at once would find all but the first read in the page cache.
+    plan = replace(ask.plan, seed=ask.plan.seed + rank * 100_003)
     if ask.what == "step_ceiling":
         outcome = probe.step_ceiling(ask.config.consumer_threads, plan)
     else:

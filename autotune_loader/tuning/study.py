@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-# A lock left by a killed writer is taken over after this long; Optuna's own default of 30 s would stall a restart.
-LOCK_GRACE_S = 3
 # Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
 FINISHED = "finished"
 
@@ -345,7 +343,8 @@ def _locked(path: Path, change: Callable[[Path], None]) -> Any:
     """Change a journal file under its lock; the lock."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
-    lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_GRACE_S)
+    # A lock left by a killed writer is taken over after 3 s; Optuna's own default of 30 s would stall a restart.
+    lock = JournalFileSymlinkLock(str(path), grace_period=3)
     lock.acquire()
     try:
         change(path)

@@ -12,8 +12,8 @@ from autotune_loader.values.validation import require_bool, require_choice, requ
 
 # What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
 TORCH_PREFETCH_FACTOR = 2
-START_METHODS = ("fork", "forkserver", "spawn")
-SHARING_STRATEGIES = ("file_descriptor", "file_system")
+START_METHODS = ("fork", "forkserver", "spawn")  # as multiprocessing names them
+SHARING_STRATEGIES = ("file_descriptor", "file_system")  # as torch names them
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64, "consumer_threads": 4096}
 

@@ -13,6 +13,7 @@ from autotune_loader.machine.comparison import differences
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.testing import FakeGpu, FakeGpus
+from autotune_loader.values.serialization import from_plain, to_plain
 
 TUNED = Fingerprint(
     usable_cores=16,
@@ -97,8 +98,8 @@ def test_a_missing_gpu_matters() -> None:
 
 
 def test_a_fingerprint_survives_json_and_unknown_keys() -> None:
-    text = json.dumps({**TUNED.to_dict(), "from_the_future": 1})
-    assert Fingerprint.from_dict(json.loads(text)) == TUNED
+    text = json.dumps({**to_plain(TUNED), "from_the_future": 1})
+    assert from_plain(json.loads(text), Fingerprint) == TUNED
 
 
 def test_this_machine_can_be_inspected() -> None:

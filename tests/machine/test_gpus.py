@@ -29,13 +29,13 @@ def test_the_device_that_cuda_calls_0_is_watched_whatever_nvmls_order() -> None:
     # WHEN cuda:0 is sampled
     device = first_device(gpus)
     # THEN it is the fast one
-    assert (device.cuda_index, device.name, device.matched_by) == (0, "Fast", "uuid")
+    assert (device.cuda_index, device.name) == (0, "Fast")
     assert gpus.sample(device).util == 0.8
 
 
-def test_without_cudas_list_the_mask_decides_and_that_is_said() -> None:
+def test_without_cudas_list_the_mask_decides() -> None:
     gpus = Gpus(FakeGpus([SLOW, FAST]), environ={"CUDA_VISIBLE_DEVICES": "1"})
-    assert [(device.name, device.matched_by) for device in gpus.devices()] == [("Fast", "order")]
+    assert [device.name for device in gpus.devices()] == ["Fast"]
 
 
 def test_a_sample_has_every_value_in_si_units() -> None:
@@ -96,7 +96,7 @@ def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest
 
 
 def test_a_sample_without_a_driver_has_the_reason_for_every_value() -> None:
-    device = GpuDevice(cuda_index=0, uuid="GPU-x", name="x", memory_bytes=None, matched_by="uuid")
+    device = GpuDevice(cuda_index=0, uuid="GPU-x", name="x", memory_bytes=None)
     sample = Gpus(FakeGpus(has_driver=False), environ={}).sample(device)
     assert (sample.util, sample.memory_bytes) == (None, None)
     assert sample.reasons == dict.fromkeys(VALUES, "nvmlInit: NVML Shared Library Not Found")

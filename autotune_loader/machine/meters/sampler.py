@@ -29,7 +29,7 @@ class Sampler(Generic[T]):
         look: Called without arguments. If it raises, sampling ends and the exception is kept in `error`.
         period_s: Seconds between looks.
         clock: Monotonic seconds.
-        wait: Waits for so many seconds, or less when told to stop, and says whether it was; for tests.
+        wait: Waits for the seconds it is given, or less when told to stop, and says whether it was; for tests.
     """
 
     def __init__(
