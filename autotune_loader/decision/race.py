@@ -26,11 +26,12 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import (
     MAX_ROUNDS,
+    STOPPED_CONFIDENCE,
     Interval,
     Round,
     log_ratios,
     mean_interval,
-    sequential_interval,
+    paired_ratio,
     usable_rounds,
 )
 
@@ -201,7 +202,7 @@ class Race:
         rates = _rates(usable.rounds, winner)
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
-        speedup = sequential_interval(logs, final=True) if len(logs) > 1 else None
+        speedup = paired_ratio(usable.rounds, winner, self.baseline, STOPPED_CONFIDENCE) if len(logs) > 1 else None
         failed = tuple(
             f"{config} failed {len(failures)} time(s) in the finals: {failures[-1].message}"
             for config, failures in self._failures.items()

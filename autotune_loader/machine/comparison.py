@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Fingerprint
 
-# Kernels of one machine type differ by a few MiB in what they keep for themselves.
-NOTICEABLE_SHARE = 0.05
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -52,7 +49,7 @@ def _cores(name: str, before: float, now: float) -> list[Difference]:
 
 
 def _size(name: str, before: int, now: int) -> list[Difference]:
-    if abs(now - before) <= NOTICEABLE_SHARE * before:
+    if abs(now - before) <= 0.05 * before:  # kernels of one machine type differ in what they keep for themselves
         return []
     what, effect = {
         "memory_bytes": ("memory", "its workers may not fit"),
@@ -85,7 +82,7 @@ def _version(what: str, *, minor_matters: bool) -> Callable[[str, str, str], lis
 
 def _word(what: str, effect: str) -> Callable[[str, Any, Any], list[Difference]]:
     def compare(name: str, before: Any, now: Any) -> list[Difference]:
-        # An empty word says that nobody named it.
+        # An empty word means that it was not named.
         if "" in (before, now):
             return []
         return _difference(name, f"{what}: {before} then, {now} here; {effect}")
@@ -93,6 +90,7 @@ def _word(what: str, effect: str) -> Callable[[str, Any, Any], list[Difference]]
     return compare
 
 
+# By field of the fingerprint, in the order in which differences are told.
 _COMPARISONS: dict[str, Callable[[str, Any, Any], list[Difference]]] = {
     "usable_cores": _cores,
     "affinity_count": _cores,

@@ -11,12 +11,10 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autotune_loader.machine.cgroups import cpu_limits
-from autotune_loader.machine.comparison import Difference, differences
 from autotune_loader.machine.gpus import GpuDevice, Gpus
 from autotune_loader.machine.limits import (
     Cores,
@@ -30,9 +28,6 @@ from autotune_loader.machine.limits import (
     thread_environment,
     usable_cores,
 )
-
-__all__ = ["Difference", "Fingerprint", "Machine", "differences", "inspect_machine"]
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,23 +96,6 @@ class Machine:
             storage=storage,
         )
 
-    def describe(self) -> list[str]:
-        """Every bound with its source, one sentence each: why the numbers are what they are."""
-        inputs = ", ".join(f"{limit.value:g} ({limit.source})" for limit in self.cores.inputs)
-        lines = [f"{self.usable_cores} usable cores for each of {self.cores.ranks} ranks: the least of {inputs}"]
-        inputs = ", ".join(f"{limit.value / _MIB:.0f} MiB ({limit.source})" for limit in self.memory.inputs)
-        lines.append(f"memory left: the least of {inputs}" if inputs else "memory left: unknown")
-        if self.shm:
-            lines.append(
-                f"shared memory: {self.shm.free_bytes / _MIB:.0f} of {self.shm.total_bytes / _MIB:.0f} MiB free"
-            )
-        lines.append(f"open files: {self.open_files if self.open_files is not None else 'no limit'}")
-        settings = ", ".join(f"{name}={value}" for name, value in self.thread_env.items())
-        lines.append(f"thread environment: {settings or 'nothing set'}")
-        names = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name}" for gpu in self.gpus)
-        lines.append(f"GPUs: {names or 'none'}" + (f" ({self.gpu_reason})" if self.gpu_reason else ""))
-        return lines
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
@@ -145,16 +123,6 @@ class Fingerprint:
     platform: str | None = None
     dataset: str = ""
     storage: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain JSON values; the inverse of `from_dict`."""
-        return {**asdict(self), "gpus": list(self.gpus)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """The fingerprint of a mapping such as `to_dict()` makes; unknown keys are ignored."""
-        known = {field.name for field in fields(cls)} & values.keys()
-        return cls(**{**{name: values[name] for name in known}, "gpus": tuple(values.get("gpus", ()))})
 
 
 def inspect_machine(
@@ -203,10 +171,8 @@ def start_method() -> str:
 
 
 def _cuda_uuids() -> list[str] | None:
-    """UUIDs in CUDA's order where CUDA is up already; None otherwise, or where torch has no such property."""
+    """UUIDs in CUDA's order where CUDA is up already; None otherwise."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return None
-    devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    uuids = [str(uuid) for device in devices if (uuid := getattr(device, "uuid", None)) is not None]
-    return uuids if len(uuids) == torch.cuda.device_count() else None
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

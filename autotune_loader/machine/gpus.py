@@ -10,25 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
 
 logger = logging.getLogger(__name__)
-THROTTLE_REASONS = {
-    0x4: "software power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that slow a busy GPU, without idling and chosen clocks."""
-SampleField = Literal[
-    "util", "memory_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "sm_clock_hz", "throttle", "foreign_processes"
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +30,16 @@ class GpuDevice:
     name: str
     memory_bytes: int | None
     """Memory of the device; None when NVML does not tell."""
-    matched_by: Literal["uuid", "order"]
-    """Whether CUDA's own list named it; "order" may mean another one where models are mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """What one device was doing; a value that is None has its reason in `reasons`, unless it was not asked for."""
+    """What one device was doing; a value that is None has its reason in `reasons`."""
 
     util: float | None = None
     """Share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, 0 to 1."""
     memory_bytes: int | None = None
     """Memory in use, by anyone."""
-    pcie_tx_bytes_per_s: float | None = None
-    """From the device to the host."""
-    pcie_rx_bytes_per_s: float | None = None
-    """From the host to the device."""
-    sm_clock_hz: float | None = None
-    throttle: tuple[str, ...] | None = None
-    """Why the clocks are held down; empty when they are not."""
-    foreign_processes: int | None = None
-    """Compute processes on the device that are not ours."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a value is missing, by field."""
 
@@ -103,32 +80,24 @@ class Gpus:
         if self._devices is None:
             physical = self._physical()
             if self._cuda_uuids is not None:
-                uuids, matched_by = match_uuids(self._cuda_uuids, physical), "uuid"
+                uuids = match_uuids(self._cuda_uuids, physical)
             else:
                 mask = self._environ.get("CUDA_VISIBLE_DEVICES")
-                uuids, matched_by = dict(enumerate(visible_uuids(mask, physical))), "order"
-            self._devices = tuple(self._device(index, uuid, matched_by) for index, uuid in uuids.items())
+                uuids = dict(enumerate(visible_uuids(mask, physical)))
+            self._devices = tuple(self._device(index, uuid) for index, uuid in uuids.items())
         return self._devices
 
-    def sample(
-        self, device: GpuDevice, *, only: Collection[SampleField] | None = None, own_pids: Collection[int] = ()
-    ) -> GpuSample:
-        """What a device is doing now.
-
-        Args:
-            device: One of `devices()`.
-            only: The values to ask for; all if None. NVML takes about 20 ms for each PCIe rate, little for the others.
-            own_pids: Processes that are not foreign.
-        """
-        handle, reason = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)
-        values: dict[str, Any] = {}
-        reasons: dict[str, str] = {}
-        for name, ask in self._questions(handle, own_pids).items():
-            if only is None or name in only:
-                values[name], why = (None, reason) if reason else ask()
-                if why is not None:
-                    reasons[name] = why
-        return GpuSample(**values, reasons=reasons)
+    def sample(self, device: GpuDevice) -> GpuSample:
+        """What one of `devices()` is doing now."""
+        handle, lost = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)
+        if lost is not None:
+            return GpuSample(reasons={"util": lost, "memory_bytes": lost})
+        util, no_util = self._ask("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu / 100, handle)
+        memory, no_memory = self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.used), handle)
+        reasons = {"util": no_util, "memory_bytes": no_memory}
+        return GpuSample(
+            util=util, memory_bytes=memory, reasons={name: why for name, why in reasons.items() if why is not None}
+        )
 
     def close(self) -> None:
         """Release NVML; the next question starts it again."""
@@ -136,35 +105,13 @@ class Gpus:
             self._call("nvmlShutdown")
         self._started_in = None
 
-    def _questions(self, handle: Any, own_pids: Collection[int]) -> dict[str, Callable[[], tuple[Any, str | None]]]:
-        def throttle() -> tuple[Any, str | None]:
-            answer, reason = self._ask("nvmlDeviceGetCurrentClocksEventReasons", _throttle, handle)
-            if reason is None:
-                return answer, None
-            return self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", _throttle, handle)  # its name before R535
-
-        def foreign(processes: Any) -> int:
-            return sum(process.pid not in own_pids for process in processes)
-
-        # 0, 1 and 1 are NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES and NVML_CLOCK_SM (nvml.h); rates are in KB/s.
-        return {
-            "util": lambda: self._ask("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu / 100, handle),
-            "memory_bytes": lambda: self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.used), handle),
-            "pcie_tx_bytes_per_s": lambda: self._ask("nvmlDeviceGetPcieThroughput", lambda kb: kb * 1000.0, handle, 0),
-            "pcie_rx_bytes_per_s": lambda: self._ask("nvmlDeviceGetPcieThroughput", lambda kb: kb * 1000.0, handle, 1),
-            "sm_clock_hz": lambda: self._ask("nvmlDeviceGetClockInfo", lambda mhz: mhz * 1e6, handle, 1),
-            "throttle": throttle,
-            "foreign_processes": lambda: self._ask("nvmlDeviceGetComputeRunningProcesses", foreign, handle),
-        }
-
-    def _device(self, index: int, uuid: str, matched_by: Any) -> GpuDevice:
+    def _device(self, index: int, uuid: str) -> GpuDevice:
         handle = self._ask("nvmlDeviceGetHandleByUUID", None, uuid)[0]
         return GpuDevice(
             cuda_index=index,
             uuid=uuid,
             name=self._ask("nvmlDeviceGetName", _text, handle)[0] or "unknown GPU",
             memory_bytes=self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.total), handle)[0],
-            matched_by=matched_by,
         )
 
     def _physical(self) -> list[PhysicalGpu]:
@@ -224,7 +171,3 @@ class Gpus:
 def _text(value: str | bytes) -> str:
     """Old bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _throttle(bits: int) -> tuple[str, ...]:
-    return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)

@@ -12,16 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+"""Tests read another folder."""
 HAS_PROC = sys.platform.startswith("linux")
 """Whether `/proc` has the Linux format."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
-    """Memory of the machine, whatever limits hold for us."""
-
-    available_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +45,6 @@ def parse_host_cpu(text: str, *, ticks_per_s: int, cpus: Collection[int] | None 
         user, nice, system, _idle, _iowait, irq, softirq, stolen = (int(value) for value in values[:8])
         busy, steal, count = busy + user + nice + system + irq + softirq, steal + stolen, count + 1
     return HostCpu(cpus=count, busy_s=busy / ticks_per_s, steal_s=steal / ticks_per_s)
-
-
-def host_memory() -> HostMemory | None:
-    """The machine's memory; None where psutil cannot tell."""
-    try:
-        import psutil
-
-        memory = psutil.virtual_memory()
-    except (ImportError, OSError, RuntimeError):
-        return None
-    return HostMemory(available_bytes=memory.available, total_bytes=memory.total)
 
 
 def host_cpu(cpus: Collection[int] | None = None, proc: Path = PROC) -> HostCpu | None:

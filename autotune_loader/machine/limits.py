@@ -6,14 +6,15 @@ out as 23 usable cores. Control groups are read in `cgroups`, what psutil knows 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autotune_loader.machine.cgroups import Limit, cpu_limits, memory_available, memory_limits
-from autotune_loader.machine.host import host_memory
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -122,12 +123,14 @@ def _positive_int(text: str | None) -> int | None:
 
 def memory_budget(root: Path = Path("/")) -> MemoryBudget:
     """What the host and every control group above this process leave of memory."""
-    host = host_memory()
+    import psutil
+
     inputs: tuple[Limit, ...] = memory_available(root)
     totals = [int(limit.value) for limit in memory_limits(root)]
-    if host is not None:
-        inputs = (Limit(value=float(host.available_bytes), source="available on the host"), *inputs)
-        totals.append(host.total_bytes)
+    with contextlib.suppress(OSError, RuntimeError):  # some containers hide /proc
+        host = psutil.virtual_memory()
+        inputs = (Limit(value=float(host.available), source="available on the host"), *inputs)
+        totals.append(host.total)
     return MemoryBudget(
         available_bytes=min((int(limit.value) for limit in inputs), default=None),
         total_bytes=min(totals, default=None),
@@ -137,13 +140,11 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
 
 def shared_memory(root: Path = Path("/")) -> SharedMemory | None:
     """Room in `/dev/shm`, where batches lie while they travel; None on systems without it."""
-    if not hasattr(os, "statvfs"):
-        return None
     try:
-        stat = os.statvfs(root / "dev/shm")
+        room = shutil.disk_usage(root / "dev/shm")
     except OSError:
         return None
-    return SharedMemory(free_bytes=stat.f_bavail * stat.f_frsize, total_bytes=stat.f_blocks * stat.f_frsize)
+    return SharedMemory(free_bytes=room.free, total_bytes=room.total)
 
 
 def open_files_limit() -> int | None:

@@ -1,4 +1,4 @@
-"""Trees of processes: the memory and CPU they use, and their end.
+"""Trees of processes: the memory and CPU they use, and an end together with the parent.
 
 On Linux `/proc` is read directly, because a sample every quarter of a second must cost next to nothing; elsewhere
 psutil answers, and what it does not know is None. A process may vanish between any two lines here: then it counts as
@@ -7,27 +7,15 @@ gone.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
-from autotune_loader.machine.host import HAS_PROC, PROC, process_group_members
-
-if TYPE_CHECKING:
-    import psutil
-
-# How often the end of a process is looked for while terminating.
-_POLL_S = 0.02
-# How long SIGKILL may take; only a process stuck in the kernel needs longer.
-_KILL_WAIT_S = 3.0
-# linux/prctl.h
-_PR_SET_PDEATHSIG = 1
+from autotune_loader.machine.host import HAS_PROC, PROC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +24,8 @@ class ProcessUse:
 
     parent: int
     """Its parent's process ID."""
-    session: int
-    """Its session's ID."""
+    start_ticks: int
+    """When it began, in ticks since boot: a clock that is set does not change it."""
     is_alive: bool
     """Whether it still runs; a zombie does not."""
     cpu_s: float
@@ -60,16 +48,16 @@ class TreeUse:
 def parse_process_stat(text: str, *, ticks_per_s: int, page_bytes: int) -> ProcessUse:
     """One process, from `/proc/<pid>/stat`.
 
-    `pid (comm) state ppid pgrp session ... utime stime cutime cstime ... rss ...`, where comm may itself contain
-    spaces and parentheses (proc(5)): 4 is ppid, 6 session, 14 to 17 the times in ticks, 24 the resident pages, counted
-    from 1.
+    `pid (comm) state ppid ... utime stime cutime cstime ... starttime vsize rss ...`, where comm may itself contain
+    spaces and parentheses (proc(5)): 4 is ppid, 14 to 17 the times in ticks, 22 the start, 24 the resident pages,
+    counted from 1.
 
         4124 (a) b) R 4119 4119 2239 0 -1 4194304 100 0 0 0 7 1 20 4 20 0 1 0 101042 3133440 358 1844...
     """
     fields = text[text.rindex(")") + 2 :].split()
     return ProcessUse(
         parent=int(fields[1]),
-        session=int(fields[3]),
+        start_ticks=int(fields[19]),
         is_alive=fields[0] not in "ZXx",
         cpu_s=sum(int(ticks) for ticks in fields[11:15]) / ticks_per_s,
         rss_bytes=int(fields[21]) * page_bytes,
@@ -137,45 +125,21 @@ class ProcessTree:
         import psutil
 
         cpu_s, rss_bytes, processes = 0.0, 0, 0
-        for process in _family(self.pid):
-            try:
-                times, memory = process.cpu_times(), process.memory_info()
-            except psutil.Error:
-                continue
-            cpu_s += times.user + times.system + times.children_user + times.children_system
-            rss_bytes, processes = rss_bytes + memory.rss, processes + 1
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.pid)
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times, memory = process.cpu_times(), process.memory_info()
+                    cpu_s += times.user + times.system + times.children_user + times.children_system
+                    rss_bytes, processes = rss_bytes + memory.rss, processes + 1
         return TreeUse(processes=processes, cpu_s=cpu_s, rss_bytes=rss_bytes) if processes else None
 
 
-def tree_rss_bytes(pid: int) -> int | None:
-    """Sum of the resident set sizes of a process and its descendants; None when it is gone."""
-    use = ProcessTree(pid).use()
-    return None if use is None else use.rss_bytes
-
-
-def tree_pss_bytes(pid: int) -> int | None:
-    """Sum of the proportional set sizes of a process and its descendants; None where that is not told."""
-    return ProcessTree(pid).pss_bytes()
-
-
-def tree_cpu_s(pid: int) -> float | None:
-    """CPU seconds of a process and its descendants, of those that ended too; None when it is gone."""
-    use = ProcessTree(pid).use()
-    return None if use is None else use.cpu_s
-
-
-def process_start(pid: int, proc: Path = PROC) -> str | None:
-    """When a process began, as a word that tells it from another one with the same ID; None when it has ended.
-
-    On Linux field 22 of `/proc/<pid>/stat`, in ticks since boot: a clock that is set does not change it.
-    """
+def process_start(pid: int) -> str | None:
+    """When a process began, as a word that tells it from another one with the same ID; None when it has ended."""
     if HAS_PROC:
-        try:
-            text = (proc / str(pid) / "stat").read_text()
-            fields = text[text.rindex(")") + 2 :].split()
-            return None if fields[0] in "ZXx" else fields[19]
-        except (OSError, ValueError, IndexError):
-            return None
+        use = _process_use(pid, PROC)
+        return str(use.start_ticks) if use is not None and use.is_alive else None
     import psutil
 
     try:
@@ -193,8 +157,9 @@ def die_with_parent() -> None:
         return
     import ctypes
 
+    pr_set_pdeathsig = 1  # linux/prctl.h
     parent, starter = multiprocessing.parent_process(), os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != starter:  # it ended before the call
         os._exit(1)
     if parent is not None and parent.pid != starter:
@@ -207,87 +172,6 @@ def _die_after(sentinel: int) -> None:
 
     wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate_tree(pid: int, *, grace_s: float = 3.0) -> tuple[int, ...]:
-    """End a process, its descendants and all else in the session it leads: all at once, politely, then by SIGKILL.
-
-    Workers that a dead process left to init are found by their session, so start it with `start_new_session=True`.
-    Nothing is reaped: `Popen.wait()` still sees the exit status. The calling process itself is never touched.
-
-    Args:
-        pid: Root of the tree; it may be gone already.
-        grace_s: Seconds they get to end by themselves, all together.
-
-    Returns:
-        Process IDs that outlived even SIGKILL (stuck in the kernel); empty when all is well.
-    """
-    polite = _family(pid)
-    _signal(polite, "terminate")
-    alive = _wait_for_end(polite, grace_s)
-    # Who was started in the meantime did not get the first signal.
-    alive = list({process.pid: process for process in (*alive, *_family(pid))}.values())
-    _signal(alive, "kill")
-    return tuple(process.pid for process in _wait_for_end(alive, _KILL_WAIT_S))
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """The process, its descendants and its session, without ourselves; those that have gone are left out."""
-    import psutil
-
-    found: dict[int, psutil.Process] = {}
-    try:
-        root = psutil.Process(pid)
-        found[pid] = root
-        found.update({child.pid: child for child in root.children(recursive=True)})
-    except psutil.Error:
-        pass
-    for member in _led_by(pid):
-        try:
-            found.setdefault(member, psutil.Process(member))
-        except psutil.Error:
-            continue
-    found.pop(os.getpid(), None)
-    return list(found.values())
-
-
-def _led_by(pid: int) -> tuple[int, ...]:
-    """The group and session of a process; nobody, if we live in them ourselves: our own shell is not ours to end."""
-    if not hasattr(os, "getsid") or pid in (os.getsid(0), os.getpgid(0)):
-        return ()
-    return process_group_members(pid)
-
-
-def _signal(processes: Iterable[psutil.Process], how: Literal["terminate", "kill"]) -> None:
-    import psutil
-
-    for process in processes:
-        try:
-            process.terminate() if how == "terminate" else process.kill()
-        except psutil.Error:  # gone, or not ours to signal: the wait that follows tells which
-            continue
-
-
-def _wait_for_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those still alive after `timeout_s`, or none as soon as all have ended."""
-    alive = [process for process in processes if _is_alive(process)]
-    deadline = time.monotonic() + timeout_s
-    while alive and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        alive = [process for process in alive if _is_alive(process)]
-    return alive
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended: it only waits for its parent to read the exit status, which is the parent's to do."""
-    import psutil
-
-    try:
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
 
 
 def _process_use(pid: int, proc: Path) -> ProcessUse | None:

@@ -12,22 +12,18 @@ from itertools import pairwise
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, mean_interval
 
-FEWEST_EPOCHS = 3
-"""Two epochs in the window at least, and one before it."""
-STRETCH = 3.0
-"""Where epochs take longer than the plan expects, so many times its length is enough for one epoch in the window."""
-
 
 def are_enough_epochs(ends: Sequence[float], plan: BurstPlan, begun: float) -> bool:
     """Whether a burst that began at `begun` (s) and whose epochs ended at `ends` may end."""
     if len(ends) < 2:
         return False
     elapsed = ends[-1] - begun
-    return elapsed >= plan.max_s * STRETCH or (elapsed >= plan.max_s and len(ends) >= FEWEST_EPOCHS)
+    # Two epochs in the window and one before it, or, of epochs longer than the plan expects, one and one.
+    return elapsed >= 3.0 * plan.max_s or (elapsed >= plan.max_s and len(ends) >= 3)
 
 
 def epochs_rate(ends: Sequence[float], samples: int) -> Interval:
-    """Samples/s of the epochs after the first, which had so many samples; at least two must have ended."""
+    """Samples/s of the epochs after the first, which had `samples` in all; at least two must have ended."""
     seconds = mean_interval([after - before for before, after in pairwise(ends)])
     half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
     value = samples / (ends[-1] - ends[0])

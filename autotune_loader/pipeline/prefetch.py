@@ -13,10 +13,10 @@ import dataclasses
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.validation import require_int
 
 _Loader = TypeVar("_Loader", bound=Iterable[Any])
 
@@ -44,7 +44,7 @@ class DevicePrefetcher:
     def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1, non_blocking: bool = True) -> None:
         import torch
 
-        _check_depth(depth)
+        require_int("depth", depth, minimum=1)
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
@@ -231,10 +231,3 @@ def _inside(value: Any) -> list[Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return None
-
-
-def _check_depth(depth: object) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int):
-        raise TypeError(f"depth={depth!r} is not an integer; depth=1 would work")
-    if depth < 1:
-        raise ValueError(f"depth={depth} is below 1; depth=1 would work, or use the loader itself for no prefetching")

@@ -27,6 +27,7 @@ from statistics import pstdev
 from typing import Literal
 
 from autotune_loader.pipeline.trace_log import History
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import (
     Z_95,
@@ -37,54 +38,8 @@ from autotune_loader.values.statistics import (
 )
 from autotune_loader.values.trace import BatchTrace, after_first_of_each
 
-MIN_ROUNDS_AFTER_STOCK = 3
-"""Rounds of all workers that must follow the end of the stock, or a window there would be mostly edges."""
-MIN_BATCHES_AFTER_STOCK = 12
-"""The same for few workers, in batches."""
-MIN_BATCHES_TO_JUDGE = 8
-"""Fewer batches in the window say nothing about its error."""
-MIN_ROUNDS_TO_JUDGE = 4
-"""Nor do fewer rounds of all workers, which deliver in bursts."""
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""
-MIN_ROUNDS = 3
-"""A burst sees so many rounds of its workers; the first only opens the window, and one alone is mostly edges."""
-SLOW_BATCH_STRETCH = 3.0
-"""A burst of very slow batches may run so many times its planned window to see these rounds."""
-LOADER_BOUND = 0.9
-"""Workers hold the loop up when they make less than this share of what it could take."""
-MADE_SD = 0.03
-"""Relative error of what workers are said to make beyond the scatter of their batches, from what it leaves out."""
-BLOCKED = 0.3
-"""The same per squared variation of the service times: a slow batch holds up delivery in order, and a short burst saw few."""
-SLOW_WORKER_CHANCE = 0.01
-"""A worker is slower than the others, and holds up delivery in order, when chance lets any of them look so this rarely."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSummary:
-    """What the traces of one burst say; the fields are those of `Measurement`."""
-
-    samples_per_s: Interval
-    """Sustained rate with its 95 % interval; `count` is the batches in the window."""
-    samples: int
-    """Samples in the window."""
-    window_s: float
-    """Length of the window."""
-    batch_size: float
-    """Mean samples per batch."""
-    first_batch_s: float
-    """From `started` to the first batch."""
-    wait_share: float
-    """Share of time in which the loop waits for data at the sustained rate."""
-    service_s: float
-    """Mean wall seconds a worker spent on one batch."""
-    service_cpu_s: float
-    """Mean CPU seconds a worker spent on one batch."""
-    receive_s: float
-    """Mean seconds to hand over a batch that was ready."""
-    step_s: float
-    """Mean seconds of one training step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +50,8 @@ class _Window:
     stock: Literal["none", "spent", "left"]
 
 
-def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> TraceSummary:
-    """What a burst measured, its rate sustained however full the queues were when the window opened.
+def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> Measurement:
+    """What a burst measured as far as its traces tell, its rate sustained however full the queues were at the opening.
 
     Args:
         traces: every batch from the very first, in the order of delivery.
@@ -118,7 +73,7 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     if binds:
         # The loop will wait once the stock is gone, though it has not yet.
         wait_share = max(wait_share, 1 - rate.value / batch_size * step_s)
-    return TraceSummary(
+    return Measurement(
         samples_per_s=rate,
         samples=sum(trace.samples for trace in inside),
         window_s=window_s,
@@ -140,18 +95,17 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
     return _stocked(traces[_open(traces, workers).first :], workers)
 
 
-def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float) -> float | None:
+def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
     """Half-width of the rate's 95 % interval relative to the rate; None while there is too little to say.
 
     Cheap enough to ask every 50 ms of a running burst. It stays None while stock is being used up that the workers
     cannot replace as fast, because the true rate has then not been seen yet.
     """
-    del started  # the window opens with the first deliveries, whenever the iterator was created
     if len(traces) <= max(workers, 1):
         return None
     window = _open(traces, workers)
     count = len(traces) - window.first
-    if count < max(MIN_BATCHES_TO_JUDGE, MIN_ROUNDS_TO_JUDGE * workers):
+    if count < max(8, 4 * workers):  # too few batches, or rounds of workers that deliver in bursts, to judge by
         return None
     consumed = _consumed(traces, workers, window.first)
     if window.stock == "left" and _made_at_best(traces[-MAX_POINTS:], workers).value < consumed.value:
@@ -160,24 +114,24 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int, started: float
     return error if math.isfinite(error) else None
 
 
-def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, started: float, now: float) -> bool:
+def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, now: float) -> bool:
     """Whether a running burst may stop: its rate is known well enough, or its time is up.
 
     Args:
         traces: every batch so far, at least one.
         plan: of the burst.
         workers: worker processes.
-        started: when the iterator was created.
         now: seconds of the traces' clock.
     """
     elapsed = now - traces[0].received
-    if elapsed >= plan.max_s * SLOW_BATCH_STRETCH:
+    if elapsed >= 3.0 * plan.max_s:  # very slow batches: time enough for the three rounds that are waited for below
         return True
-    if len(traces) < MIN_ROUNDS * max(1, workers) + 1 or elapsed < plan.min_s:
+    # The first round of the workers only opens the window, and one alone is mostly edges.
+    if len(traces) < 3 * max(1, workers) + 1 or elapsed < plan.min_s:
         return False
     if elapsed >= plan.max_s:
         return True
-    error = relative_error(traces, workers=workers, started=started)
+    error = relative_error(traces, workers=workers)
     return error is not None and error <= plan.relative_error
 
 
@@ -191,7 +145,8 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> t
         return replace(made, count=rate.count), True
     inside = traces[window.first :]
     consumer_s = _mean([trace.receive_s + trace.step_s for trace in inside])
-    if made.value * consumer_s > LOADER_BOUND * _mean([trace.samples for trace in inside]):
+    # Workers hold the loop up when they make less than 0.9 of what it could take.
+    if made.value * consumer_s > 0.9 * _mean([trace.samples for trace in inside]):
         return rate, False
     if window.stock == "none":
         made = _made(traces, workers, _mean(_pauses_s(traces, since=inside[0].requested)))
@@ -206,8 +161,10 @@ def _pooled(consumed: Interval, made: Interval, traces: Sequence[BatchTrace], st
     into queues meanwhile, as where workers on quicker cores get ahead of the others (`studies.fidelity.compare settling`).
     """
     services = [trace.service_s for trace in traces]
-    blocked = BLOCKED * (pstdev(services) / max(_mean(services), 1e-12)) ** 2
-    variances = [_log_sd(consumed) ** 2 + stocked**2, _log_sd(made) ** 2 + MADE_SD**2 + blocked**2]
+    # A slow batch holds up delivery in order, and a short burst saw few of them: an error by the squared variation.
+    blocked = 0.3 * (pstdev(services) / max(_mean(services), 1e-12)) ** 2
+    # What the workers are said to make leaves things out: 0.03 beyond the scatter of their batches.
+    variances = [_log_sd(consumed) ** 2 + stocked**2, _log_sd(made) ** 2 + 0.03**2 + blocked**2]
     weights = [1 / max(variance, 1e-12) for variance in variances]
     value = math.exp((weights[0] * math.log(consumed.value) + weights[1] * math.log(made.value)) / sum(weights))
     half = Z_95 / math.sqrt(sum(weights))
@@ -239,7 +196,7 @@ def _open(traces: Sequence[BatchTrace], workers: int) -> _Window:
     if traces[first].collate_end > traces[first - 1].step_end:
         # The next to be delivered was not ready, so the loop had to wait: nothing flatters the rate.
         return _Window(first=first, stock="none")
-    enough = max(MIN_BATCHES_AFTER_STOCK, MIN_ROUNDS_AFTER_STOCK * workers)
+    enough = max(12, 3 * workers)  # what follows the stock must be more than edges
     for index in range(first + 1, len(traces) - enough):
         if traces[index].collate_end > traces[index].requested:
             return _Window(first=index + 1, stock="spent")
@@ -274,7 +231,7 @@ def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
 
 
 def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interval:
-    """Samples/s that the workers make, from one batch to the next in service time and so long a pause."""
+    """Samples/s that the workers make, from one batch to the next in service time and `pause_s`."""
     # Before the first request the step did not compete for the cores yet, and a worker's first batch opens files.
     later = [traces[position] for position in after_first_of_each(traces)]
     seen = [trace for trace in later if trace.fetch_start >= traces[0].requested]
@@ -307,7 +264,7 @@ def _slowest_mean_s(traces: Sequence[BatchTrace], mean_s: float) -> float:
     if len(worst) < 3 or len(by_worker) < 2:
         return mean_s
     # The slowest of many was picked for being slow: each of them had its chance of an extreme mean.
-    chance = SLOW_WORKER_CHANCE / len(by_worker)
+    chance = 0.01 / len(by_worker)
     slower = mean_interval(worst, 1 - 2 * chance).low > mean_s
     return _mean(worst) if slower else mean_s
 

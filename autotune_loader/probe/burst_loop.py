@@ -81,7 +81,7 @@ class Run:
         now = self._clock()
         if now < self._next_check or not self._settled():
             return False
-        enough = is_enough(self._history, self._plan, workers=self._workers, started=self._started, now=now)
+        enough = is_enough(self._history, self._plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
         return enough
 
@@ -95,18 +95,8 @@ class Run:
     def measurement(self) -> Measurement:
         """What the run amounts to."""
         traces, shape = self._history[:], self._shape or BatchShape()
-        summary = summarise(traces, workers=self._workers, started=self._started)
-        return Measurement(
-            samples_per_s=summary.samples_per_s,
-            samples=summary.samples,
-            window_s=summary.window_s,
-            batch_size=summary.batch_size,
-            first_batch_s=summary.first_batch_s,
-            wait_share=summary.wait_share,
-            service_s=summary.service_s,
-            service_cpu_s=summary.service_cpu_s,
-            receive_s=summary.receive_s,
-            step_s=summary.step_s,
+        return replace(
+            summarise(traces, workers=self._workers, started=self._started),
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
             gpu=self._gpu(),

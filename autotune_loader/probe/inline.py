@@ -24,7 +24,7 @@ from typing import Any
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.processes import die_with_parent, tree_pss_bytes, tree_rss_bytes
+from autotune_loader.machine.processes import ProcessTree, die_with_parent
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
@@ -200,7 +200,9 @@ class _Stop:
 
 def _held_bytes() -> int:
     """Memory of this process and its children, before anything was run."""
-    return tree_pss_bytes(os.getpid()) or tree_rss_bytes(os.getpid()) or 0
+    tree = ProcessTree(os.getpid())
+    use = tree.use()
+    return tree.pss_bytes() or (use.rss_bytes if use is not None else 0)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from autotune_loader.machine.comparison import differences
@@ -35,7 +36,7 @@ def render_machines(tuned_on: Fingerprint | None, here: Fingerprint | None = Non
         here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
     found = differences(tuned_on, here)
     marks = {each.field: "!" if each.matters else "~" for each in found}
-    before, now = tuned_on.to_dict(), here.to_dict()
+    before, now = asdict(tuned_on), asdict(here)
     rows = [
         (marks.get(name, ""), _NAMES.get(name, name), _text(name, before[name]), _text(name, now[name]))
         for name in before
@@ -46,12 +47,12 @@ def render_machines(tuned_on: Fingerprint | None, here: Fingerprint | None = Non
 
 
 def _text(name: str, value: Any) -> str:
-    if value is None or value in ("", [], {}):
+    if value is None or value in ("", (), {}):
         return UNKNOWN
     if name.endswith("_bytes"):
         return bytes_text(value)
     if isinstance(value, dict):
         return ", ".join(f"{key}={each}" for key, each in value.items())
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

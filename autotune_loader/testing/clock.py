@@ -13,7 +13,7 @@ class FakeClock:
         return self.now
 
     def advance(self, seconds: float) -> float:
-        """Move on by so many seconds; returns the new time.
+        """Move on by `seconds`; returns the new time.
 
         Raises:
             ValueError: time would run backwards.

@@ -35,11 +35,6 @@ class FakeGpu:
     used_bytes: int = 1 << 30
     util: int | Callable[[], int] = 50
     """Percent, or a function of the moment."""
-    pcie_kb_per_s: int = 1000
-    sm_clock_mhz: int = 1500
-    throttle_bits: int = 0
-    pids: tuple[int, ...] = ()
-    """Processes that compute on it."""
     migs: tuple[FakeGpu, ...] = ()
     unsupported: frozenset[str] = frozenset()
     """NVML functions that this device refuses."""
@@ -117,26 +112,6 @@ class FakeGpus:
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
         self._check("nvmlDeviceGetUtilizationRates", gpu)
         return SimpleNamespace(gpu=gpu.util() if callable(gpu.util) else gpu.util, memory=0)
-
-    def nvmlDeviceGetPcieThroughput(self, gpu: FakeGpu, counter: int) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetPcieThroughput", gpu)
-        return gpu.pcie_kb_per_s * (1 + counter)
-
-    def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, clock: int) -> int:  # noqa: ARG002, N802
-        self._check("nvmlDeviceGetClockInfo", gpu)
-        return gpu.sm_clock_mhz
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetCurrentClocksEventReasons", gpu)
-        return gpu.throttle_bits
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-        return gpu.throttle_bits
-
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:  # noqa: N802
-        self._check("nvmlDeviceGetComputeRunningProcesses", gpu)
-        return [SimpleNamespace(pid=pid) for pid in gpu.pids]
 
     def _check(self, function: str, gpu: FakeGpu | None = None) -> None:
         self.calls.append(function)

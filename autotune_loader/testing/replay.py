@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-from autotune_loader.testing.simulation import _next_recorded
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class ReplayProbe:
@@ -35,8 +37,17 @@ class ReplayProbe:
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002 - the Probe protocol's
         """The next answer recorded for `config`, whatever the plan."""
         self.asked.append(config)
-        return _next_recorded(self._bursts, config, "burst")
+        return _next(self._bursts, config, "burst")
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002
-        """The next step ceiling recorded for so many threads, whatever the plan."""
-        return _next_recorded(self._ceilings, consumer_threads, "step ceiling")
+        """The next step ceiling recorded for `consumer_threads`, whatever the plan."""
+        return _next(self._ceilings, consumer_threads, "step ceiling")
+
+
+def _next(record: Mapping[_Key, deque[Measurement | Failure]], key: _Key, what: str) -> Measurement | Failure:
+    if key not in record:
+        known = "; ".join(map(str, record)) or "nothing"
+        raise LookupError(f"no {what} of {key} was recorded; recorded: {known}")
+    if not record[key]:
+        raise LookupError(f"every {what} recorded of {key} was replayed already; record more of them")
+    return record[key].popleft()

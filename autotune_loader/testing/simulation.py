@@ -7,9 +7,9 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, epochs_rate
 from autotune_loader.pipeline.throughput import is_enough, summarise
@@ -67,7 +67,7 @@ class SimulatedProbe:
                 return self._past_deadline(plan)
             if now >= next_check and len(traces) > 1:
                 next_check = now + 0.05
-                if is_enough(traces, plan, workers=config.num_workers, started=begun, now=now):
+                if is_enough(traces, plan, workers=config.num_workers, now=now):
                     break
         self._clock.advance(traces[-1].step_end - begun)
         return self._measurement(config, traces, begun)
@@ -146,7 +146,7 @@ class SimulatedProbe:
         return self._truths[config]
 
     def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
-        """The same over whole epochs, so many of them after one that is not timed."""
+        """The same over `epochs` whole epochs, after one that is not timed."""
         undisturbed = _Disturbed(self.machine, 1.0)
         runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
         ends = [epoch[-1].step_end for epoch in runs]
@@ -172,35 +172,13 @@ class SimulatedProbe:
         return Failure(kind="memory_guard", phase="batches", message=message)
 
     def _measurement(self, config: LoaderConfig, traces: list[BatchTrace], begun: float) -> Measurement:
-        summary = summarise(traces, workers=config.num_workers, started=begun)
-        return Measurement(
-            samples_per_s=summary.samples_per_s,
-            samples=summary.samples,
-            window_s=summary.window_s,
-            batch_size=summary.batch_size,
-            first_batch_s=summary.first_batch_s,
-            wait_share=summary.wait_share,
-            service_s=summary.service_s,
-            service_cpu_s=summary.service_cpu_s,
-            receive_s=summary.receive_s,
-            step_s=summary.step_s,
+        return replace(
+            summarise(traces, workers=config.num_workers, started=begun),
             batch_bytes=self.machine.batch_bytes,
             batch_tensors=2,
             memory=MemoryUse(rss_bytes=self._rss_bytes(config)),
             traces=tuple(traces),
         )
-
-
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-def _next_recorded(record: Mapping[_Key, deque[Measurement | Failure]], key: _Key, what: str) -> Measurement | Failure:
-    if key not in record:
-        known = "; ".join(map(str, record)) or "nothing"
-        raise LookupError(f"no {what} of {key} was recorded; recorded: {known}")
-    if not record[key]:
-        raise LookupError(f"every {what} recorded of {key} was replayed already; record more of them")
-    return record[key].popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +245,7 @@ class _Events:
     ) -> None:
         """A run over these batches, by workers that start when it begins or, if `is_running`, are there already.
 
-        The loop asks for its first batch so many seconds after they have started.
+        The loop asks for its first batch `pause_s` seconds after they have started.
         """
         self.disturbed, self.machine, self.config = disturbed, disturbed.machine, config
         self.order = order
@@ -279,7 +257,7 @@ class _Events:
         if not is_running:
             self.now += self.machine.start_s + config.num_workers * self.machine.worker_start_s
         self.asked_from = self.now + pause_s
-        self.timed: list[tuple[float, int, str, int]] = []  # (when, tie-breaker, what, batch)
+        self.timed: list[tuple[float, int, Callable[[int], None], int]] = []  # (when, tie-breaker, what happens, batch)
         self.computing: list[tuple[float, int]] = []  # (work at which it is whole, batch)
         self.worked = 0.0
         self.step_left = math.inf  # work left of the running step
@@ -307,7 +285,7 @@ class _Events:
             return
         for slot in range(self.config.num_workers * (self.config.prefetch_factor or 1)):
             self._hand_out(slot % self.config.num_workers)
-        self._at(self.asked_from, "pause_over", -1)
+        self._at(self.asked_from, lambda _: None, -1)  # the loop asks after every event
         while self.done_count < len(self.numbers):
             self._request()
             done = self._advance()
@@ -351,9 +329,9 @@ class _Events:
         self.cpu[index], wait_s = self._work(self.numbers[index], first=worker in self.fresh)
         self.fresh.discard(worker)
         self.span[index] = (self.now, math.inf)
-        self._at(self.now + wait_s, "compute", index)
+        self._at(self.now + wait_s, self._compute, index)
 
-    def _at(self, when: float, what: str, index: int) -> None:
+    def _at(self, when: float, what: Callable[[int], None], index: int) -> None:
         heapq.heappush(self.timed, (when, next(self.ticks), what, index))
 
     def _speeds(self) -> tuple[float, float]:
@@ -378,7 +356,7 @@ class _Events:
         del self.ready[wanted]
         self.next_in_order += 1
         self.receiving = True
-        self._at(self.now + self.machine.receive_s * self.disturbed.slower, "received", wanted)
+        self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._received, wanted)
 
     def _advance(self) -> BatchTrace | None:
         """Go to the next event; the batch whose step that ended, if it did."""
@@ -397,13 +375,10 @@ class _Events:
             self._batch_is_whole(heapq.heappop(self.computing)[1])
             return None
         _, _, what, index = heapq.heappop(self.timed)
-        getattr(self, f"_on_{what}")(index)
+        what(index)
         return None
 
-    def _on_pause_over(self, _: int) -> None:
-        """Nothing else changes: the next event asks."""
-
-    def _on_compute(self, index: int) -> None:
+    def _compute(self, index: int) -> None:
         heapq.heappush(self.computing, (self.worked + self.cpu[index], index))
 
     def _batch_is_whole(self, index: int) -> None:
@@ -414,14 +389,14 @@ class _Events:
         self._fetch(self.owner[index])
         if self.config.pin_memory:
             self.pinning_until = max(self.now, self.pinning_until) + self.machine.pin_s * self.disturbed.slower
-            self._at(self.pinning_until, "ready", index)
+            self._at(self.pinning_until, self._is_ready, index)
         else:
-            self._on_ready(index)
+            self._is_ready(index)
 
-    def _on_ready(self, index: int) -> None:
+    def _is_ready(self, index: int) -> None:
         self.ready[index] = None
 
-    def _on_received(self, index: int) -> None:
+    def _received(self, index: int) -> None:
         assert self.requested_at is not None
         self.requests[index] = (self.requested_at, self.now)
         self.requested_at = None

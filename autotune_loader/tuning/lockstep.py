@@ -1,6 +1,6 @@
 """What `tune()` does differently where several ranks call it: meet, agree on one space, follow rank 0, share its result.
 
-How ranks talk is in `distributed`; here is what they say about probes, spaces and results. Alone (`ranks` is None), every
+How ranks talk is in `ranks`; here is what they say about probes, spaces and results. Alone (`ranks` is None), every
 function does the plain thing.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 
@@ -31,6 +31,7 @@ from autotune_loader.tuning.ranks import (
     serve,
     unwrapped,
 )
+from autotune_loader.tuning.search_space import least
 
 
 def environment(ranks: Ranks | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -78,10 +79,19 @@ def common_space(ranks: Ranks | None, usable_cores: int, make: Callable[[], Spac
     """
     if ranks is None:
         return make()
-    own, said = agree(ranks, make, lambda space: msgspec.msgpack.encode(_Bounds.of(within_cores(space, usable_cores))))
+    own, said = agree(ranks, make, lambda space: msgspec.msgpack.encode(_bounds(within_cores(space, usable_cores))))
     for text in said:
-        own = msgspec.msgpack.decode(text, type=_Bounds).narrow(own)
+        max_workers, limits = msgspec.msgpack.decode(text, type=tuple[int, Limits])
+        tightest = {
+            each.name: least(getattr(limits, each.name), getattr(own.limits, each.name)) for each in fields(Limits)
+        }
+        own = replace(own, max_workers=min(max_workers, own.max_workers), limits=Limits(**tightest))
     return own
+
+
+def _bounds(space: Space) -> tuple[int, Limits]:
+    """What of a space differs from rank to rank."""
+    return space.max_workers, space.limits
 
 
 def within_cores(space: Space, usable_cores: int) -> Space:
@@ -89,25 +99,6 @@ def within_cores(space: Space, usable_cores: int) -> Space:
     if space.max_workers > max_useful_workers(usable_cores, 1.0, 1.0):
         return space
     return replace(space, max_workers=min(space.max_workers, usable_cores))
-
-
-class _Bounds(msgspec.Struct, frozen=True):
-    """What of a space differs from rank to rank."""
-
-    max_workers: int
-    limits: Limits
-
-    @classmethod
-    def of(cls, space: Space) -> _Bounds:
-        return cls(space.max_workers, space.limits)
-
-    def narrow(self, space: Space) -> Space:
-        limits = Limits(
-            shm_bytes=_least(self.limits.shm_bytes, space.limits.shm_bytes),
-            memory_bytes=_least(self.limits.memory_bytes, space.limits.memory_bytes),
-            descriptors=_least(self.limits.descriptors, space.limits.descriptors),
-        )
-        return replace(space, max_workers=min(self.max_workers, space.max_workers), limits=limits)
 
 
 def lead(ranks: Ranks | None, probe: Probe) -> Probe:
@@ -139,7 +130,3 @@ def to_bytes(result: TuningResult) -> bytes:
 def from_bytes(data: bytes) -> TuningResult:
     """The inverse of `to_bytes`."""
     return TuningResult.from_file(msgspec.msgpack.decode(data, type=LoaderFile))
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

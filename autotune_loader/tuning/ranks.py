@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
+import msgspec
+
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
@@ -34,8 +36,6 @@ GRACE_S = 60.0
 FOLLOW_DEADLINE_S = 300.0
 # Telling the others that it is over must not itself become a wait.
 FAREWELL_DEADLINE_S = 10.0
-# Ranks on one dataset would read the same samples at once, and the page cache would flatter all but the first.
-SEED_STRIDE = 100_003
 _T = TypeVar("_T")
 
 
@@ -61,6 +61,11 @@ class Answer:
     measurement: Measurement | None = None
     failure: Failure | None = None
 
+    @property
+    def outcome(self) -> Measurement | Failure:
+        empty = Failure(kind="crashed", phase="batches", message="an empty answer")
+        return self.measurement or self.failure or empty
+
 
 class Ranks:
     """This process among the ranks of its job, and messages between them, each with a deadline.
@@ -78,7 +83,7 @@ class Ranks:
         self.grace_s = grace_s
         self._group = group
         self.is_over = False
-        """Whether the others have been told how it ended; nobody listens any more."""
+        """Whether the others have been told how it ended; they receive no more."""
         self._owed: dict[int, _Call[bytes]] = {}
         self._lost: set[int] = set()
 
@@ -144,7 +149,7 @@ class Ranks:
             raise lost
 
     def collect_owed(self) -> None:
-        """Take in what an interrupted wait left on its way; a rank that sends is deaf until it is heard."""
+        """Take in what an interrupted wait left on its way: a rank that sends cannot receive before that."""
         for peer in list(self._owed):
             self.receive(peer, FAREWELL_DEADLINE_S)
 
@@ -186,7 +191,8 @@ def joined_ranks(*, join_deadline_s: float = JOIN_DEADLINE_S, grace_s: float = G
         yield ranks
     except BaseException as error:
         if ranks.leads and not ranks.is_over:
-            _say_farewell(ranks, f"rank 0 gave up: {_first_line(error)}")
+            with contextlib.suppress(RankLostError):
+                ranks.tell(_encode(Ask(error=f"rank 0 gave up: {_first_line(error)}")), FAREWELL_DEADLINE_S)
         raise
     else:
         # Only a group in which nobody waits can be taken down; a broken one goes with the process.
@@ -238,14 +244,10 @@ class LockstepProbe:
         self._own = own
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        # One that closes its window early would leave the cores to the others.
-        level = replace(plan, min_s=plan.max_s)
-        return self._everywhere(Ask(what="burst", config=config, plan=level), lambda: self._own.burst(config, level))
+        return self._everywhere("burst", config, plan)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        level = replace(plan, min_s=plan.max_s)
-        ask = Ask(what="step_ceiling", config=LoaderConfig(consumer_threads=consumer_threads), plan=level)
-        return self._everywhere(ask, lambda: self._own.step_ceiling(consumer_threads, level))
+        return self._everywhere("step_ceiling", LoaderConfig(consumer_threads=consumer_threads), plan)
 
     def finish(self, result: bytes) -> None:
         """Give all ranks the result and let them go."""
@@ -253,17 +255,19 @@ class LockstepProbe:
         self._ranks.tell(_encode(Ask(result=result)), self._ranks.grace_s)
         self._ranks.is_over = True
 
-    def _everywhere(self, ask: Ask, burst: Callable[[], Measurement | Failure]) -> Measurement | Failure:
-        assert ask.plan is not None
-        until = time.monotonic() + ask.plan.deadline_s + self._ranks.grace_s
+    def _everywhere(
+        self, what: Literal["burst", "step_ceiling"], config: LoaderConfig, plan: BurstPlan
+    ) -> Measurement | Failure:
+        # A rank that closes its window early would leave the cores to the others.
+        ask = Ask(what=what, config=config, plan=replace(plan, min_s=plan.max_s))
+        until = time.monotonic() + plan.deadline_s + self._ranks.grace_s
         for peer in self._ranks.others:
             self._ranks.expect(peer)
         self._ranks.tell(_encode(ask), self._ranks.grace_s)
-        outcomes = {0: burst()}
+        answers = {0: _run(self._own, ask, rank=0)}
         for peer in self._ranks.others:
-            answer = _decode_answer(self._ranks.receive(peer, until - time.monotonic()))
-            outcomes[peer] = answer.measurement or answer.failure or _nothing_said()
-        return slowest(outcomes)
+            answers[peer] = _decode(self._ranks.receive(peer, until - time.monotonic()), Answer)
+        return slowest({rank: answer.outcome for rank, answer in answers.items()})
 
 
 def slowest(outcomes: Mapping[int, Measurement | Failure]) -> Measurement | Failure:
@@ -285,7 +289,7 @@ def serve(ranks: Ranks, probe: Probe, *, deadline_s: float = FOLLOW_DEADLINE_S) 
         RankLostError: rank 0 is gone, silent for `deadline_s`, or gave up; the message carries its reason.
     """
     while True:
-        ask = _decode_ask(ranks.receive(0, deadline_s))
+        ask = _decode(ranks.receive(0, deadline_s), Ask)
         if ask.error is not None:
             raise RankLostError(ask.error)
         if ask.result is not None:
@@ -346,7 +350,7 @@ def run_on_rank_0(call: Callable[[], bytes], *, deadline_s: float) -> bytes:
         if ranks is None:
             return call()
         if not ranks.leads:
-            ask = _decode_ask(ranks.receive(0, deadline_s))
+            ask = _decode(ranks.receive(0, deadline_s), Ask)
             if ask.result is None:
                 raise RankLostError(ask.error or "rank 0 sent nothing")
             return ask.result
@@ -455,15 +459,11 @@ def _receive(peer: int, group: Any) -> bytes:
     return payload.numpy().tobytes()
 
 
-def _say_farewell(ranks: Ranks, message: str) -> None:
-    with contextlib.suppress(RankLostError):
-        ranks.tell(_encode(Ask(error=message)), FAREWELL_DEADLINE_S)
-
-
 def _run(probe: Probe, ask: Ask, rank: int) -> Answer:
     assert ask.plan is not None
     assert ask.config is not None
-    plan = replace(ask.plan, seed=ask.plan.seed + rank * SEED_STRIDE)
+    # Ranks that read the same samples at once would find all but the first read in the page cache.
+    plan = replace(ask.plan, seed=ask.plan.seed + rank * 100_003)
     if ask.what == "step_ceiling":
         outcome = probe.step_ceiling(ask.config.consumer_threads, plan)
     else:
@@ -471,27 +471,13 @@ def _run(probe: Probe, ask: Ask, rank: int) -> Answer:
     return Answer(failure=outcome) if isinstance(outcome, Failure) else Answer(measurement=outcome)
 
 
-def _nothing_said() -> Failure:
-    return Failure(kind="crashed", phase="batches", message="an empty answer")
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _encode(record: Ask | Answer) -> bytes:
-    import msgspec
-
     return msgspec.msgpack.encode(record)
 
 
-def _decode_ask(data: bytes) -> Ask:
-    import msgspec
-
-    return msgspec.msgpack.decode(data, type=Ask)
-
-
-def _decode_answer(data: bytes) -> Answer:
-    import msgspec
-
-    return msgspec.msgpack.decode(data, type=Answer)
+def _decode(data: bytes, kind: type[_T]) -> _T:
+    return msgspec.msgpack.decode(data, type=kind)

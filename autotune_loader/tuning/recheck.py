@@ -24,16 +24,17 @@ from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round, paired_ratio
 
+# Short: two rounds of two bursts are the price of every repeated call.
 CHECK_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
-ROUNDS = 2
-MOST_ROUNDS = 4
+ROUNDS = 2  # enough for a yes
+MOST_ROUNDS = 4  # before a no, unless every round says so
 # What short bursts and the minutes between two runs do to a rate that has not changed.
 NOISE = 0.12
 # A paired comparison shares most of that.
 PAIRED_NOISE = 0.05
 # A machine that is this much slower or faster as a whole is another machine, or the workload is another one.
 MOST_DRIFT = 0.3
-_BEST, _PARTNER = "best", "partner"
+_BEST, _PARTNER = "best", "partner"  # the sides of a round
 
 
 @dataclass(slots=True, kw_only=True)

@@ -68,8 +68,8 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
         batch_sizes=batch_sizes(data, settings.allow),
         drop_lasts=drop_lasts(data, settings.allow),
         limits=Limits(
-            shm_bytes=_least(settings.max_shm_bytes, machine.shm_budget_bytes),
-            memory_bytes=_least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
+            shm_bytes=least(settings.max_shm_bytes, machine.shm_budget_bytes),
+            memory_bytes=least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
             descriptors=machine.open_files,
             device_bytes=_device_bytes(machine, workload),
         ),
@@ -85,7 +85,7 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, setting
     caps = [settings.max_workers, data.shards]
     caps += [0] if warmup.on_accelerator else []
     caps += [] if warmup.shardable else [1]
-    cap = _least(*caps)
+    cap = least(*caps)
     if cap is None:
         return useful, False
     return (cap if cap == settings.max_workers else min(cap, useful)), True
@@ -116,5 +116,6 @@ def _device_bytes(machine: Machine, workload: Workload) -> int | None:
     return of_device.get(int(index or 0))
 
 
-def _least(*limits: int | None) -> int | None:
+def least(*limits: int | None) -> int | None:
+    """The least of the limits that are known; None where none is."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -26,7 +26,6 @@ from autotune_loader.tuning.options import Search
 from autotune_loader.tuning.study_knobs import Knobs
 from autotune_loader.tuning.study_storage import OWNER, is_abandoned, open_database, owner, patiently
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.serialization import from_plain, to_plain
 from autotune_loader.values.trial import Trial
@@ -35,18 +34,11 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-OBJECTIVE = "samples_per_s"
-# A lock left by a killed writer is taken over after this long; Optuna's own default of 30 s would stall a restart.
-LOCK_GRACE_S = 3
-# TPE's first trials are random; the twin's scouts take their place.
-TPE_STARTUP_TRIALS = 4
 # Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
 FINISHED = "finished"
 
-
-# A configuration that another host is measuring is passed over for so long; then that host is taken for lost.
+# A configuration that another host is measuring is passed over this long; then that host counts as lost.
 TAKEN_PATIENCE_S = 15.0
-TAKEN_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,7 @@ class OptunaStudy:
         except Exception as error:
             log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
         try:
-            _empty(Path(path))
+            _locked(Path(path), lambda journal: os.truncate(journal, 0))
             return self._opened(path)
         except OSError as error:
             log.warning("%s; the study is kept in memory", without_secrets(str(error)))
@@ -153,7 +145,7 @@ class OptunaStudy:
             return True
         if not self.is_taken(config, by_now) or now - self._passed_over.setdefault(config, now) > TAKEN_PATIENCE_S:
             return False
-        time.sleep(TAKEN_PAUSE_S)
+        time.sleep(0.05)  # the search asks again at once
         return True
 
     @contextlib.contextmanager
@@ -313,7 +305,10 @@ def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=TPE_STARTUP_TRIALS, multivariate=False, constant_liar=False
+            seed=seed,
+            n_startup_trials=4,  # random ones; the initial design takes their place
+            multivariate=False,
+            constant_liar=False,
         )
 
 
@@ -348,17 +343,14 @@ def _locked(path: Path, change: Callable[[Path], None]) -> Any:
     """Change a journal file under its lock; the lock."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
-    lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_GRACE_S)
+    # A lock left by a killed writer is taken over after 3 s; Optuna's own default of 30 s would stall a restart.
+    lock = JournalFileSymlinkLock(str(path), grace_period=3)
     lock.acquire()
     try:
         change(path)
     finally:
         lock.release()
     return lock
-
-
-def _empty(path: Path) -> None:
-    _locked(path, lambda journal: os.truncate(journal, 0))
 
 
 def _mend_torn_tail(path: Path) -> None:
@@ -377,35 +369,26 @@ def _mend_torn_tail(path: Path) -> None:
 def _attributes(trial: Trial) -> dict[str, Any]:
     """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
     values: dict[str, Any] = {"role": trial.role, "config": trial.config.to_dict(), "seconds": round(trial.seconds, 3)}
-    lean = trial
-    if trial.measurement is not None:
-        values |= _metrics(trial.measurement)
-        lean = replace(trial, measurement=replace(trial.measurement, traces=()))
+    if (measured := trial.measurement) is not None:
+        rate, memory = measured.samples_per_s, measured.memory
+        values |= {
+            "samples_per_s": rate.value,
+            "samples_per_s_low": rate.low,
+            "samples_per_s_high": rate.high,
+            "wait_share": measured.wait_share,
+            "first_batch_s": measured.first_batch_s,
+            "cpu_share": measured.cpu_share,
+            "rss_bytes": memory.rss_bytes if memory else None,
+            "pss_bytes": memory.pss_bytes if memory else None,
+            "gpu_util": measured.gpu.util,
+        }
+        trial = replace(trial, measurement=replace(measured, traces=()))
     if trial.failure is not None:
-        values |= _failure(trial.failure)
+        values |= {f"failure_{name}": getattr(trial.failure, name) for name in ("kind", "phase", "message")}
     if trial.predicted_samples_per_s is not None:
         values["predicted_samples_per_s"] = float(trial.predicted_samples_per_s)
     plain: dict[str, Any] = to_plain(values)
-    return {**plain, "record": json.dumps(to_plain(lean), allow_nan=False)}
-
-
-def _metrics(measurement: Measurement) -> dict[str, Any]:
-    rate, memory = measurement.samples_per_s, measurement.memory
-    return {
-        "samples_per_s": rate.value,
-        "samples_per_s_low": rate.low,
-        "samples_per_s_high": rate.high,
-        "wait_share": measurement.wait_share,
-        "first_batch_s": measurement.first_batch_s,
-        "cpu_share": measurement.cpu_share,
-        "rss_bytes": memory.rss_bytes if memory else None,
-        "pss_bytes": memory.pss_bytes if memory else None,
-        "gpu_util": measurement.gpu.util,
-    }
-
-
-def _failure(failure: Failure) -> dict[str, Any]:
-    return {"failure_kind": failure.kind, "failure_phase": failure.phase, "failure_message": failure.message}
+    return {**plain, "record": json.dumps(to_plain(trial), allow_nan=False)}
 
 
 def _constraints(trial: Trial, space: Space) -> dict[str, float]:

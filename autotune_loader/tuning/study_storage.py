@@ -18,11 +18,9 @@ from autotune_loader.values.secrets import without_secrets
 log = logging.getLogger(__name__)
 # A restart of a database server takes seconds, a failover of a managed one about a minute.
 PATIENCE_S = 120.0
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
-# A trial of another host that has run for so long belongs to a run that was killed there.
+# A trial of another host that has run this long belongs to a run that was killed there.
 STALE_AFTER = timedelta(minutes=15)
-OWNER = "owner"
+OWNER = "owner"  # the attribute of a trial that names who runs it
 # What drivers and SQLAlchemy call a lost connection; by name, so that none of them need be installed.
 _LOST = ("OperationalError", "InterfaceError", "AdminShutdown", "DisconnectionError", "PendingRollbackError")
 _T = TypeVar("_T")
@@ -41,13 +39,13 @@ def patiently(
 
     Args:
         call: something that may be done twice: its first try can have succeeded without our hearing of it.
-        patience_s: after so long the storage's own error is raised.
+        patience_s: after this long the storage's own error is raised.
         passes: whether an error is one that will pass; a lost connection if None.
         mend: done before each further try; SQLAlchemy's session, for one, refuses to work on after a lost connection.
         clock: seconds; a fake one in tests.
         sleep: a fake one in tests.
     """
-    until, pause_s = clock() + patience_s, FIRST_PAUSE_S
+    until, pause_s = clock() + patience_s, 0.1
     while True:
         try:
             return call()
@@ -57,7 +55,7 @@ def patiently(
             log.warning("the study's storage is not ready (%s); trying again in %.1f s", type(error).__name__, pause_s)
         sleep(pause_s)
         mend()
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, 5.0)
 
 
 def is_connection_loss(error: BaseException | None) -> bool:

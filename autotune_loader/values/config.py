@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from autotune_loader.values.validation import require_bool, require_choice, require_count, require_int
+
 # What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
 TORCH_PREFETCH_FACTOR = 2
-START_METHODS = ("fork", "forkserver", "spawn")
-SHARING_STRATEGIES = ("file_descriptor", "file_system")
+START_METHODS = ("fork", "forkserver", "spawn")  # as multiprocessing names them
+SHARING_STRATEGIES = ("file_descriptor", "file_system")  # as torch names them
 WITHOUT_WORKERS: dict[str, Any] = {
     "prefetch_factor": None,
     "persistent_workers": False,
@@ -59,19 +61,19 @@ class LoaderConfig:
     """How tensors travel between processes (`torch.multiprocessing.set_sharing_strategy`); None leaves it alone."""
 
     def __post_init__(self) -> None:
-        _require_int("num_workers", self.num_workers, minimum=0)
+        require_int("num_workers", self.num_workers, minimum=0)
         if self.prefetch_factor is None and self.num_workers > 0:
             object.__setattr__(self, "prefetch_factor", TORCH_PREFETCH_FACTOR)
         for name in ("prefetch_factor", "batch_size", "consumer_threads"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name), minimum=1)
-        _require_int("device_prefetch", self.device_prefetch, minimum=0)
+            require_count(name, getattr(self, name), minimum=1)
+        require_int("device_prefetch", self.device_prefetch, minimum=0)
         for name in ("pin_memory", "persistent_workers", "in_order"):
-            _require_bool(name, getattr(self, name))
+            require_bool(name, getattr(self, name))
         if self.drop_last is not None:
-            _require_bool("drop_last", self.drop_last)
-        _require_choice("multiprocessing_context", self.multiprocessing_context, START_METHODS)
-        _require_choice("sharing_strategy", self.sharing_strategy, SHARING_STRATEGIES)
+            require_bool("drop_last", self.drop_last)
+        for name, choices in (("multiprocessing_context", START_METHODS), ("sharing_strategy", SHARING_STRATEGIES)):
+            if getattr(self, name) is not None:
+                require_choice(name, getattr(self, name), choices)
         if self.num_workers == 0:
             self._require_nothing_that_needs_workers()
 
@@ -184,20 +186,3 @@ class LoaderConfig:
         if self.sharing_strategy is not None:
             parts.append(self.sharing_strategy)
         return ", ".join(parts)
-
-
-def _require_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
-    if value < minimum:
-        raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}; {name}=None would work")

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "process", "inline"]
 """Where bursts run: in a process of their own, in this one (for debugging), or in whichever works."""
-ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)  # for the check of an argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class BurstPlan:
     seed: int = 0
     """Chooses the samples and their order."""
     deadline_s: float = 60.0
-    """The burst fails when it has not answered after so many seconds, start-up included."""
+    """The burst fails when it has not answered after this many seconds, start-up included."""
     whole_epochs: bool = False
     """Run the epochs as training does, with an end and a new start: the rate then includes start-up and the gaps between."""
     batch_size: int | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from autotune_loader.values.statistics import Interval
 
 _Kind = TypeVar("_Kind")
-_INTERVAL_KEYS = {field.name for field in fields(Interval)}
+_INTERVAL_KEYS = {field.name for field in fields(Interval)}  # by which an interval is known among plain values
 
 
 def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 FOREIGN_CPU_LIMIT = 0.25
 """A round is suspect above this foreign CPU share: on 4 cores that is one whole core that a worker wanted."""
@@ -26,15 +26,10 @@ MAX_DISCARDED_SHARE = 1 / 3
 """With more suspect rounds than this the noise is the machine's normal state, and all rounds are kept."""
 Z_95 = 1.96
 """Standard deviations from the middle to either end of a normal 95 % interval."""
-LOOKS = (4, 6, 9, 14, 21, 32, 48)
-"""Numbers of rounds after which a running comparison may be looked at: every half as many again."""
 MAX_ROUNDS = 80
 """Rounds after which a comparison ends: a true 2 % at 3 % noise per burst is then found with power 90 %."""
-FINAL_SHARE = 0.5
-"""Share of alpha kept for the last look, which is where the power of the hardest comparisons is."""
-VERDICT_ALPHA = 0.018
-"""Two-sided error of a verdict: less than one A/A comparison in a hundred may call the candidate faster."""
-Comparison = Literal["faster", "slower", "tie", "undecided"]
+STOPPED_CONFIDENCE = 0.975
+"""For rounds that ended when it suited: half of the usual 5 % went into looks on the way (`studies.fidelity.sequential`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +70,6 @@ class UsableRounds:
 
     rounds: tuple[Round, ...]
     """Kept rounds in their order."""
-    discarded: int
-    """Rounds left out."""
     note: str | None = None
     """One sentence for a person where rounds were suspect; None when all were clean."""
 
@@ -133,15 +126,14 @@ def usable_rounds(rounds: Sequence[Round]) -> UsableRounds:
 
     With more than `MAX_DISCARDED_SHARE` suspect rounds all are kept, and the note says so.
     """
-    clean = tuple(round_ for round_ in rounds if not round_.is_suspect)
-    suspect = len(rounds) - len(clean)
-    if not suspect:
-        return UsableRounds(rounds=clean, discarded=0)
-    if suspect > MAX_DISCARDED_SHARE * len(rounds):
-        note = f"The machine was busy or changed speed in {suspect} of {len(rounds)} rounds; all rounds were kept."
-        return UsableRounds(rounds=tuple(rounds), discarded=0, note=note)
-    note = f"Left out {suspect} of {len(rounds)} rounds in which the machine was busy or changed speed."
-    return UsableRounds(rounds=clean, discarded=suspect, note=note)
+    clean = tuple(each for each in rounds if not each.is_suspect)
+    suspect = f"{len(rounds) - len(clean)} of {len(rounds)} rounds"
+    if len(clean) == len(rounds):
+        return UsableRounds(rounds=clean)
+    if len(rounds) - len(clean) > MAX_DISCARDED_SHARE * len(rounds):
+        note = f"The machine was busy or changed speed in {suspect}; all rounds were kept."
+        return UsableRounds(rounds=tuple(rounds), note=note)
+    return UsableRounds(rounds=clean, note=f"Left out {suspect} in which the machine was busy or changed speed.")
 
 
 def log_ratios(rounds: Sequence[Round], a: Hashable, b: Hashable) -> list[float]:
@@ -150,7 +142,7 @@ def log_ratios(rounds: Sequence[Round], a: Hashable, b: Hashable) -> list[float]
 
 
 def paired_ratio(rounds: Sequence[Round], a: Hashable, b: Hashable, confidence: float = 0.95) -> Interval:
-    """Rate of `a` over rate of `b` with a t interval on the logarithms, for one look after rounds planned beforehand.
+    """Rate of `a` over rate of `b` with a t interval on the logarithms, for one look after the last round.
 
     Raises:
         ValueError: no round timed both.
@@ -159,56 +151,6 @@ def paired_ratio(rounds: Sequence[Round], a: Hashable, b: Hashable, confidence: 
     if not logs:
         raise ValueError(f"no round timed both {a!r} and {b!r}")
     return _exp(mean_interval(logs, confidence))
-
-
-def sequential_interval(log_ratios: Sequence[float], alpha: float = 0.05, *, final: bool = False) -> Interval:
-    """Interval of the ratio that stays valid however often a running comparison is looked at.
-
-    Alpha spending (Lan and DeMets 1983) in its simplest form, a union bound over planned looks: each of `LOOKS` has a
-    t interval at an equal part of `1 - FINAL_SHARE` of alpha, the last look has the rest. So it holds exactly for
-    normal log-ratios of unknown variance, however few. Always-valid mixtures (Howard, Ramdas, McAuliffe and Sekhon
-    2021) need no plan, and pay with wider intervals for looks that nobody takes. Rounds since the latest planned look
-    wait for the next one.
-
-    Args:
-        log_ratios: one value per round, in order, from the comparison's beginning.
-        alpha: chance that any of the intervals ever returned misses the truth.
-        final: no further round will be run, for a reason other than these values (the budget is spent), so that the
-            last look is now. Always so at `MAX_ROUNDS`; values beyond are ignored.
-
-    Raises:
-        ValueError: no log-ratios, or an alpha outside (0, 1).
-    """
-    seen = min(len(log_ratios), MAX_ROUNDS)
-    if final or seen == MAX_ROUNDS:
-        return _exp(mean_interval(log_ratios[:seen], 1 - alpha * FINAL_SHARE))
-    passed = [look for look in LOOKS if look <= seen]
-    if passed:
-        return _exp(mean_interval(log_ratios[: passed[-1]], 1 - alpha * (1 - FINAL_SHARE) / len(LOOKS)))
-    value = math.exp(mean_interval(log_ratios[:seen], 1 - alpha).value)
-    return Interval(value=value, low=0.0, high=math.inf, count=seen)
-
-
-def sequential_verdict(
-    log_ratios: Sequence[float], margin: float, alpha: float = VERDICT_ALPHA, *, final: bool = False
-) -> Comparison:
-    """What the rounds so far show; may be asked after every round.
-
-    "faster" and "slower" mean that `sequential_interval` excludes 1, "tie" that it lies within `margin` of 1 and
-    includes it. The chance of a wrong "faster" over the whole comparison is at most alpha / 2.
-
-    Args:
-        log_ratios: ln(candidate / reference), one per round, in order.
-        margin: relative difference that does not matter, such as 0.02.
-        alpha: two-sided error of the whole comparison.
-        final: as for `sequential_interval`.
-    """
-    interval = sequential_interval(log_ratios, alpha, final=final)
-    if interval.low > 1:
-        return "faster"
-    if interval.high < 1:
-        return "slower"
-    return "tie" if 1 - margin < interval.low and interval.high < 1 + margin else "undecided"
 
 
 def gap_to_ceiling(rate: Interval, ceiling: Interval) -> Interval:

@@ -7,12 +7,20 @@ import difflib
 
 def require_count(name: str, value: object, *, minimum: int) -> None:
     """None or an integer of at least `minimum`."""
-    if value is None:
-        return
+    if value is not None:
+        require_int(name, value, minimum=minimum)
+
+
+def require_int(name: str, value: object, *, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
     if value < minimum:
         raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
+
+
+def require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -28,15 +28,10 @@ from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.statistics import (
-    MAX_ROUNDS,
-    Interval,
-    mean_interval,
-    sequential_interval,
-    sequential_verdict,
-)
+from autotune_loader.values.statistics import MAX_ROUNDS, Interval, mean_interval
 from studies.fidelity.measure import workload_of
 from studies.fidelity.records import RESULTS, append, read
+from studies.fidelity.sequential import sequential_interval, sequential_verdict
 from studies.quiet import QuietTurns
 from studies.workloads import AccelStep, SleepDataset, StudyWorkload
 

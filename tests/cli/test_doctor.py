@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from autotune_loader.cli.doctor import examine, render_checks
-from autotune_loader.machine import limits
 from autotune_loader.machine.facts import inspect_machine
 
 V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -31,7 +32,7 @@ def told(root: Path, monkeypatch: pytest.MonkeyPatch, host_cpus: int = 64, **env
     monkeypatch.setattr(os, "cpu_count", lambda: host_cpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(host_cpus)))
     monkeypatch.setattr(os, "process_cpu_count", lambda: host_cpus, raising=False)  # Python 3.13
-    monkeypatch.setattr(limits, "host_memory", lambda: None)
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     return render_checks(examine(inspect_machine(root=root, environ=environ)))
 
 

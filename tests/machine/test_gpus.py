@@ -10,16 +10,12 @@ import pytest
 from autotune_loader.machine.gpus import GpuDevice, Gpus
 from autotune_loader.testing import FakeGpu, FakeGpus
 
-FAST = FakeGpu(uuid="GPU-fast", name="Fast", util=80, pids=(1, 2, 3), throttle_bits=0x4 | 0x40 | 0x1)
+FAST = FakeGpu(uuid="GPU-fast", name="Fast", util=80)
 SLOW = FakeGpu(uuid="GPU-slow", name="Slow", util=20)
 
 VALUES = {
     "util": "nvmlDeviceGetUtilizationRates",
     "memory_bytes": "nvmlDeviceGetMemoryInfo",
-    "pcie_tx_bytes_per_s": "nvmlDeviceGetPcieThroughput",
-    "pcie_rx_bytes_per_s": "nvmlDeviceGetPcieThroughput",
-    "sm_clock_hz": "nvmlDeviceGetClockInfo",
-    "foreign_processes": "nvmlDeviceGetComputeRunningProcesses",
 }
 
 
@@ -33,24 +29,19 @@ def test_the_device_that_cuda_calls_0_is_watched_whatever_nvmls_order() -> None:
     # WHEN cuda:0 is sampled
     device = first_device(gpus)
     # THEN it is the fast one
-    assert (device.cuda_index, device.name, device.matched_by) == (0, "Fast", "uuid")
+    assert (device.cuda_index, device.name) == (0, "Fast")
     assert gpus.sample(device).util == 0.8
 
 
-def test_without_cudas_list_the_mask_decides_and_that_is_said() -> None:
+def test_without_cudas_list_the_mask_decides() -> None:
     gpus = Gpus(FakeGpus([SLOW, FAST]), environ={"CUDA_VISIBLE_DEVICES": "1"})
-    assert [(device.name, device.matched_by) for device in gpus.devices()] == [("Fast", "order")]
+    assert [device.name for device in gpus.devices()] == ["Fast"]
 
 
 def test_a_sample_has_every_value_in_si_units() -> None:
-    # GIVEN a GPU with three processes, one of which is ours
     gpus = Gpus(FakeGpus([FAST]), environ={})
-    # WHEN it is sampled
-    sample = gpus.sample(first_device(gpus), own_pids={2})
-    # THEN
-    assert (sample.util, sample.memory_bytes, sample.foreign_processes) == (0.8, 1 << 30, 2)
-    assert (sample.pcie_tx_bytes_per_s, sample.pcie_rx_bytes_per_s, sample.sm_clock_hz) == (1e6, 2e6, 1.5e9)
-    assert sample.throttle == ("software power cap", "hardware thermal slowdown")
+    sample = gpus.sample(first_device(gpus))
+    assert (sample.util, sample.memory_bytes) == (0.8, 1 << 30)
     assert sample.reasons == {}
 
 
@@ -64,21 +55,6 @@ def test_an_unsupported_call_is_none_with_its_reason_and_the_rest_is_there(value
     assert getattr(sample, value) is None
     assert sample.reasons[value] == f"{function}: Not Supported"
     assert set(sample.reasons) == {name for name, needed in VALUES.items() if needed == function}
-
-
-def test_throttling_is_asked_for_by_its_old_name_too() -> None:
-    gpus = Gpus(FakeGpus([FAST], unsupported=["nvmlDeviceGetCurrentClocksEventReasons"]), environ={})
-    assert gpus.sample(first_device(gpus), only=["throttle"]).throttle == (
-        "software power cap",
-        "hardware thermal slowdown",
-    )
-
-
-def test_throttling_that_is_not_told_is_none() -> None:
-    unsupported = ["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"]
-    gpus = Gpus(FakeGpus([FAST], unsupported=unsupported), environ={})
-    sample = gpus.sample(first_device(gpus))
-    assert (sample.throttle, set(sample.reasons)) == (None, {"throttle"})
 
 
 @pytest.mark.parametrize(
@@ -120,9 +96,10 @@ def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest
 
 
 def test_a_sample_without_a_driver_has_the_reason_for_every_value() -> None:
-    device = GpuDevice(cuda_index=0, uuid="GPU-x", name="x", memory_bytes=None, matched_by="uuid")
-    sample = Gpus(FakeGpus(has_driver=False), environ={}).sample(device, only=["util"])
-    assert (sample.util, sample.reasons) == (None, {"util": "nvmlInit: NVML Shared Library Not Found"})
+    device = GpuDevice(cuda_index=0, uuid="GPU-x", name="x", memory_bytes=None)
+    sample = Gpus(FakeGpus(has_driver=False), environ={}).sample(device)
+    assert (sample.util, sample.memory_bytes) == (None, None)
+    assert sample.reasons == dict.fromkeys(VALUES, "nvmlInit: NVML Shared Library Not Found")
 
 
 def test_nvml_is_not_touched_before_the_first_question() -> None:
@@ -144,22 +121,15 @@ def test_closing_releases_nvml_and_a_later_question_starts_it_again() -> None:
     assert (before == after, nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (True, 2, 1)
 
 
-def test_only_the_values_asked_for_are_fetched() -> None:
-    nvml = FakeGpus([FAST])
-    gpus = Gpus(nvml, environ={})
-    gpus.sample(first_device(gpus), only=("util", "memory_bytes"))
-    assert "nvmlDeviceGetPcieThroughput" not in nvml.calls
-
-
 def test_a_binding_without_a_function_is_a_reason() -> None:
     # GIVEN an old binding
     class Old(FakeGpus):
-        nvmlDeviceGetClockInfo = property()  # type: ignore[assignment]  # noqa: N815
+        nvmlDeviceGetUtilizationRates = property()  # type: ignore[assignment]  # noqa: N815
 
     gpus = Gpus(Old([FAST]), environ={})
     # THEN
     assert gpus.sample(first_device(gpus)).reasons == {
-        "sm_clock_hz": "nvmlDeviceGetClockInfo: this pynvml does not have it"
+        "util": "nvmlDeviceGetUtilizationRates: this pynvml does not have it"
     }
 
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from autotune_loader.machine import limits
 from autotune_loader.machine.cgroups import Limit
-from autotune_loader.machine.host import HostMemory
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_a_quota_below_one_core_still_leaves_one(tmp_path: Path) -> None:
 
 def test_the_memory_budget_is_the_least_that_anyone_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # GIVEN a host with much memory and a container with little
-    monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(available_bytes=900, total_bytes=1000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
     monkeypatch.setattr(limits, "memory_available", lambda _root: (Limit(value=40, source="pod"),))
     monkeypatch.setattr(limits, "memory_limits", lambda _root: (Limit(value=90, source="pod"),))
     # WHEN the budget is made
@@ -98,7 +100,7 @@ def test_the_memory_budget_is_the_least_that_anyone_leaves(monkeypatch: pytest.M
 
 
 def test_an_unknown_memory_budget_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(limits, "host_memory", lambda: None)
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     assert limits.memory_budget(tmp_path).available_bytes is None
 
 

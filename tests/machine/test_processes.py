@@ -27,9 +27,6 @@ subprocess.run([sys.executable, "-c", burn])
 print("done", flush=True)
 sys.stdin.read()
 """
-STUBBORN = (
-    "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-)
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
@@ -72,7 +69,7 @@ def test_a_process_name_with_spaces_and_parentheses_is_no_trouble() -> None:
     # WHEN
     use = processes.parse_process_stat(text, ticks_per_s=100, page_bytes=4096)
     # THEN
-    assert (use.parent, use.session, use.is_alive) == (4119, 2239, True)
+    assert (use.parent, use.start_ticks, use.is_alive) == (4119, 101042, True)
     assert (use.cpu_s, use.rss_bytes) == (pytest.approx(0.32), 358 * 4096)
 
 
@@ -113,18 +110,19 @@ def test_cpu_time_of_children_that_have_ended_counts(
     start: Callable[[str], tuple[subprocess.Popen[str], str]],
 ) -> None:
     parent, _ = start(BURNER)
-    cpu_s = processes.tree_cpu_s(parent.pid)
-    assert cpu_s is not None
-    assert cpu_s >= 0.25
+    use = processes.ProcessTree(parent.pid).use()
+    assert use is not None
+    assert use.cpu_s >= 0.25
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell PSS")
 def test_pss_is_below_rss_where_pages_are_shared(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
     parent, _ = start(PARENT)
-    pss, rss = processes.tree_pss_bytes(parent.pid), processes.tree_rss_bytes(parent.pid)
+    tree = processes.ProcessTree(parent.pid)
+    pss, use = tree.pss_bytes(), tree.use()
     assert pss is not None
-    assert rss is not None
-    assert 0 < pss < rss
+    assert use is not None
+    assert 0 < pss < use.rss_bytes
 
 
 def test_a_process_that_is_gone_was_not_measured() -> None:
@@ -132,8 +130,8 @@ def test_a_process_that_is_gone_was_not_measured() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     # THEN nothing is zero
-    pid = process.pid
-    assert (processes.tree_rss_bytes(pid), processes.tree_pss_bytes(pid), processes.tree_cpu_s(pid)) == (None,) * 3
+    tree = processes.ProcessTree(process.pid)
+    assert (tree.use(), tree.pss_bytes()) == (None, None)
 
 
 def test_psutil_answers_where_there_is_no_proc(
@@ -147,43 +145,6 @@ def test_psutil_answers_where_there_is_no_proc(
     use = tree.use()
     assert use is not None
     assert (use.processes, tree.pss_bytes()) == (2, None)
-
-
-def test_terminating_ends_the_whole_tree_and_leaves_the_exit_status(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]],
-) -> None:
-    # GIVEN a process with a child
-    parent, child = start(PARENT)
-    # WHEN it is terminated
-    survivors = processes.terminate_tree(parent.pid)
-    # THEN nobody is left, and Popen still reads how it ended
-    assert survivors == ()
-    assert parent.wait(timeout=DEADLINE_S) == -signal.SIGTERM
-    assert wait_until(lambda: processes.tree_rss_bytes(int(child)) is None)
-
-
-def test_terminating_kills_what_ignores_it(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
-    process, _ = start(STUBBORN)
-    survivors = processes.terminate_tree(process.pid, grace_s=0.1)
-    assert (survivors, process.wait(timeout=DEADLINE_S)) == ((), -signal.SIGKILL)
-
-
-def test_terminating_finds_the_orphans_of_a_dead_root(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]],
-) -> None:
-    # GIVEN a root that was killed and left a child to init
-    parent, child = start(PARENT)
-    parent.kill()
-    parent.wait()
-    # WHEN the tree is terminated THEN the child has gone too
-    assert processes.terminate_tree(parent.pid) == ()
-    assert wait_until(lambda: processes.tree_rss_bytes(int(child)) is None)
-
-
-def test_terminating_what_is_gone_does_nothing() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    assert processes.terminate_tree(process.pid) == ()
 
 
 def test_the_start_of_a_process_is_its_own_and_does_not_change(

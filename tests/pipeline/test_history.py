@@ -49,4 +49,4 @@ def test_a_running_burst_reads_the_same_error_from_it():
     # GIVEN so many batches that they are taken in groups, some of which were looked at before
     history, traces = noted(2000)
     _ = history[500:600]
-    assert relative_error(history, workers=0, started=0.0) == relative_error(traces, workers=0, started=0.0)
+    assert relative_error(history, workers=0) == relative_error(traces, workers=0)

@@ -277,7 +277,7 @@ def test_importing_the_module_needs_no_torch() -> None:
     # GIVEN an interpreter in which torch cannot be imported
     script = (
         "import sys; sys.modules['torch'] = None; import importlib.util as u;"
-        "spec = u.find_spec('autotune_loader'); path = spec.submodule_search_locations[0] + '/prefetch.py';"
+        "spec = u.find_spec('autotune_loader'); path = spec.submodule_search_locations[0] + '/pipeline/prefetch.py';"
         "m = u.spec_from_file_location('prefetch', path); module = u.module_from_spec(m); m.loader.exec_module(module)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == ""

@@ -259,7 +259,7 @@ def test_a_running_burst_knows_its_error_after_some_rounds() -> None:
     # GIVEN the growing series of a running burst
     traces = simulate(400, workers=4, service_s=0.06)
     # WHEN asked at every batch
-    errors = [relative_error(traces[:count], workers=4, started=0.0) for count in range(401)]
+    errors = [relative_error(traces[:count], workers=4) for count in range(401)]
     # THEN it says nothing at first, then something, and the error falls
     assert errors[:16] == [None] * 16
     assert errors[40] is not None
@@ -271,14 +271,14 @@ def test_no_error_is_told_while_stock_hides_the_rate() -> None:
     # GIVEN full queues that the workers cannot keep full
     traces = simulate(60, workers=4, prefetch=16, service_s=0.04, step_s=0.0005, pause_s=1.0)
     # WHEN asked before they are empty THEN there is no answer
-    assert relative_error(traces, workers=4, started=0.0) is None
+    assert relative_error(traces, workers=4) is None
 
 
 def test_a_fast_loader_that_keeps_its_queues_full_is_judged() -> None:
     # GIVEN queues that stay full because the step is slow
     traces = simulate(60, workers=4, prefetch=4, service_s=0.01, step_s=0.02, pause_s=1.0)
     # WHEN asked THEN the step's regularity shows
-    error = relative_error(traces, workers=4, started=0.0)
+    error = relative_error(traces, workers=4)
     assert error is not None
     assert error < 0.05
 
@@ -288,7 +288,7 @@ def test_asking_for_the_error_is_cheap() -> None:
     traces = simulate(10_000, workers=8, prefetch=4, service_s=0.01, step_s=0.02)
     # WHEN the error is asked for
     begin = perf_counter()
-    error = relative_error(traces, workers=8, started=0.0)
+    error = relative_error(traces, workers=8)
     took_s = perf_counter() - begin
     # THEN it is there in far less than the 50 ms between two questions
     assert error is not None

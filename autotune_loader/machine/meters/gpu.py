@@ -15,9 +15,8 @@ from autotune_loader.values.measurement import GpuUse
 
 NVML_PERIOD_S = 1.0
 """The longest period over which NVML averages utilisation: an earlier sample still tells of before the burst."""
-MIN_SAMPLES = 3
-"""Utilisation from fewer samples is chance."""
 NO_GPU = GpuUse(reason="the step does not run on an NVIDIA GPU")
+"""For a step that needs no watching."""
 
 
 def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:
@@ -30,7 +29,7 @@ def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUs
     memory = [sample.memory_bytes for _, sample in series if sample.memory_bytes is not None]
     known = [(moment, sample.util) for moment, sample in series if sample.util is not None]
     settled = [(moment, util) for moment, util in known if moment >= start + NVML_PERIOD_S]
-    util = time_weighted_mean(settled, start + NVML_PERIOD_S) if len(settled) >= MIN_SAMPLES else None
+    util = time_weighted_mean(settled, start + NVML_PERIOD_S) if len(settled) >= 3 else None  # fewer are chance
     reasons = {name: why for _, sample in series for name, why in sample.reasons.items()}
     missing = []
     if util is None:

@@ -26,15 +26,11 @@ from autotune_loader.machine.processes import ProcessTree, TreeUse
 from autotune_loader.values.measurement import GpuUse, Measurement, MemoryUse
 
 logger = logging.getLogger(__name__)
-GUARD_SHARE = 0.9
-"""The alarm's share of the budget: the rest is for what is allocated before the burst has ended."""
-GUARD_PERIOD_S = 1.0
-"""Between PSS readings that check an alarm."""
 
 
 @dataclass(slots=True)
 class MemoryGuard:
-    """Raises the alarm once when a process tree outgrows 90 % of its budget.
+    """Raises the alarm once when a process tree outgrows 90 % of its budget: the rest is for what is allocated meanwhile.
 
     RSS counts shared pages once per process, so it only raises suspicion; PSS decides, where there is one.
     """
@@ -48,8 +44,8 @@ class MemoryGuard:
     _quiet_until: float = field(default=-math.inf, init=False)
 
     def check(self, now: float, rss_bytes: int, pss_bytes: Callable[[], int | None]) -> None:
-        """Raise the alarm if it is time to; `pss_bytes` is only called on suspicion, and once a second at most."""
-        limit_bytes = self.held_bytes + GUARD_SHARE * self.budget_bytes
+        """Raise the alarm if it is time to; `pss_bytes` is only called on suspicion."""
+        limit_bytes = self.held_bytes + 0.9 * self.budget_bytes
         if self.is_raised or rss_bytes <= limit_bytes or now < self._quiet_until:
             return
         used = pss_bytes()
@@ -57,7 +53,7 @@ class MemoryGuard:
             self.is_raised = True
             logger.warning("Memory guard: %d bytes in use, %d allowed", used or rss_bytes, limit_bytes)
             self.alarm()
-        self._quiet_until = now + GUARD_PERIOD_S
+        self._quiet_until = now + 1.0  # PSS is read once a second at most
 
 
 PERIOD_S = 0.25
@@ -65,11 +61,7 @@ PERIOD_S = 0.25
 FIRST_PSS_S = 1.0
 """When PSS is first taken: late enough for workers to be up, early enough for most bursts."""
 PSS_SPACING = 1.5
-"""Each further PSS is taken when the burst is so many times as old: a slope for a handful of reads."""
-MIN_SLOPE_READINGS = 3
-"""Two readings cannot tell a leak from workers that still warm up."""
-MIN_SLOPE_S = 1.0
-"""PSS readings closer than this give no slope."""
+"""Each further PSS is taken when the burst is this many times as old: a slope for a handful of reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,14 +153,15 @@ class TreeMeter:
         self._host_after: HostCpu | None = None
         self._started = clock()
 
-    def start(self) -> None:
+    def __enter__(self) -> TreeMeter:
         """Begin; the looks at the very start and end are made on the calling thread, so that they bound the burst."""
         self._started = self._clock()
         self._looks = [(self._started, self._quick_look())]
         self._host_before = host_cpu(self._cpus)
         self._sampler.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End; at once, but for a look under way."""
         self._sampler.stop()
         self._looks += self._sampler.series
@@ -176,13 +169,6 @@ class TreeMeter:
         self._looks.append((self._clock(), last))
         self._host_after = host_cpu(self._cpus)
         self._take_pss(last.tree)
-
-    def __enter__(self) -> TreeMeter:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     @property
     def reading(self) -> TreeReading:
@@ -216,7 +202,7 @@ class TreeMeter:
     def _quick_look(self) -> _Look:
         gpu = None
         if self._gpus is not None and self._gpu is not None:
-            gpu = self._gpus.sample(self._gpu, only=("util", "memory_bytes"))
+            gpu = self._gpus.sample(self._gpu)
         return _Look(tree=self._tree.use(), shm=shared_memory(), gpu=gpu)
 
     def _take_pss(self, use: TreeUse | None) -> None:
@@ -245,15 +231,15 @@ def pss_slope(pss: Sequence[PssSample]) -> float | None:
     """Growth in bytes per second that lasts; None where the burst was too short to tell.
 
     Workers that have just started touch pages for the first time, which looks like a leak and soon ends. So growth counts
-    only as far as it holds on: between each two readings in a row at least so much was added. Memory that stood still or
+    only as far as it lasts: at the lowest rate between two readings in a row. Memory that stood still or
     shrank between any two of them does not grow.
 
     Workers that start or end between readings are no growth either, so only readings with the most processes count.
     """
     most = max((sample.processes for sample in pss), default=0)
     full = [sample for sample in pss if sample.processes == most]
-    if len(full) < MIN_SLOPE_READINGS or full[-1].at - full[0].at < MIN_SLOPE_S:
-        return None
+    if len(full) < 3 or full[-1].at - full[0].at < 1.0:
+        return None  # two readings cannot tell a leak from workers that still warm up
     rates = [(b.pss_bytes - a.pss_bytes) / (b.at - a.at) for a, b in pairwise(full)]
     overall = (full[-1].pss_bytes - full[0].pss_bytes) / (full[-1].at - full[0].at)
     return min(overall, max(0.0, min(rates)))

@@ -29,7 +29,7 @@ class Sampler(Generic[T]):
         look: Called without arguments. If it raises, sampling ends and the exception is kept in `error`.
         period_s: Seconds between looks.
         clock: Monotonic seconds.
-        wait: Waits for so many seconds, or less when told to stop, and says whether it was; for tests.
+        wait: Waits for the seconds it is given, or less when told to stop, and says whether it was; for tests.
     """
 
     def __init__(
@@ -67,13 +67,6 @@ class Sampler(Generic[T]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
-
-    def __enter__(self) -> Sampler[T]:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def run(self) -> None:
         """Look until stopped, on the calling thread."""

@@ -16,7 +16,7 @@ def square_wave(busy_share: float, *, seconds: float = 9.0) -> list[tuple[float,
     series = []
     for _ in range(int(seconds * 4)):
         clock.advance(0.25)
-        series.append((clock(), gpus.sample(device, only=["util", "memory_bytes"])))
+        series.append((clock(), gpus.sample(device)))
     return series
 
 

@@ -52,8 +52,9 @@ def test_stopping_does_not_wait_for_the_next_deadline() -> None:
 
 def test_no_thread_is_left_after_stopping_even_twice_or_unstarted() -> None:
     before = threading.active_count()
-    with Sampler(lambda: None, period_s=0.01) as sampler:
-        pass
+    sampler = Sampler(lambda: None, period_s=0.01)
+    sampler.start()
+    sampler.stop()
     sampler.stop()
     Sampler(lambda: None, period_s=0.01).stop()
     assert threading.active_count() == before
@@ -92,15 +93,17 @@ def test_a_period_of_zero_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_may_fork_while_sampling() -> None:
     # GIVEN a sampler that is always looking
-    with Sampler(lambda: sum(range(1000)), period_s=0.0001) as sampler:
-        for _ in range(20):
-            # WHEN the process forks and the child stops its copy
-            pid = os.fork()
-            if pid == 0:
-                sampler.stop()
-                os._exit(7)
-            # THEN the child ends
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    sampler = Sampler(lambda: sum(range(1000)), period_s=0.0001)
+    sampler.start()
+    for _ in range(20):
+        # WHEN the process forks and the child stops its copy
+        pid = os.fork()
+        if pid == 0:
+            sampler.stop()
+            os._exit(7)
+        # THEN the child ends
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    sampler.stop()
 
 
 def test_a_value_weighs_as_long_as_the_time_it_looks_back_on() -> None:
