@@ -70,7 +70,7 @@ def has_epochs(dataset: Any) -> bool:
         Wrapper(by_name={"a": PLAIN, "b": TellsEpoch()}),
         Wrapper(transform=SimpleNamespace(set_epoch=print)),
     ],
-    ids=str,
+    ids=lambda dataset: type(dataset).__name__,
 )
 def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset: Any) -> None:
     assert has_epochs(dataset)
@@ -79,7 +79,7 @@ def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset: Any)
 @pytest.mark.parametrize(
     "dataset",
     [PLAIN, Subset(PLAIN, [0]), ConcatDataset([PLAIN, PLAIN]), [1, 2, 3], Wrapper(dataset=PLAIN, epochs=90)],
-    ids=str,
+    ids=lambda dataset: type(dataset).__name__,
 )
 def test_other_datasets_have_no_epochs(dataset: Any) -> None:
     assert not has_epochs(dataset)

@@ -12,7 +12,7 @@ import torch
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.inline import untouched_process_state
+from autotune_loader.probe.inline import untouched_state
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.step import build_step
 from autotune_loader.probe.torch_state import note_of, read_torch_state, set_torch_state
@@ -53,7 +53,7 @@ def test_each_setting_is_read_set_and_listed(name: str, value: Any) -> None:
     assert read_torch_state()[name] == value
     assert f"{name}={value}" in note_of(read_torch_state())[0]
     # WHEN a step changes it in this process THEN it is put back afterwards
-    with untouched_process_state():
+    with untouched_state(DataSide(dataset=[], batch_size=1)):
         set_torch_state(before)
     assert read_torch_state()[name] == value
 

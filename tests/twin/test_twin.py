@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.decision.belief import Beliefs
-from autotune_loader.decision.evidence import Evidence
-from autotune_loader.decision.space import Space
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.queue import Times
 from autotune_loader.twin.smoothing import smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
@@ -529,27 +525,6 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
 
 
 RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
-
-
-def test_a_burst_that_met_a_slow_batch_does_not_speak_against_more_workers():
-    # GIVEN workers that wait, rare slow batches, and one burst of 10 workers that by bad luck saw several of them
-    clock, space = StubClock(), Space(max_workers=16)
-    beliefs = Beliefs(space, TwinContext(usable_cores=8, consumer_cores=1.0, step_s=((None, 0.012),)))
-    probe = SimulatedProbe(replace(RARELY_SLOW, cores=8, step_s=0.012), clock)
-    for workers, seconds in ((0, 1.0), (1, 1.0), (8, 4.0)):
-        config = LoaderConfig(num_workers=workers, prefetch_factor=2 if workers else None)
-        burst = probe.burst(config, BurstPlan(max_s=seconds, min_s=seconds, deadline_s=100.0))
-        beliefs.log.add(Evidence(config=config, outcome=burst))
-    more = LoaderConfig(num_workers=10, prefetch_factor=8)
-    bursts = [probe.burst(more, BurstPlan(max_s=0.4, min_s=0.4, seed=seed)) for seed in range(24)]
-    unlucky = min(bursts, key=lambda burst: burst.samples_per_s.value)
-    before = beliefs.posterior()
-    beliefs.log.add(Evidence(config=more, outcome=unlucky))
-    after = beliefs.posterior()
-    # THEN it is far below what is believed of them, and changes that little
-    believed = np.exp(before.mean[before.configs.index(more)])
-    assert unlucky.samples_per_s.value < 0.75 * believed
-    assert np.exp(after.mean[after.configs.index(more)]) > 0.93 * believed
 
 
 @pytest.mark.parametrize(
