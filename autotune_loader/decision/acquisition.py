@@ -11,8 +11,6 @@ from autotune_loader.decision.selection import choose, cost
 from autotune_loader.decision.space import Space
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 
-LARGE_MACHINE = 16
-"""From this many cores on, the initial design has a point between one worker and as many as cores."""
 WORTHWHILE_SHARE = 0.4
 """A search ends when one more burst of no configuration is expected to gain more than this share of the tolerance."""
 RIVAL_SHARE = 0.1
@@ -24,12 +22,10 @@ FINALIST_SHARE = 0.1
 def initial_design(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
     """The bursts that the twin is fitted to, where the space has them.
 
-    No worker, one, as many as there are cores, and on large machines a quarter: contention need not be monotone, and a fit
-    through both ends cannot know. Where the step's threads are a knob, each count with the cores it leaves as workers: that
-    split is often the best, and how a parallel step bears workers shows in no other burst.
+    No worker, one, and as many as there are cores. Where the step's threads are a knob, each count with the cores it leaves as
+    workers: that split is often the best, and how a parallel step bears workers shows in no other burst.
     """
-    quarter = (usable_cores // 4,) if usable_cores >= LARGE_MACHINE else ()
-    wanted: list[tuple[int, int | None]] = [(workers, None) for workers in (0, 1, *quarter, usable_cores)]
+    wanted: list[tuple[int, int | None]] = [(workers, None) for workers in (0, 1, usable_cores)]
     wanted += [(max(1, usable_cores - threads), threads) for threads in space.consumer_threads if threads is not None]
     nearest = (_nearest(space, workers, threads) for workers, threads in wanted)
     return tuple(dict.fromkeys(config for config in nearest if config is not None))

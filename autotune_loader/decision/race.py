@@ -196,9 +196,10 @@ class Race:
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
-        winner = self.incumbent(LEAST_OF_WINNER)
-        if winner is None:
+        incumbent = self.incumbent(LEAST_OF_WINNER)
+        if incumbent is None:
             return None
+        winner = self._cheapest_unbeaten(incumbent)
         rates = _rates(usable.rounds, winner)
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
@@ -249,6 +250,12 @@ class Race:
         slower = _below(math.log(1 - tolerance), mean, sd)
         faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
         return slower > CERTAIN or slower + faster < 1 - CERTAIN
+
+    def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
+        """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps."""
+        ratios = {config: log_ratios(self.usable(), config, incumbent) for config in self.active()}
+        unbeaten = [config for config, logs in ratios.items() if len(logs) >= MIN_ROUNDS and median(logs) >= 0]
+        return min([incumbent, *unbeaten], key=self.rules.cost)
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)

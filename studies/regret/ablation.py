@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autotune_loader.decision import acquisition, belief, policy, posterior, race, sufficiency
+from autotune_loader.decision import belief, policy, posterior, race, sufficiency
 from autotune_loader.decision.race import Race
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.pipeline import throughput
@@ -45,7 +45,6 @@ RULES: dict[str, list[Off]] = {
     # search
     "begin with the plain rule": [(belief.Beliefs, "plain_rule", lambda self: None)],
     "stop at the ceiling": [(policy, "CEILING_TRIALS", 10**9)],
-    "a quarter of the cores in the design": [(acquisition, "LARGE_MACHINE", 10**9)],
     "windows of some rounds": [(schedule, "ROUNDS_PER_BURST", 0.0)],
     "right-sized by cost": [(posterior, "CHEAPNESS_SHARE", 0.0), (posterior, "SAFE", 2.0)],
     # belief
@@ -55,6 +54,7 @@ RULES: dict[str, list[Off]] = {
     "queues slowed by depth": [(posterior, "DEPTH_REFUTED", math.inf)],
     "error of the twin by bursts": [(posterior, "MODEL_SCALES", (1.0,))],
     # race
+    "cheapest unbeaten": [(Race, "_cheapest_unbeaten", lambda self, incumbent: incumbent)],
     "admission": [(Race, "is_admitting", lambda self: False)],
     "full queues first": [(burst_source, "prefill_s", lambda *_: 0.0)],
     "rounds overrule belief": [(race, "_prove_faster", lambda *_: False)],

@@ -153,6 +153,20 @@ def test_a_baseline_that_keeps_failing_does_not_use_up_the_budget():
     assert len(outcome.rounds) == MIN_ROUNDS
 
 
+def believing():
+    """A search that holds SOME for 10 % faster than FEW, whatever the rounds say, though not so surely that these end."""
+    return Posterior(
+        configs=(FEW, SOME, BASELINE), mean=np.log([100.0, 110.0, 50.0]), covariance=4e-3 * np.eye(3), noise_sd=0.02
+    )
+
+
+def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
+    # GIVEN a belief in more workers WHEN fewer are as fast in every round
+    outcome = race(RatedProbe({BASELINE: 50.0, FEW: 100.0, SOME: 100.0}), [SOME, FEW], believe=believing)
+    # THEN the fewer are chosen
+    assert outcome.winner == FEW
+
+
 def test_there_is_an_end_without_any_limit():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
     assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS

@@ -580,7 +580,9 @@ def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() ->
 
 
 @pytest.mark.parametrize(
-    "marks", [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}], ids=lambda marks: next(iter(marks))
+    "marks",
+    [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}],
+    ids=lambda marks: next(iter(marks)),
 )
 def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
     model = Normed()
