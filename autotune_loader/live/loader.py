@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
+from autotune_loader.live.arguments import NEEDS_WORKERS, asked_for
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.epoch import EpochIterator, LoaderState
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
@@ -22,9 +22,6 @@ from autotune_loader.results.load import load_config
 from autotune_loader.values.config import LoaderConfig
 
 T = TypeVar("T")
-
-NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-"""Arguments that torch refuses without workers; here the number of workers is only a start."""
 
 
 class AutoLoader(DataLoader[T], Generic[T]):
@@ -69,7 +66,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             raise ValueError(
                 f"worker_seeds={worker_seeds!r} is not 'batch' or 'torch'; worker_seeds='batch' would work"
             )
-        asked = _asked(dataset, args, arguments)
+        asked = asked_for(dataset, args, arguments)
         self._wished_context = asked.get("multiprocessing_context")
         if not asked.get("num_workers"):
             asked = {name: value for name, value in asked.items() if name not in NEEDS_WORKERS}
@@ -271,23 +268,3 @@ class AutoLoader(DataLoader[T], Generic[T]):
         # Kept workers never hear of the dataset's new epoch, unless the user wants it so.
         keeps = config.persistent_workers and (self.persistent_workers or not has_epochs)
         return replace(config, in_order=self.in_order, persistent_workers=keeps)
-
-
-def _asked(dataset: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of DataLoader as they were given, those of an existing loader beneath them."""
-    given = inspect.signature(DataLoader).bind(dataset, *args, **arguments).arguments
-    if not isinstance(dataset, DataLoader):
-        return given
-    return {**_arguments_of(dataset), **given, "dataset": dataset.dataset}
-
-
-def _arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-    asked = {name: getattr(loader, name) for name in (*names, *NEEDS_WORKERS, "in_order")}
-    if isinstance(loader.dataset, IterableDataset):
-        return asked | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if loader.batch_sampler is None:
-        return asked | {"batch_size": None, "sampler": loader.sampler}
-    if loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
-        return asked | {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
-    return asked | {"batch_sampler": loader.batch_sampler}
