@@ -206,10 +206,8 @@ class Pool:
         if self._loss is not None or not any(str(process.pid) in named for process in self._context.dead()):
             return False
         if not self._is_closed:
-            self._loss = error
-            self.receive = functools.partial(
-                _raise, error
-            )  # torch's iterator must outlive this: it would end in the handler
+            # `_iterator` still holds torch's: it would end its workers here, in the handler.
+            self._loss, self.receive = error, functools.partial(_raise, error)
         return True
 
     def close(self, *, is_lost: bool = False) -> None:
