@@ -48,6 +48,10 @@ class History(Sequence[BatchTrace]):
         """`samples` of every `stride`-th batch from `start` on, without making their traces."""
         return [row.samples if isinstance(row, BatchTrace) else row[0][5] for row in self._rows[start::stride]]
 
+    def forget(self, count: int) -> None:
+        """Drop the oldest batches, so that a log of weeks stays small."""
+        del self._rows[:count]
+
     def _trace(self, index: int) -> BatchTrace:
         row = self._rows[index]
         if isinstance(row, BatchTrace):

@@ -10,7 +10,7 @@ straight from the main process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -88,7 +88,7 @@ class TracedCollate:
         return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loads, (_dumps((type(self), self._collate_fn, self._batched)),)
+        return loads, (dumps((type(self), self._collate_fn, self._batched)),)
 
 
 class _Traced:
@@ -112,7 +112,7 @@ class _Traced:
         setattr(object.__getattribute__(self, "_inner"), name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loads, (_dumps((type(self), object.__getattribute__(self, "_inner"))),)
+        return loads, (dumps((type(self), object.__getattribute__(self, "_inner"))),)
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         return self.__reduce__()
@@ -153,21 +153,31 @@ class TracedIterable(_Traced, IterableDataset[Any]):
     """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
-        inner, here = object.__getattribute__(self, "_inner"), _here
-        delivered = True
-        while delivered:
-            delivered = False
-            samples = iter(inner)
-            while True:
-                if here.begun is None:
-                    _begin()
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    break
-                delivered = True
-                yield sample
+        while (yield from self._epoch()):
+            pass
+
+    def _epoch(self) -> Generator[Any, None, bool]:
+        """The dataset's samples once; returns whether there was any."""
+        here, delivered = _here, False
+        samples = iter(object.__getattribute__(self, "_inner"))
+        while True:
+            if here.begun is None:
+                _begin()
+            try:
+                sample = next(samples)
+            except StopIteration:
+                break
+            delivered = True
+            yield sample
         here.begun = None
+        return delivered
+
+
+class TracedEpoch(TracedIterable):
+    """An IterableDataset that notes when a batch was begun and ends where it ends, as in training."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epoch()
 
 
 class EndlessBatches:
@@ -202,10 +212,11 @@ class TracedWorkerInit:
             self._inner(worker)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loads, (_dumps((type(self), self._inner)),)
+        return loads, (dumps((type(self), self._inner)),)
 
 
-def _dumps(parts: tuple[Any, ...]) -> bytes:
+def dumps(parts: tuple[Any, ...]) -> bytes:
+    """(callable, *arguments) by value, for `loads` in a worker."""
     # A spawned worker unpickles with plain pickle and has another __main__; cloudpickle carries such classes by value.
     import cloudpickle
 
@@ -213,7 +224,8 @@ def _dumps(parts: tuple[Any, ...]) -> bytes:
     return data
 
 
-def _loads(data: bytes) -> Any:
+def loads(data: bytes) -> Any:
+    """Call what `dumps` was given."""
     import pickle
 
     made_by, *arguments = pickle.loads(data)

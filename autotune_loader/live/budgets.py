@@ -1,0 +1,80 @@
+"""What a loader may use: workers, host memory, shared memory; and whether two of its pools may live side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune_loader.decision.space import BatchCost, Limits, Space
+from autotune_loader.machine.limits import local_world_size, memory_budget, shared_memory
+from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.values.config import LoaderConfig
+
+SAFE_SHARE = 0.5
+"""Of the memory that is free, two pools at once may take so much; the training's own use may grow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bounds that the user gave; None where there is none."""
+
+    max_workers: int | None = None
+    max_host_memory: int | None = None
+    """Bytes that workers and the batches they hold may take."""
+    max_shm: int | None = None
+    """Bytes of shared memory that batches may take."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_workers", "max_host_memory", "max_shm"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is not an integer; {name}=None would work")
+            if value < 0:
+                raise ValueError(f"{name}={value} is below 0; {name}=None would work")
+
+    def refuse(self, config: LoaderConfig, shape: BatchShape | None) -> None:
+        """Raise a ValueError for a configuration that is over a budget.
+
+        Args:
+            config: to be started.
+            shape: of a batch; None before the first, when only workers can be counted.
+        """
+        if self.max_workers is not None and config.num_workers > self.max_workers:
+            raise ValueError(
+                f"num_workers={config.num_workers} is above max_workers={self.max_workers}; "
+                f"num_workers={self.max_workers} would work"
+            )
+        if config.num_workers and (failure := self._space(shape).veto(config)) is not None:
+            raise ValueError(f"{failure.message} (max_shm, max_host_memory); num_workers=0 would work")
+
+    def may_overlap(self, old: LoaderConfig, new: LoaderConfig, shape: BatchShape | None) -> bool:
+        """Whether the new pool may be started while the old one still has batches in hand.
+
+        Not with pinning: a process that is forked beside a pinning thread can inherit a lock that nobody gives back
+        (https://github.com/pytorch/pytorch/issues/130610).
+        """
+        if old.pin_memory or new.pin_memory or shape is None:
+            return False
+        if self.max_workers is not None and old.num_workers + new.num_workers > self.max_workers:
+            return False
+        space, shm, host = self._space(shape), shared_memory(), memory_budget().available_bytes
+        in_flight = sum(config.num_workers * (config.prefetch_factor or 0) + 1 for config in (old, new)) * shape.bytes
+        needs = space.memory_need(old) + space.memory_need(new)
+        ranks = local_world_size()
+        return (
+            in_flight <= _least(self.max_shm, shm.free_bytes * SAFE_SHARE / ranks if shm else None)
+            and needs <= _least(self.max_host_memory)
+            and space.memory_need(new) <= _least(host * SAFE_SHARE / ranks if host is not None else None)
+        )
+
+    def _space(self, shape: BatchShape | None) -> Space:
+        return Space(
+            max_workers=1,
+            limits=Limits(shm_bytes=self.max_shm, memory_bytes=self.max_host_memory),
+            batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
+        )
+
+
+def _least(*bounds: float | None) -> float:
+    return min((bound for bound in bounds if bound is not None), default=float("inf"))

@@ -1,0 +1,261 @@
+"""Which batch is next: the index batches of one epoch, numbered, as a plain DataLoader would draw them.
+
+    state of the generators ── iter(sampler) ── seed of the epoch ── (iter(sampler) again) ── index batches ...
+
+A DataLoader asks its sampler for an iterator first, then draws the seed of its workers (torch calls it `_base_seed`), and
+with workers it asks the sampler once more. A sampler that is a generator draws only when its first index is wanted, so that
+the seed of the workers comes before the seed of the order. All that is repeated here, so that the order and the state of
+every generator afterwards are those of a plain loader.
+
+A batch is in hand from the moment a pool has taken it until the loop has it. What is in hand when a pool is lost is given
+out again, and an order that was saved in mid-epoch is drawn once more and passes over what the loop had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from autotune_loader.live.numbered import Item
+
+TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""They draw from torch only, so that the states of `random` and numpy (60 us) need not be noted at each epoch's start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What the order is drawn from: the arguments of the loader, whatever configuration it runs with."""
+
+    sampler: Any
+    """The batch sampler; the sampler of indices where the dataset makes the batches."""
+    generator: torch.Generator | None
+    workers: int = 0
+    """`num_workers` as the loader was asked for: torch draws earlier with workers."""
+    ahead: int = 0
+    """Index batches that such a loader draws before the first batch is asked for."""
+
+
+class Order(Iterator[Item]):
+    """One epoch's index batches as (number, seed of the epoch, indices); who takes one has it in hand.
+
+    Args:
+        source: what to draw from.
+        seed: of the epoch, where it is known; else it is drawn, as torch does.
+
+    Attributes:
+        seed: of the epoch.
+        begun_with: states of the generators before anything was drawn.
+        drew_seed: whether the seed was drawn.
+        in_hand: batches that were taken and not delivered, by number.
+        is_ended: whether the sampler has said that there is no more.
+        is_over: whether the loop was told that the epoch has ended.
+        received: batches that the loop has had of an IterableDataset, where nothing is numbered.
+        worker_state: state of the generator just before the seed was drawn: a pool that draws from it gets this seed.
+    """
+
+    def __init__(self, source: Source, *, seed: int | None = None) -> None:
+        self.begun_with = states_of(source)
+        batches = iter(source.sampler)
+        generator = source.generator or torch.default_generator
+        self.worker_state = generator.get_state()
+        self.drew_seed = seed is None
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=source.generator).item())
+            if source.workers:
+                batches = iter(source.sampler)
+        self.seed = seed
+        self.in_hand: dict[int, Item] = {}
+        self.is_ended = self.is_over = False
+        self.received = 0
+        self._again: deque[Item] = deque()
+        self._number = 0
+        self._ahead = source.ahead if source.workers else 0
+        ahead = list(itertools.islice(batches, self._ahead))
+        self._batches: Iterator[Any] = itertools.chain(ahead, batches) if ahead else batches
+
+    def __next__(self) -> Item:
+        if self._again:
+            item = self._again.popleft()
+        else:
+            try:
+                indices = next(self._batches)
+            except StopIteration:
+                self.is_ended = True
+                raise
+            item = (self._number, self.seed, indices)
+            self._number += 1
+        self.in_hand[item[0]] = item
+        return item
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a batch left to be taken; the sampler is asked for one where that is not known."""
+        if not self._again and not self.is_ended:
+            try:
+                self._again.append(next(self))
+            except StopIteration:
+                return False
+            del self.in_hand[self._again[0][0]]
+        return bool(self._again)
+
+    @property
+    def delivered(self) -> int:
+        """Batches that the loop has had."""
+        return self._number - len(self.in_hand) - len(self._again)
+
+    @property
+    def drawn(self) -> int:
+        """How often the sampler was asked for an index batch."""
+        return max(self._ahead, self._number + self.is_ended)
+
+    def put_back(self) -> int:
+        """Give out again, first and in order, what is in hand; returns how many batches that are."""
+        again = sorted([*self.in_hand.values(), *self._again], key=lambda item: item[0])
+        self.in_hand.clear()
+        self._again = deque(again)
+        return len(again)
+
+    def drop_next(self) -> None:
+        """The batch that would have been delivered next raised an exception: it has had its turn."""
+        self.in_hand.pop(min(self.in_hand, default=-1), None)
+
+    def position(self) -> tuple[int, list[int]]:
+        """Batches before this number were delivered, except for those listed (only where order is not kept)."""
+        waiting = sorted([*self.in_hand, *(item[0] for item in self._again)])
+        first = self._number
+        while waiting and waiting[-1] == first - 1:
+            first = waiting.pop()
+        return first, waiting
+
+    def pass_over(self, first: int, except_for: list[int]) -> None:
+        """Take up a position again: index batches are drawn, nothing is fetched.
+
+        Raises:
+            ValueError: the sampler ends before the position, so it is not the one that was saved.
+        """
+        kept = set(except_for)
+        for number in range(first):
+            try:
+                indices = next(self._batches)
+            except StopIteration:
+                raise ValueError(
+                    f"the saved epoch was at batch {first}, but this sampler ends after {number}: it is not the one that "
+                    "was saved; load the state into a loader of the same dataset and batch size"
+                ) from None
+            if number in kept:
+                self._again.append((number, self.seed, indices))
+        self._number = first
+
+
+def states_of(source: Source) -> dict[str, Any]:
+    """The states of all that the sampler may draw from, as plain values that torch.save can take."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "generators": [generator.get_state() for generator in _generators(source)],
+        "samplers": [sampler.state_dict() for sampler in _samplers(source) if hasattr(sampler, "state_dict")],
+        "epochs": [sampler.epoch for sampler in _samplers(source) if hasattr(sampler, "set_epoch")],
+    }
+    if type(_innermost(source)) not in TORCH_SAMPLERS:
+        states |= {"python": random.getstate(), "numpy": np.random.get_state()}
+    return states
+
+
+def restore_own(source: Source, states: Mapping[str, Any]) -> None:
+    """Give the samplers and the generators that they hold the states that were noted."""
+    for generator, state in zip(_generators(source), states["generators"], strict=False):
+        generator.set_state(state)
+    stateful = [sampler for sampler in _samplers(source) if hasattr(sampler, "state_dict")]
+    for sampler, state in zip(stateful, states["samplers"], strict=False):
+        sampler.load_state_dict(state)
+    told = [sampler for sampler in _samplers(source) if hasattr(sampler, "set_epoch")]
+    for sampler, epoch in zip(told, states["epochs"], strict=False):
+        sampler.set_epoch(epoch)
+
+
+def drawn_again(source: Source, state: Mapping[str, Any]) -> Order:
+    """The order of a saved epoch at its position; the process' own random state is left as it is.
+
+    Raises:
+        ValueError: as `Order.pass_over`.
+    """
+    with _as_then(source, state["begun_with"]):
+        order = Order(source, seed=None if state["draws_seed"] else state["seed"])
+        order.seed = state["seed"]
+        order.pass_over(state["delivered"], state["missing"])
+    return order
+
+
+def settle(source: Source, order: Order) -> None:
+    """After an epoch that was left early: the loader's own generators as a plain loader would have left them.
+
+    How far ahead a pool has drawn depends on its workers; torch's RandomSampler, for one, draws once more at its end. Only
+    for torch's samplers, which may be asked again without harm, and where nobody has seeded a generator since.
+    """
+    generators, plain = _generators(source), order.delivered + (source.ahead if source.workers else 0)
+    if order.is_over or order.drawn == plain or not generators or type(_innermost(source)) not in TORCH_SAMPLERS:
+        return
+    now = [generator.get_state() for generator in generators]
+    left, wanted = (_states_after(source, order, count) for count in (order.drawn, plain))
+    is_untouched = all(torch.equal(a, b) for a, b in zip(left, now, strict=True))
+    for generator, state in zip(generators, wanted if is_untouched else now, strict=True):
+        generator.set_state(state)
+
+
+def _states_after(source: Source, order: Order, draws: int) -> list[torch.Tensor]:
+    with _as_then(source, {**order.begun_with, "samplers": [], "epochs": []}):
+        again = Order(source, seed=None if order.drew_seed else order.seed)
+        for _ in range(draws):
+            next(again, None)
+    return [generator.get_state() for generator in _generators(source)]
+
+
+@contextlib.contextmanager
+def _as_then(source: Source, begun_with: Mapping[str, Any]) -> Iterator[None]:
+    """Draw as when an epoch began; afterwards the process' global state is its own again."""
+    ours = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    restore_own(source, begun_with)
+    try:
+        _set_global(begun_with["torch"], begun_with.get("python"), begun_with.get("numpy"))
+        yield
+    finally:
+        _set_global(*ours)
+
+
+def _set_global(torch_state: torch.Tensor, python_state: Any, numpy_state: Any) -> None:
+    torch.set_rng_state(torch_state)
+    if python_state is not None:
+        random.setstate(python_state)
+    if numpy_state is not None:
+        np.random.set_state(numpy_state)
+
+
+def _innermost(source: Source) -> Any:
+    return source.sampler.sampler if type(source.sampler) is BatchSampler else source.sampler
+
+
+def _samplers(source: Source) -> list[Any]:
+    inner = getattr(source.sampler, "sampler", None)
+    return [source.sampler] if inner is None else [source.sampler, inner]
+
+
+def _generators(source: Source) -> list[torch.Generator]:
+    """The generators that the loader and its samplers hold, each once, in a fixed order."""
+    held = [source.generator, *(getattr(sampler, "generator", None) for sampler in _samplers(source))]
+    unique = {id(generator): generator for generator in held if isinstance(generator, torch.Generator)}
+    return list(unique.values())

@@ -1,0 +1,82 @@
+"""What training itself has measured: every batch's history, and where the configuration changed.
+
+    requested ── received ── step ── next request = step_end        rows: `BatchTrace`, as those of a burst
+                                     no next request in this epoch: the step's end is not known, and the row is left out
+
+A pause in which nobody asks (evaluation, a checkpoint, a notebook left alone) looks like one very long step; `pauses`
+tells which steps those are, so that no rate counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from autotune_loader.pipeline.trace_log import History
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.trace import BatchTrace
+
+MOST_BATCHES = 20_000
+"""Batches that are remembered at least; twice as many at most (10 MiB)."""
+PAUSE_STEPS = 20.0
+"""A step of so many typical ones is a pause ..."""
+PAUSE_S = 0.5
+"""... if it is also so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A pool that was started, or taken up again."""
+
+    batch: int
+    """Number of the first batch that was requested afterwards, counted over the loader's life."""
+    config: LoaderConfig
+    reason: Literal["start", "change", "loss", "epoch"]
+    """First pool, a change of configuration, lost workers, or a new epoch of a pool that was not kept."""
+    begun: float
+    """When the start began, in seconds of the traces' clock."""
+    blocked_s: float
+    """Seconds for which it held up the training loop."""
+
+
+class LiveTraces:
+    """The log of one loader, over all its epochs."""
+
+    def __init__(self) -> None:
+        self._history = History()
+        self._forgotten = 0
+        self.note = self._history.note
+        """Adds a batch, given as (fetch, requested, received, step_end); the list's own `append`."""
+        self.changes: list[Change] = []
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest batch that is remembered."""
+        return self._forgotten
+
+    @property
+    def end(self) -> int:
+        """Number of the batch that will be noted next."""
+        return self._forgotten + len(self._history)
+
+    def block(self, first: int, end: int | None = None) -> list[BatchTrace]:
+        """The batches from `first` to before `end`, as numbered over the loader's life; those that are remembered."""
+        stop = len(self._history) if end is None else max(0, end - self._forgotten)
+        return self._history[max(0, first - self._forgotten) : stop]
+
+    def trim(self) -> None:
+        """Forget the older half of a log that has grown long."""
+        if len(self._history) > 2 * MOST_BATCHES:
+            self._history.forget(MOST_BATCHES)
+            self._forgotten += MOST_BATCHES
+            self.changes = self.changes[-MOST_BATCHES:]
+
+
+def pauses(traces: Sequence[BatchTrace]) -> list[int]:
+    """Positions of the batches after which nobody asked for a while, which is no slow step."""
+    if not traces:
+        return []
+    longest_s = max(PAUSE_S, PAUSE_STEPS * median(trace.step_s for trace in traces))
+    return [position for position, trace in enumerate(traces) if trace.step_s > longest_s]

@@ -1,0 +1,96 @@
+"""The worker processes of a pool: who they are, and that the end of one does not fall upon the training step.
+
+Torch notices a dead worker by SIGCHLD and raises from the signal's handler, wherever the main thread is just then: in the
+training step, most often. `shield` puts a handler before torch's that keeps such an error for the pool, which raises it
+when it is next asked for a batch. Errors of other loaders' workers pass as before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol
+
+_shielded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Flag:
+    """An event without a lock: a worker that is killed while it looks at `multiprocessing.Event` keeps the lock for ever.
+
+    Torch uses `set` and `is_set` of the event by which it ends its workers, and nothing else.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+
+class PoolContext(BaseContext):
+    """A start method that remembers whom it started; DataLoader takes it as its `multiprocessing_context`."""
+
+    def __init__(self, inner: BaseContext | str | None) -> None:
+        self._inner: Any = inner if isinstance(inner, BaseContext) else multiprocessing.get_context(inner)
+        self.processes: list[Any] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        self.processes.append(self._inner.Process(*args, **kwargs))
+        return self.processes[-1]
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        return self._inner.Queue(maxsize)
+
+    def Event(self) -> Any:  # noqa: N802
+        return Flag(self._inner.RawValue("b", 0))
+
+    def get_start_method(self, allow_none: bool = False) -> Any:
+        return self._inner.get_start_method(allow_none)
+
+    def dead(self) -> list[Any]:
+        """The processes that have ended."""
+        return [process for process in self.processes if process.exitcode is not None]
+
+
+class Shielded(Protocol):
+    """A pool whose lost workers are its own affair."""
+
+    is_waiting: bool
+    """Whether the main thread is inside the pool, and may be interrupted by the loss."""
+
+    def take_note(self, error: BaseException) -> bool:
+        """Called with torch's error; whether it is about this pool's workers, for the first time."""
+
+
+def shield(pool: Shielded) -> None:
+    """Keep errors about this pool's workers for the pool, from now on; only possible in the main thread, as torch's own."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _shielded.add(pool)
+    handler = signal.getsignal(signal.SIGCHLD)
+    if callable(handler) and not isinstance(handler, _Handler):
+        signal.signal(signal.SIGCHLD, _Handler(handler))
+
+
+class _Handler:
+    def __init__(self, inner: Callable[[int, Any], Any]) -> None:
+        self._inner = inner
+
+    def __call__(self, number: int, frame: Any) -> None:
+        while True:
+            try:
+                self._inner(number, frame)
+                return
+            except RuntimeError as error:
+                # Torch tells of one pool at a time and forgets it, so it is asked again until it is content.
+                pool = next((each for each in list(_shielded) if each.take_note(error)), None)
+                if pool is None or pool.is_waiting:
+                    raise
+                error.with_traceback(None)  # it holds the frames of the training step

@@ -1,0 +1,1 @@
+"""Does AutoLoader keep what it promises, and what does it cost?"""

@@ -1,0 +1,274 @@
+"""Does AutoLoader deliver what a DataLoader would, whatever changes or dies in between, and what does that cost?
+
+    python -m studies.live.mechanism                       # reduced numbers, about three minutes on two cores
+    python -m studies.live.mechanism --schedules 1000 --kills 200 --batches 10000 --changes 200 --rounds 15
+    python -m studies.live.mechanism --case 17             # one schedule again
+
+Prints each figure beside its goal. What is compared takes turns, in mixed order; CPU seconds are the parent's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader
+
+from autotune_loader.live.loader import AutoLoader
+from autotune_loader.values.config import LoaderConfig
+from studies.live.schedules import Numbers, differences, draw_case, draw_config
+
+HANG_S = 90.0
+"""Nothing here takes so long unless it hangs; then all stacks are printed."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--batches", type=int, default=2000, help="of the memory row")
+    parser.add_argument("--changes", type=int, default=40, help="of the memory row")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of the cost row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a word of a row's name")
+    parser.add_argument("--case", type=int, help="run one schedule and say in what it differs")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    if options.case is not None:
+        print(draw_case(options.case), differences(draw_case(options.case)) or "no difference", sep="\n")
+        return 0
+    rows: list[tuple[str, str, Callable[[], str]]] = [
+        ("random schedules", "0 differences", lambda: schedules(options.schedules, options.seed)),
+        ("cost, 0 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 0)),
+        ("cost, 2 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 2)),
+        ("cost, 12 ms steps", "<= 0.5 %", lambda: cost_share(options.rounds)),
+        ("kills", "0 lost, doubled, hangs, leftovers", lambda: kills(options.kills, options.seed)),
+        ("memory", "parent +- 10 MiB", lambda: memory(options.batches, options.changes, options.seed)),
+    ]
+    for name, goal, row in rows:
+        if options.only in name:
+            print(f"{name:20} goal {goal:36} {row()}", flush=True)
+    return 0
+
+
+def schedules(count: int, seed: int) -> str:
+    """Random schedules of changes x samplers x dataset kinds against a plain DataLoader."""
+    begun, bad = time.monotonic(), []
+    for number in range(seed, seed + count):
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        if found := differences(draw_case(number)):
+            bad.append(f"case {number}: {', '.join(found)}")
+    faulthandler.cancel_dump_traceback_later()
+    return f"{len(bad)} of {count} differ ({time.monotonic() - begun:.0f} s) {'; '.join(bad[:5])}"
+
+
+class Ready(Numbers):
+    """A dataset that costs nothing, so that only the loader's own time is left."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def first_of(samples: list[int]) -> int:
+    return samples[0]
+
+
+def cost_us(rounds: int, workers: int) -> str:
+    """CPU microseconds of the parent per batch beyond a plain DataLoader's, and of wall time."""
+    batches = 4000 if workers else 8000
+    pairs_cpu, pairs_wall, plain = [], [], []
+
+    def run(loader_class: type[Any]) -> tuple[float, float]:
+        loader = loader_class(Ready(batches * 8), batch_size=8, num_workers=workers, collate_fn=first_of)
+        iterator = iter(loader)
+        next(iterator)
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in iterator:
+            pass
+        return (time.perf_counter() - wall) / batches * 1e6, (time.process_time() - cpu) / batches * 1e6
+
+    for ours, theirs in paired(rounds, lambda: run(AutoLoader), lambda: run(DataLoader)):
+        pairs_wall.append(ours[0] - theirs[0])
+        pairs_cpu.append(ours[1] - theirs[1])
+        plain.append(theirs[1])
+    return (
+        f"CPU {spread(pairs_cpu)} us beyond DataLoader's {statistics.median(plain):.0f}; wall {spread(pairs_wall)} us"
+    )
+
+
+class Waits(Numbers):
+    """Samples of which a batch takes 8 ms of waiting."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(0.008)
+        return [torch.zeros(3, 32, 32) for _ in indices]
+
+
+def cost_share(rounds: int) -> str:
+    """How long the loop stands still for a batch that is ready, with 12 ms steps and 2 workers; medians over an epoch.
+
+    Whole epochs scatter by several per cent on a machine that others use; the receipt of the typical batch does not.
+    """
+    epochs_s: list[float] = []
+
+    def run(loader_class: type[Any]) -> tuple[float, float]:
+        waits, begun, cpu = [], time.perf_counter(), time.process_time()
+        iterator = iter(loader_class(Waits(160 * 16), batch_size=16, num_workers=2))
+        while True:
+            asked = time.perf_counter()
+            if next(iterator, None) is None:
+                break
+            waits.append(time.perf_counter() - asked)
+            time.sleep(0.012)
+        epochs_s.append(time.perf_counter() - begun)
+        return statistics.median(waits) * 1e6, (time.process_time() - cpu) / 160 * 1e6
+
+    pairs = paired(rounds, lambda: run(AutoLoader), lambda: run(DataLoader))
+    waits, cpus = ([ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1))
+    plain, batch_us = statistics.median(theirs[0] for _, theirs in pairs), statistics.median(epochs_s) / 160 * 1e6
+    return (
+        f"receipt {spread(waits)} us beyond DataLoader's {plain:.0f}: {100 * statistics.median(waits) / batch_us:+.2f} %; "
+        f"CPU {spread(cpus)} us: {100 * statistics.median(cpus) / batch_us:+.2f} %"
+    )
+
+
+def paired(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> list[tuple[Any, Any]]:
+    """Each once a round, in an order that is drawn."""
+    rng, pairs = random.Random(0), []
+    for _ in range(rounds):
+        if rng.random() < 0.5:
+            first = ours()
+            pairs.append((first, theirs()))
+        else:
+            second = theirs()
+            pairs.append((ours(), second))
+    return pairs
+
+
+def spread(values: list[float]) -> str:
+    """Median, and the quarter on either side."""
+    if len(values) < 2:
+        return f"{values[0]:+.1f}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:+.1f} ({low:+.1f} to {high:+.1f}, n = {len(values)})"
+
+
+class Slow(Numbers):
+    """3 ms a sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.003)
+        return super().__getitem__(index)
+
+
+class Killer(threading.Thread):
+    """Kills a worker at a random moment, until so many are dead."""
+
+    def __init__(self, kills: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.left, self.killed, self._rng, self.is_off = kills, 0, random.Random(seed), threading.Event()
+
+    def run(self) -> None:
+        while self.killed < self.left and not self.is_off.wait(self._rng.uniform(0.15, 0.6)):
+            workers = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+            if workers:
+                os.kill(self._rng.choice(workers).pid, signal.SIGKILL)
+                self.killed += 1
+
+
+def kills(count: int, seed: int) -> str:
+    """Workers killed at random moments of training, also while pools change."""
+    logging_off()
+    rng, killer = random.Random(seed), Killer(count, seed)
+    before = orphans()
+    begun, epochs, bad, losses, raised = time.monotonic(), 0, 0, 0, 0
+    expected = [list(range(i, min(i + 4, 200))) for i in range(0, 200, 4)]
+    killer.start()
+    while killer.is_alive():
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        loader = AutoLoader(Slow(200), batch_size=4, config=LoaderConfig(num_workers=rng.randint(1, 4)))
+        seen = []
+        try:
+            for batch in loader:
+                seen.append(batch[:, 0].tolist())
+                if rng.random() < 0.2:
+                    loader.change_to(draw_config(rng))
+                if rng.random() < 0.3:
+                    time.sleep(rng.uniform(0.0, 0.03))
+        except RuntimeError:
+            raised += 1  # three in a row without a batch in between
+            expected_now = expected[: len(seen)]
+        else:
+            expected_now = expected
+        bad += seen != expected_now
+        losses, epochs = losses + loader.losses, epochs + 1
+        del loader
+    faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    time.sleep(0.2)
+    left = len(multiprocessing.active_children())
+    segments = orphans() - before
+    return (
+        f"{killer.killed} killed in {epochs} epochs, {losses} pools replaced: {bad} epochs with lost or doubled batches, "
+        f"0 hangs, {left} processes and {len(segments)} segments left, {raised} epochs ended by torch's error "
+        f"({time.monotonic() - begun:.0f} s)"
+    )
+
+
+def orphans() -> set[str]:
+    """Torch's segments of processes that have ended."""
+    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
+
+
+def memory(batches: int, changes: int, seed: int) -> str:
+    """Growth of the parent over many batches and changes, after a tenth of them."""
+    rng, process = random.Random(seed), psutil.Process()
+    every, warm = max(1, batches // changes), batches // 10
+    loader = AutoLoader(Numbers(500 * 8), batch_size=8, shuffle=True)
+    seen, made, at = 0, 0, 0
+    while seen < batches:
+        for _ in loader:
+            seen += 1
+            if seen % every == 0:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
+                loader.change_to(draw_config(rng))
+                made += 1
+            if seen == warm:
+                gc.collect()
+                at = process.memory_info().rss
+            if seen == batches:
+                break
+    faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    grown = (process.memory_info().rss - at) / 2**20
+    fds, threads = process.num_fds(), threading.active_count()
+    pools = len(loader.traces.changes)
+    return (
+        f"{grown:+.1f} MiB over {batches} batches, {made} changes, {pools} pools; {fds} descriptors, {threads} threads"
+    )
+
+
+def logging_off() -> None:
+    import logging
+
+    logging.getLogger("autotune_loader.live").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Random schedules of changes over random loaders, run beside a plain DataLoader that never changes.
+
+A case is drawn from its seed alone, so that a difference can be run again: `python -m studies.live.mechanism --case 17`.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from autotune_loader.live.loader import AutoLoader
+from autotune_loader.values.config import LoaderConfig
+
+SAMPLERS = ("none", "shuffle", "generator", "random", "replacement", "subset", "weighted", "distributed", "eager")
+KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is (i, i * i)."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, index * index])
+
+
+class Fetched(Numbers):
+    """The same, a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+class Noise(Numbers):
+    """Sample i with random numbers of all three kinds: an augmentation."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers, every worker its share."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(first, self.samples, step))
+
+
+class Eager:
+    """A sampler that draws from all three global generators as soon as it is asked for an iterator."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.samples).tolist()
+        random.shuffle(order)
+        return iter([order[i] for i in np.random.permutation(self.samples)])
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A loader, and when it changes to what."""
+
+    seed: int
+    kind: str
+    sampler: str
+    samples: int
+    batch_size: int
+    epochs: int
+    asked: dict[str, Any]
+    """Arguments of DataLoader for both."""
+    changes: dict[tuple[int, int], LoaderConfig]
+    """By (epoch, batch): asked for after that batch."""
+    leaves: dict[int, int]
+    """Epochs that are left by `break` after so many batches."""
+    draws: bool
+    """Whether the loop draws random numbers, too, as dropout does."""
+
+
+def draw_case(seed: int, kind: str | None = None) -> Case:
+    rng = random.Random(seed)
+    kind = kind or rng.choice(KINDS)
+    samples, batch_size, epochs = rng.randint(1, 90), rng.randint(1, 7), rng.randint(1, 3)
+    batches = -(-samples // (1 if kind == "unbatched" else batch_size))
+    asked: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        asked = {"num_workers": rng.randint(1, 3), "prefetch_factor": rng.randint(1, 3)}
+        asked["persistent_workers"] = rng.random() < 0.4
+    if kind in ("map", "getitems", "stream") and rng.random() < 0.3:
+        asked["drop_last"] = True
+    return Case(
+        seed=seed,
+        kind=kind,
+        sampler="none" if kind == "stream" else rng.choice(SAMPLERS),
+        samples=samples,
+        batch_size=batch_size,
+        epochs=epochs,
+        asked=asked,
+        changes={
+            (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
+            for _ in range(0 if kind == "stream" else rng.randint(1, 4))
+        },
+        leaves={rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {},
+        draws=rng.random() < 0.5,
+    )
+
+
+def draw_config(rng: random.Random) -> LoaderConfig:
+    workers = rng.choice([0, 1, 2, 3])
+    if workers == 0:
+        return LoaderConfig()
+    return LoaderConfig(num_workers=workers, prefetch_factor=rng.randint(1, 4), persistent_workers=rng.random() < 0.3)
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    """Fresh arguments of the case's loader, samplers and generators included."""
+    if case.kind == "stream":
+        return {"dataset": Stream(case.samples), "batch_size": case.batch_size, **case.asked}
+    dataset = Fetched(case.samples) if case.kind == "getitems" else Numbers(case.samples)
+    generator = torch.Generator().manual_seed(case.seed)
+    samplers: dict[str, Callable[[], Any]] = {
+        "none": lambda: SequentialSampler(dataset),
+        "shuffle": lambda: RandomSampler(dataset),
+        "generator": lambda: RandomSampler(dataset, generator=generator),
+        "random": lambda: RandomSampler(dataset, num_samples=case.samples * 2),
+        "replacement": lambda: RandomSampler(dataset, replacement=True, generator=generator),
+        "subset": lambda: SubsetRandomSampler(range(0, case.samples, 2)),
+        "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(case.samples)], case.samples),
+        "distributed": lambda: DistributedSampler(dataset, num_replicas=2, rank=case.seed % 2),
+        "eager": lambda: Eager(case.samples),
+    }
+    asked: dict[str, Any] = {"dataset": dataset, **case.asked}
+    if case.sampler in ("generator", "replacement"):
+        asked["generator"] = generator
+    if case.kind == "unbatched":
+        return asked | {"sampler": samplers[case.sampler](), "batch_size": None}
+    if case.kind == "batch_sampler":
+        return asked | {"batch_sampler": BatchSampler(samplers[case.sampler](), case.batch_size, case.seed % 2 == 0)}
+    if case.sampler in ("none", "shuffle", "generator"):
+        return asked | {"batch_size": case.batch_size, "shuffle": case.sampler != "none"}
+    return asked | {"batch_size": case.batch_size, "sampler": samplers[case.sampler]()}
+
+
+def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], Any]:
+    """All batches of all epochs, and the state of every generator afterwards."""
+    torch.manual_seed(case.seed)
+    random.seed(case.seed)
+    np.random.seed(case.seed)
+    asked = arguments(case)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = loader_class(**asked)
+        return _epochs(case, loader, change), states(asked.get("generator"))
+
+
+def _epochs(case: Case, loader: Any, change: bool) -> list[Any]:
+    seen: list[Any] = []
+    for epoch in range(case.epochs):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            seen.append((epoch, torch.as_tensor(batch).tolist()))
+            if case.draws:
+                seen.append((torch.rand(1).item(), random.random(), np.random.random()))
+            if change and (epoch, number) in case.changes:
+                loader.change_to(case.changes[epoch, number])
+            if number + 1 == case.leaves.get(epoch):
+                break
+        seen.append("end of epoch")
+    return seen
+
+
+def states(generator: torch.Generator | None = None) -> Any:
+    numpy_state = np.random.get_state()
+    own = generator.get_state().tolist() if generator else None
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [str(x) for x in numpy_state[2:]],
+        numpy_state[1].tolist(),
+        own,
+    )
+
+
+def differences(case: Case) -> list[str]:
+    """In what the changing loader differs from the plain one; nothing where it keeps its promise."""
+    plain, plain_state = run(case, DataLoader, change=False)
+    ours, our_state = run(case, AutoLoader, change=True)
+    found = []
+    if plain != ours:
+        found.append(f"batches: {len(plain)} and {len(ours)}")
+    # After `break` a sampler that draws batch by batch has drawn as far ahead as there are workers, in torch as here.
+    if plain_state != our_state and not case.leaves:
+        found.append("state of the generators")
+    return found

@@ -1,0 +1,424 @@
+"""Real workers: whatever changes or is lost in between, the batches are those of a plain DataLoader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from autotune_loader.live.loader import AutoLoader
+from autotune_loader.values.config import LoaderConfig
+from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
+
+pytestmark = pytest.mark.process
+
+TWO = LoaderConfig(num_workers=2)
+KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+
+
+def indices(batches: Any) -> list[Any]:
+    return [batch[..., 0].tolist() for batch in batches]
+
+
+def changed(loader: AutoLoader[Any], configs: list[LoaderConfig], every: int = 3) -> Iterator[Any]:
+    for number, batch in enumerate(loader):
+        if number % every == every - 1 and configs:
+            loader.change_to(configs.pop(0))
+        yield batch
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_random_schedule_changes_nothing_that_the_training_sees(kind: str, seed: int) -> None:
+    assert differences(draw_case(1000 + seed, kind)) == []
+
+
+def test_augmentations_do_not_depend_on_the_workers() -> None:
+    runs = []
+    for start, configs in ((LoaderConfig(), []), (TWO, []), (TWO, [LoaderConfig(), LoaderConfig(num_workers=3), TWO])):
+        torch.manual_seed(0)
+        loader = AutoLoader(Noise(40), batch_size=4, shuffle=True, config=start)
+        runs.append([batch.tolist() for batch in changed(loader, list(configs))])
+
+    assert runs[0] == runs[1] == runs[2]
+    assert len({tuple(sample[1:]) for batch in runs[0] for sample in batch}) == 40
+
+
+def test_torchs_seeds_are_to_be_had() -> None:
+    torch.manual_seed(0)
+    plain = [batch.tolist() for batch in DataLoader(Noise(12), batch_size=2, num_workers=2)]
+    torch.manual_seed(0)
+
+    assert [b.tolist() for b in AutoLoader(Noise(12), batch_size=2, num_workers=2, worker_seeds="torch")] == plain
+
+
+class Where(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return torch.tensor([index, info.id, info.num_workers, os.getpid()] if info else [index, -1, 0, os.getpid()])
+
+
+def test_a_pool_has_workers_of_its_own_with_ids_from_0() -> None:
+    loader = AutoLoader(Where(60), batch_size=2, config=TWO)
+    batches = torch.cat(list(changed(loader, [LoaderConfig(num_workers=3), LoaderConfig()], every=6)))
+
+    pools = {workers: set(batches[batches[:, 2] == workers][:, 1].tolist()) for workers in (2, 3, 0)}
+    assert pools == {2: {0, 1}, 3: {0, 1, 2}, 0: {-1}}
+
+
+def test_persistent_workers_stay_over_the_epochs_and_go_with_the_loader() -> None:
+    loader = AutoLoader(Where(8), batch_size=2, config=KEPT)
+    pids = [set(torch.cat(list(loader))[:, 3].tolist()) for _ in range(3)]
+    next(iter(loader))
+    pids.append(set(torch.cat(list(loader))[:, 3].tolist()))
+
+    assert pids[0] == pids[1] == pids[2] == pids[3]
+    assert len(multiprocessing.active_children()) == 2
+
+
+def test_with_persistent_workers_a_second_iterator_is_the_first_begun_again() -> None:
+    loader = AutoLoader(Numbers(4), config=KEPT)
+    first = iter(loader)
+    next(first)
+
+    assert iter(loader) is first
+    assert indices(first) == [[0], [1], [2], [3]]
+
+
+def test_a_change_to_persistent_workers_in_mid_epoch_keeps_them_for_the_next() -> None:
+    loader = AutoLoader(Where(40), batch_size=2, config=LoaderConfig())
+    before = torch.cat(list(changed(loader, [KEPT])))[-1, 3].item()
+    assert before in torch.cat(list(loader))[:, 3].tolist()
+    assert [change.reason for change in loader.traces.changes] == ["start", "change"]
+
+
+def test_worker_init_fn_runs_in_each_worker_of_each_pool() -> None:
+    started = multiprocessing.Value("i", 0)
+
+    def note(worker: int) -> None:
+        assert get_worker_info().id == worker  # type: ignore[union-attr]
+        assert get_worker_info().dataset[3][0] == 3  # type: ignore[union-attr]
+        with started.get_lock():
+            started.value += 1
+
+    loader = AutoLoader(Numbers(40), batch_size=2, num_workers=2, worker_init_fn=note)
+    list(changed(loader, [LoaderConfig(num_workers=3)]))
+
+    assert started.value == 5
+
+
+@pytest.mark.parametrize("now", [0, 1, 3])
+@pytest.mark.parametrize("then", [0, 2])
+def test_an_epoch_is_resumed_with_any_number_of_workers(then: int, now: int) -> None:
+    def loader(workers: int) -> AutoLoader[Any]:
+        data = Noise(40)
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
+        return AutoLoader(data, batch_size=4, sampler=sampler, config=LoaderConfig(num_workers=workers))
+
+    torch.manual_seed(0)
+    first = loader(then)
+    iterator = iter(first)
+    had = [next(iterator).tolist() for _ in range(4)]
+    state, random_state = first.state_dict(), torch.get_rng_state()
+    rest = [batch.tolist() for batch in iterator]
+    after = [batch.tolist() for batch in first]
+
+    torch.manual_seed(99)
+    second = loader(now)
+    second.load_state_dict(state)
+    torch.set_rng_state(random_state)
+
+    assert [batch.tolist() for batch in second] == rest
+    assert [batch.tolist() for batch in second] == after
+    assert len(had) + len(rest) == 10
+
+
+def test_nothing_that_was_consumed_is_fetched_again_on_resume() -> None:
+    class Counting(Numbers):
+        fetched: list[int] = []  # noqa: RUF012 - shared on purpose
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.fetched.append(index)
+            return super().__getitem__(index)
+
+    first = AutoLoader(Counting(10))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    Counting.fetched.clear()
+    second = AutoLoader(Counting(10))
+    second.load_state_dict(first.state_dict())
+
+    assert indices(second) == [[i] for i in range(2, 10)]
+    assert Counting.fetched == list(range(2, 10))
+
+
+def test_a_state_saved_after_break_is_that_of_mid_epoch() -> None:
+    first = AutoLoader(Numbers(20), batch_size=2, num_workers=2)
+    for number, _ in enumerate(first):
+        if number == 3:
+            break
+    second = AutoLoader(Numbers(20), batch_size=2)
+    second.load_state_dict(first.state_dict())
+
+    assert indices(second) == [[i, i + 1] for i in range(8, 20, 2)]
+
+
+def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
+    def loader() -> AutoLoader[Any]:
+        return AutoLoader(Slow(60), batch_size=2, num_workers=3, in_order=False)
+
+    first, seen, state = loader(), [], {}
+    for number, batch in enumerate(first):
+        seen.append(batch)
+        if number == 5:
+            first.change_to(TWO)
+        if number == 12:
+            state = first.state_dict()
+    second = loader()
+    second.load_state_dict(state)
+    whole = [[i, i + 1] for i in range(0, 60, 2)]
+
+    assert sorted(indices(seen)) == whole
+    assert sorted([*indices(seen[:13]), *indices(second)]) == whole
+
+
+def test_a_stream_changes_between_epochs_only() -> None:
+    loader = AutoLoader(Stream(24), batch_size=2, num_workers=1)
+    first = [batch.tolist() for batch in changed(loader, [TWO])]
+
+    assert first == [[i, i + 1] for i in range(0, 24, 2)]
+    assert sorted(batch.tolist() for batch in loader)[:2] == [[0, 2], [1, 3]]
+
+
+def test_a_loop_in_a_thread_changes_and_ends() -> None:
+    seen: list[Any] = []
+    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
+    thread = threading.Thread(target=lambda: seen.extend(changed(loader, [LoaderConfig(num_workers=1)])))
+    thread.start()
+    thread.join(30)
+
+    assert indices(seen) == [[i, i + 1] for i in range(0, 40, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_takes_over_torchdatas_loader() -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    plain = module.StatefulDataLoader(Numbers(10), batch_size=4, num_workers=1)
+
+    assert indices(AutoLoader(plain)) == indices(plain)
+
+
+def test_a_stream_is_resumed_with_as_many_workers() -> None:
+    first = AutoLoader(Stream(30), batch_size=2, num_workers=2)
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.state_dict()
+    second = AutoLoader(Stream(30), batch_size=2, num_workers=2)
+    second.load_state_dict(state)
+
+    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in iterator]
+    with pytest.raises(ValueError, match="num_workers=2 would work"):
+        AutoLoader(Stream(30), batch_size=2, num_workers=1).load_state_dict(state)
+
+
+class Slow(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.01])  # the loss falls into the waiting for a batch, or into the step
+@pytest.mark.parametrize("kept", [False, True])
+def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(kept: bool, step_s: float) -> None:
+    config = LoaderConfig(num_workers=3, persistent_workers=kept)
+    loader = AutoLoader(Slow(160), batch_size=4, config=config)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch)
+        time.sleep(step_s)
+        if number in (3, 20):
+            os.kill(random.choice(multiprocessing.active_children()).pid or 0, signal.SIGKILL)
+            time.sleep(step_s)
+
+    assert indices(seen) == [list(range(i, i + 4)) for i in range(0, 160, 4)]
+    assert loader.losses == 2
+    assert loader.config.num_workers == 1  # halved, as after memory ran out
+    assert len(indices(loader)) == 40
+    del loader, seen
+
+
+def test_a_worker_lost_while_two_pools_live_loses_nothing() -> None:
+    loader = AutoLoader(Slow(160), batch_size=4, config=TWO)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch)
+        if number == 5:
+            loader.change_to(LoaderConfig(num_workers=3))
+        if number == 6:
+            for process in multiprocessing.active_children()[:3]:
+                os.kill(process.pid or 0, signal.SIGKILL)
+
+    assert indices(seen) == [list(range(i, i + 4)) for i in range(0, 160, 4)]
+
+
+class Deadly(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_always_kills_its_worker_ends_with_torchs_error_at_its_batch() -> None:
+    loader, seen = AutoLoader(Deadly(20), num_workers=2), []
+    with pytest.raises(RuntimeError, match="DataLoader worker"):  # noqa: PT012 - what came before counts
+        for batch in loader:
+            seen.append(batch)
+
+    assert indices(seen) == [[i] for i in range(7)]
+    assert loader.losses >= 3
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise RuntimeError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+def test_an_exception_of_the_dataset_is_no_loss() -> None:
+    loader = AutoLoader(Failing(8), num_workers=2)
+    iterator = iter(loader)
+    seen = [next(iterator) for _ in range(5)]
+    with pytest.raises(RuntimeError, match="sample 5 is broken"):
+        next(iterator)
+
+    assert indices([*seen, *iterator]) == [[0], [1], [2], [3], [4], [6], [7]]
+    assert loader.losses == 0
+    del iterator
+
+
+@pytest.mark.parametrize("config", [TWO, KEPT])
+def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
+    loader = AutoLoader(Numbers(40), config=config)
+    for _ in loader:
+        break
+    assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
+    try:
+        for _ in loader:
+            raise KeyError
+    except KeyError:
+        pass
+    assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
+
+
+SCRIPT = """
+import time, torch
+from autotune_loader.live.loader import AutoLoader
+from studies.live.schedules import Numbers
+loader = AutoLoader(Numbers(10_000), num_workers=2)
+for number, batch in enumerate(loader):
+    time.sleep(0.01)
+    if number == 10:
+        print("running", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_job_and_its_workers() -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "running\n"
+        os.killpg(job.pid, signal.SIGINT)
+        _, told = job.communicate(timeout=20)
+    finally:
+        job.kill()
+    assert "KeyboardInterrupt" in told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(job.pid, 0)
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
+    assert len(list(changed(loader, [LoaderConfig(num_workers=1), TWO]))) == 20
+    deadline = time.monotonic() + 2
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert threading.active_count() == before
+
+
+def iterate_in_daemon(answer: Any) -> None:
+    try:
+        list(AutoLoader(Numbers(4), num_workers=1))
+    except ValueError as error:
+        answer.put(str(error))
+
+
+def test_a_daemonic_process_is_told_that_it_may_not_have_workers() -> None:
+    answer: Any = multiprocessing.Queue()
+    process = multiprocessing.Process(target=iterate_in_daemon, args=(answer,), daemon=True)
+    process.start()
+    told = answer.get(timeout=20)
+    process.join(5)
+
+    assert "num_workers=0 would work" in told
+
+
+class Unsendable(Numbers):
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds a socket")
+
+
+def test_a_dataset_that_cannot_be_sent_is_told_by_name() -> None:
+    loader = AutoLoader(Unsendable(4), num_workers=1, multiprocessing_context="spawn")
+
+    with pytest.raises(TypeError, match=r"Unsendable.*cannot be sent.*'spawn'.*socket.*'fork' would work"):
+        next(iter(loader))
+
+
+def test_spawned_workers_deliver_the_same() -> None:
+    loader = AutoLoader(Numbers(6), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+
+    assert indices(loader) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_change_is_traced_with_what_it_cost() -> None:
+    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
+    list(changed(loader, [LoaderConfig(num_workers=1)]))
+
+    start, change = loader.traces.changes
+    assert (start.reason, start.batch, change.reason, change.batch) == ("start", 0, "change", 3)
+    assert change.blocked_s > 0
+    assert {trace.worker for trace in loader.traces.block(0)} == {0, 1}
+
+
+def test_an_epoch_left_early_near_its_end_leaves_the_generator_as_torch_does() -> None:
+    assert differences(draw_case(5064)) == []  # a deeper pool had reached the sampler's end, where it draws once more

@@ -1,0 +1,166 @@
+"""Index batches of an epoch: order, seeds and generators of a plain DataLoader; positions that are taken up again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from autotune_loader.live.order import Order, Source, drawn_again
+from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
+from studies.live.schedules import SAMPLERS, Case, Eager, arguments, states
+
+
+def a_case(sampler: str, kind: str = "batch_sampler") -> Case:
+    return Case(
+        seed=4,
+        kind=kind,
+        sampler=sampler,
+        samples=23,
+        batch_size=4,
+        epochs=1,
+        asked={},
+        changes={},
+        leaves={},
+        draws=False,
+    )
+
+
+def seed_all(seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def source_of(sampler: Any, **others: Any) -> Source:
+    return Source(sampler=sampler, generator=others.pop("generator", None), **others)
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "unbatched"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_indices_and_generators_are_those_of_a_plain_loader(sampler: str, kind: str) -> None:
+    case = a_case(sampler, kind)
+    seed_all()
+    asked = arguments(case)
+    plain = [torch.as_tensor(batch)[..., 0].tolist() for batch in DataLoader(**asked)]
+    plain_states = states(asked.get("generator"))
+
+    seed_all()
+    asked = arguments(case)
+    sampler_of_case = asked.get("batch_sampler") or asked["sampler"]
+    order = Order(source_of(sampler_of_case, generator=asked.get("generator")))
+
+    assert [list(item[2]) if kind == "batch_sampler" else item[2] for item in order] == plain
+    assert states(asked.get("generator")) == plain_states
+
+
+def test_the_seed_of_the_epoch_is_the_one_that_torch_gives_its_workers() -> None:
+    seed_all()
+    generator = torch.Generator()
+    order = Order(source_of(SequentialSampler(range(3))))
+    generator.set_state(order.worker_state)
+
+    assert order.seed == torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+
+
+def test_batches_in_hand_are_given_out_again_first_and_in_order() -> None:
+    order = Order(source_of(SequentialSampler(range(6))))
+    for _ in range(4):
+        next(order)
+    del order.in_hand[1]
+
+    assert order.put_back() == 3
+    assert [item[0] for item in order] == [0, 2, 3, 4, 5]
+    assert not order.has_more
+
+
+def test_to_ask_whether_there_is_more_loses_nothing() -> None:
+    order = Order(source_of(SequentialSampler(range(2))))
+
+    assert order.has_more
+    assert order.has_more
+    assert [item[2] for item in order] == [0, 1]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_position_is_taken_up_again_and_leaves_the_random_state_alone(sampler: str) -> None:
+    seed_all()
+    asked = arguments(a_case(sampler))
+    source = source_of(asked["batch_sampler"], generator=asked.get("generator"))
+    order = Order(source)
+    items = [next(order) for _ in range(3)]
+    del order.in_hand[items[0][0]], order.in_hand[items[2][0]]
+    delivered, missing = order.position()
+    state = {"begun_with": order.begun_with, "draws_seed": True, "seed": order.seed}
+    rest = [items[1], *order]
+
+    seed_all(99)
+    before = states()
+    again = drawn_again(source, {**state, "delivered": delivered, "missing": missing})
+
+    assert (delivered, missing) == (3, [1])
+    assert states() == before
+    assert list(again) == rest
+    assert again.delivered == 2
+
+
+def test_a_position_beyond_the_end_is_refused() -> None:
+    order = Order(source_of(BatchSampler(RandomSampler(range(4)), 2, False)))
+
+    with pytest.raises(ValueError, match="ends after 2"):
+        order.pass_over(3, [])
+
+
+def test_an_eager_sampler_is_asked_twice_where_torch_asks_twice() -> None:
+    seed_all()
+    Order(source_of(Eager(5), workers=2, ahead=4))
+    ours = states()
+    seed_all()
+    sampler = Eager(5)
+    iter(sampler)
+    torch.empty((), dtype=torch.int64).random_()
+    iter(sampler)
+
+    assert states() == ours
+
+
+def drawn() -> tuple[float, ...]:
+    return random.random(), np.random.random(), np.random.normal(), torch.rand(()).item()
+
+
+def test_a_batch_draws_the_same_in_a_worker_and_in_the_loop() -> None:
+    loop, worker = LoopSeeds(), WorkerSeeds()
+    pairs = []
+    for number in range(200):
+        loop.begin(7, number)
+        in_loop = drawn()
+        loop.end()
+        worker.begin(7, number)
+        pairs.append((in_loop, drawn()))
+
+    assert all(in_loop == in_worker for in_loop, in_worker in pairs)
+    assert len({in_loop for in_loop, _ in pairs}) == 200
+
+
+def test_the_loops_own_random_state_is_put_back() -> None:
+    seed_all()
+    np.random.normal()  # leaves a second number in the generator's hands
+    before, seeds = states(), LoopSeeds()
+    for number in range(100):
+        seeds.begin(7, number)
+        drawn()
+        seeds.end()
+        seeds.end()
+
+    assert states() == before
+
+
+def test_neighbouring_batches_and_epochs_have_seeds_far_apart() -> None:
+    seeds = {mixed(epoch, number) for epoch in range(50) for number in range(200)}
+
+    assert len({seed >> 32 for seed in seeds}) > 9990
+    assert len({(seed >> 1) & 0x7FFFFFFF for seed in seeds}) > 9990
