@@ -25,7 +25,7 @@ from autotune_loader.live.numbered import Item, NumberedCollate, NumberedDataset
 from autotune_loader.live.order import Order
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
 from autotune_loader.live.workers import PoolContext, shield
-from autotune_loader.machine.shm import remove_segments_of
+from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.pipeline.build import build_loader
 from autotune_loader.pipeline.tracing import TracedEpoch, TracedWorkerInit
 from autotune_loader.values.config import LoaderConfig
@@ -108,6 +108,7 @@ class Pool:
     """
 
     def __init__(self, parts: Parts, config: LoaderConfig, order: Order, number: int) -> None:
+        self._segments_before = segments()
         self._is_closed = True  # until it is open
         refuse_children_of_daemons(config)
         self.config = config
@@ -225,7 +226,8 @@ class Pool:
         else:
             last.clear()
         if is_lost:
-            remove_segments_of(process.pid for process in self._context.dead())
+            gone = [process.pid for process in self._context.dead() if process.pid is not None]
+            remove_segments_of(gone, self._segments_before)
 
     def _end_others(self) -> None:
         if self._loss is not None:
