@@ -26,7 +26,7 @@ from studies.regret.load import neighbours
 from studies.regret.oracle import key
 from studies.regret.outcomes import report
 from studies.regret.records import Known, Log
-from studies.regret.strategies import STRATEGIES, Lattice, applies, lattice_of, seeds_of
+from studies.regret.strategies import BEFORE, STRATEGIES, Lattice, applies, lattice_of, seeds_of
 from studies.workloads import DOCUMENTS, WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,7 +48,7 @@ ORDER = (
     "step_bound",
 )
 QUICK_WORKLOADS = ("jpeg", "wait_light_tail", "in_memory")
-QUICK_STRATEGIES = (OURS, "torch default", "workers = cores", PLAIN_RULE, "climb 3 %")
+QUICK_STRATEGIES = (OURS, BEFORE, "torch default", "workers = cores", PLAIN_RULE, "climb 3 %")
 LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
 LOADED = f"{OURS}, loaded"
 # Neighbours that no choice was made beside; they make rounds scatter more, so that there are more of them.

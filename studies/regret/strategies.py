@@ -112,6 +112,8 @@ class Run:
 
 
 Strategy = Callable[[str, Bench, Lattice, int], Choice]
+BEFORE, BEFORE_VARIABLE = "version before", "AUTOTUNE_LOADER_BEFORE"
+"""Ours of another checkout, and the variable that names its folder."""
 
 
 def by_rule(config: Callable[[int], LoaderConfig]) -> Strategy:
@@ -196,18 +198,34 @@ def autotune_loader(workload: str, bench: Bench, lattice: Lattice, seed: int) ->
     return _from_child([sys.executable, "-W", "ignore", "-m", "studies.regret.tuned", workload, str(seed), BUDGET])
 
 
+def version_before(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
+    """The same of another checkout, whose folder `AUTOTUNE_LOADER_BEFORE` names: `git worktree add /tmp/before REVISION`."""
+    folder = os.environ.get(BEFORE_VARIABLE)
+    if not folder:
+        raise BenchError(f"{BEFORE_VARIABLE} names no checkout")
+    command = [sys.executable, "-W", "ignore", "-m", "studies.regret.tuned", workload, str(seed), BUDGET]
+    return _from_child(command, root=Path(folder))
+
+
 def loadtune(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
     return _from_child([str(loadtune_python()), "-W", "ignore", "-m", "studies.regret.loadtune_child", workload])
 
 
-def _from_child(command: list[str]) -> Choice:
+def _from_child(command: list[str], root: Path = ROOT) -> Choice:
     """The choice that a process prints as its only line.
 
     Raises:
         BenchError: it failed or took too long, with the end of what it said.
     """
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, errors = child.communicate(timeout=CHILD_DEADLINE_S)
@@ -265,6 +283,7 @@ def _has_loadtune(python: Path) -> bool:
 
 STRATEGIES: dict[str, Strategy] = {
     OURS: autotune_loader,
+    BEFORE: version_before,
     "torch default": by_rule(lambda cores: LoaderConfig()),
     "workers = cores": by_rule(lambda cores: LoaderConfig(num_workers=cores)),
     PLAIN_RULE: plain,
@@ -278,9 +297,11 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def applies(strategy: str, workload: str) -> bool:
+    if strategy == BEFORE:
+        return BEFORE_VARIABLE in os.environ
     return strategy != "by hand" or workload in BY_HAND
 
 
 def seeds_of(strategy: str, seeds: int) -> Iterator[int]:
     """Only ours is run with every seed: the others cost more, and rules have none."""
-    yield from range(seeds if strategy == OURS else 1)
+    yield from range(seeds if strategy in (OURS, BEFORE) else 1)
