@@ -84,9 +84,8 @@ def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> N
         fault, journal = Path(folder, "fault"), Path(folder, "study.journal")
         fault.write_text("none")
         before = leavings()
-        probe = ProcessProbe(
-            Payload.of(workload(fault), 1 << 30), inspect_machine(), memory_budget_bytes=MEMORY_BUDGET_BYTES
-        )
+        payload = Payload.of(workload(fault), 1 << 30)
+        probe = ProcessProbe(payload, inspect_machine(), memory_budget_bytes=MEMORY_BUDGET_BYTES)
         book = open_ledger(journal)
         pids: set[int] = set()
         for number in range(count):
@@ -97,6 +96,7 @@ def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> N
         fault.write_text("none")
         tally.unhealthy += not isinstance(probe.burst(LoaderConfig(num_workers=1), HEALTHY), Measurement)
         probe.close()
+        payload.close()
         book.close()
         told = len(open_ledger(journal).restored())
         tally.lost_trials += count - told

@@ -217,8 +217,8 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadl
 class AlarmAtTheEnd(TreeMeter):
     """Finds the memory limit passed just as the burst has ended."""
 
-    def stop(self) -> None:
-        super().stop()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         assert self._guard is not None
         self._guard.alarm()
 
