@@ -124,10 +124,11 @@ class Beliefs:
         before = self._prior(configs, twin)
         where = {config: index for index, config in enumerate(configs)}
         seen = [each for each in seen if each.log_rate > -np.inf]
+        counts = [(each.key, each.measurement.samples_per_s.count) for each in seen if each.measurement is not None]
         rates = (
             [where[each.key] for each in seen],
             [each.log_rate for each in seen],
-            [_variance(each, twin) for each in seen],
+            [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
         )
         return before.scaled(*rates).updated(*rates)
 
@@ -163,9 +164,9 @@ def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: Twin
     )
 
 
-def _variance(evidence: Evidence, twin: Twin) -> float:
+def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
     """Of `log_rate`: what its own batches say, slow batches that it did not see, noise between bursts, neighbours."""
     burst = evidence.measurement
     assert burst is not None
     tails = twin.calibration.contention.variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
-    return float(max(evidence.own_sd**2, tails) + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)
+    return float(max(evidence.own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)

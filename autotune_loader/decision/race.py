@@ -53,6 +53,8 @@ DOUBTFUL_SHARE = 0.25
 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
+PATIENT_ROUNDS = 5
+"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -70,7 +72,7 @@ class RaceRules:
     cost: Callable[[LoaderConfig], tuple[float, ...]]
     """What a configuration costs, compared as tuples are."""
     patience_s: float
-    """Seconds after which open questions are left open, once there were `MIN_ROUNDS`."""
+    """Seconds after which open questions are left open, once there were `PATIENT_ROUNDS`."""
     noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone."""
 
@@ -273,7 +275,7 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
     if seconds_left < round_s or is_decided:
         return False
-    return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < MIN_ROUNDS
+    return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < PATIENT_ROUNDS
 
 
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:

@@ -17,10 +17,12 @@ from autotune_loader.twin.queue import (
     BEST,
     DRAWS,
     LIGHT_VARIATION,
+    MOST_STEADY_BATCHES,
     Floats,
     Ints,
     Times,
     batches_needed,
+    burst_rate,
     relative,
     sequences,
     simulate,
@@ -34,6 +36,8 @@ from autotune_loader.values.statistics import Z_95, Interval
 UNSEEN_THREADS_SD = 0.05
 """Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
 PER_CONFIG = BEST + DRAWS
+SCATTER_RUNS = 24
+"""Simulated bursts whose rates tell how far those of real ones scatter: to 15 %."""
 SHORT_EPOCH_BATCHES = 512
 """Up to this many batches an epoch is followed batch by batch; of a longer one the ends are too little."""
 
@@ -211,6 +215,38 @@ class Twin:
         at = _best_columns(chosen)
         done = self._run(at_columns(columns, at), at_columns(stages, at), pools)
         return dict(zip(chosen, done.reshape(len(done), -1, BEST).mean(axis=2).T, strict=True))
+
+    def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
+        """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
+
+        In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with
+        the loop, rates scatter by 30 % between bursts of 2.5 rounds (tests/twin/test_twin.py), whatever one of them says of
+        itself. It is the scatter of what is consumed. Where workers hold the loop up a burst is read by what they make, too,
+        and scatters less; but that overlooks how they wait for orders behind a slow batch, so the larger figure stands.
+
+        Args:
+            bursts: configurations, each with the batches in the window of its burst.
+
+        Returns:
+            One value per burst; 0 where a burst's own interval tells: without workers, where service times vary little, and in
+            windows of more than `MOST_STEADY_BATCHES`.
+        """
+        scatter = np.zeros(len(bursts))
+        untold = [i for i, (config, count) in enumerate(bursts) if config.num_workers and count <= MOST_STEADY_BATCHES]
+        if not untold or self.variation < LIGHT_VARIATION:
+            return scatter
+        configs, counts = zip(*[bursts[i] for i in untold], strict=True)
+        columns = self._columns(configs, self.cores, np.zeros(SCATTER_RUNS, dtype=np.int64))
+        stages, _ = self.calibration.settle(columns, np.ones(len(columns.draw)))
+        windows = np.repeat(np.maximum(counts, 2), SCATTER_RUNS)
+        rng = np.random.default_rng(self.seed)
+        shape = (int((columns.workers + windows).max()) + 1, SCATTER_RUNS)
+        service, step = (
+            np.tile(rng.choice(pool, size=shape), len(untold)) for pool in (self._services(), self._steps())
+        )
+        rates = burst_rate(self._simulated(columns, stages, service, step), columns.workers, windows)
+        scatter[untold] = np.log(rates).reshape(len(untold), SCATTER_RUNS).std(axis=1)
+        return scatter
 
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None

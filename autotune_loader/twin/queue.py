@@ -131,6 +131,24 @@ def _done_in_order(service: Floats, receive: Floats, step: Floats, **columns: An
     return simulate_in_order(service, receive, step, **columns)[1]
 
 
+def burst_rate(done: Floats, workers: Ints, batches: Ints) -> Floats:
+    """Batches per second that a burst shows: `batches` of them after each worker's first, both ends averaged over a round.
+
+    Args:
+        done: result of `simulate`, at least workers + batches + 1 long.
+        workers: worker processes per column.
+        batches: batches in the window per column, at least 2.
+    """
+    columns = np.arange(done.shape[1])
+    total = np.concatenate([np.zeros((1, done.shape[1])), np.cumsum(done, axis=0)])
+    wave = np.clip(workers, 1, batches // 2)
+    first, last = workers, workers + batches
+    begun = (total[first + wave, columns] - total[first, columns]) / wave
+    ended = (total[last + 1, columns] - total[last + 1 - wave, columns]) / wave
+    rate: Floats = (batches + 1 - wave) / (ended - begun)
+    return rate
+
+
 def simulate_in_order(
     service: Floats,
     receive: Floats,

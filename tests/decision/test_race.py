@@ -14,6 +14,7 @@ from autotune_loader.decision.race import (
     ADMITTING_ROUNDS,
     MAX_FAILURES,
     MIN_ROUNDS,
+    PATIENT_ROUNDS,
     Race,
     RaceRules,
 )
@@ -145,12 +146,12 @@ def test_no_round_begins_that_would_not_fit(budget_s):
 def test_patience_ends_open_questions_but_not_before_the_first_rounds():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
     outcome = race(probe, [FEW, SOME], patience_s=4.0)
-    assert len(outcome.rounds) == MIN_ROUNDS
+    assert len(outcome.rounds) == PATIENT_ROUNDS
 
 
 def test_a_baseline_that_keeps_failing_does_not_use_up_the_budget():
     outcome = race(RatedProbe({BASELINE: BROKEN, FEW: 80.0, SOME: 81.0}, noise=0.01), [SOME, FEW], patience_s=0.0)
-    assert len(outcome.rounds) == MIN_ROUNDS
+    assert len(outcome.rounds) == PATIENT_ROUNDS
 
 
 def believing():
@@ -294,7 +295,7 @@ def test_finals_ask_whether_more_workers_help_a_loop_that_is_fed_only_if_rounds_
     assert run(belief, many=(102.0, 101.0)) == (SOME, 1)
     assert run(replace(belief, sufficiency=None), many=(102.0, 101.0))[1] > 1
     # WHEN they are 5 % faster in every round THEN they win, whatever was seen
-    assert run(belief, many=(106.0, 105.0)) == (MANY, MIN_ROUNDS)
+    assert run(belief, many=(106.0, 105.0)) == (MANY, PATIENT_ROUNDS)
 
 
 def test_a_burst_that_should_have_begun_with_full_queues_is_run_again(monkeypatch):

@@ -547,3 +547,33 @@ def test_an_epoch_of_few_rounds_is_predicted_from_who_works_when(machine, worker
     predicted = twin.predict_all([config], epoch_batches=epoch)[0].epoch_samples_per_s
     truth = SimulatedProbe(machine, StubClock(), epoch_batches=epoch).truth_of_epochs(config, epochs=40)
     assert predicted == pytest.approx(truth, rel=0.08)
+
+
+@pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
+def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(workers, is_wide):
+    # GIVEN a twin that knows one batch in 33 to take five times as long
+    scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
+    plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
+    known = SimulatedProbe(RARELY_SLOW, StubClock()).burst(scout, plan)
+    twin = Twin.fit([Observation.from_measurement(scout, known)], cores=16)
+    # AND short bursts that each read other batches
+    plans = [BurstPlan(max_s=0.4, min_s=0.4, seed=seed) for seed in range(24)]
+    rates = [SimulatedProbe(RARELY_SLOW, StubClock()).burst(config, plan).samples_per_s for plan in plans]
+    scatter = np.log([rate.value for rate in rates]).std()
+    # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
+    count = int(np.median([rate.count for rate in rates]))
+    predicted, of_longer, of_very_long = twin.burst_scatter([(config, n) for n in (count, 10 * count, 1000)])
+    assert (scatter > 0.2) == is_wide
+    assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
+    assert of_longer < 0.7 * predicted + 0.002
+    # AND very long ones, or without workers, tell of themselves
+    assert of_very_long == twin.burst_scatter([(LoaderConfig(), count)])[0] == 0.0
+
+
+def test_bursts_of_even_batches_need_no_simulated_scatter():
+    steady = replace(RARELY_SLOW, tail_share=0.0)
+    config = LoaderConfig(num_workers=8, prefetch_factor=2)
+    burst = SimulatedProbe(steady, StubClock()).burst(config, BurstPlan(max_s=1.0, min_s=1.0))
+    twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
+    assert list(twin.burst_scatter([(config, 40)])) == [0.0]
+    assert len(twin.burst_scatter([])) == 0
