@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.build import build_loader, make_traced_loader, seed_everything
 from autotune_loader.pipeline.tracing import TracedDataset, TracedWorkerInit, forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
@@ -90,7 +90,7 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         sample_s: what one sample takes, in seconds.
     """
     reads = min(MOST_SAMPLES, int(READING_S / max(sample_s, 1e-6)))
-    if data.is_iterable or not reads or _start_method() != "fork":
+    if data.is_iterable or not reads or start_method() != "fork":
         return False
     try:
         keys = _first_keys(private)[:reads]
@@ -104,10 +104,6 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         traceback.clear_frames(error.__traceback__)
         log.info("the canary for shared handles found nothing out: %s", without_secrets(str(error)))
         return False
-
-
-def _start_method() -> str:
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _first_keys(data: DataSide) -> list[Any]:

@@ -155,9 +155,8 @@ def _status(state: SearchState, final: bool) -> Status:
 
 def _measurement_of(config: LoaderConfig, trials: Sequence[Trial]) -> Measurement | None:
     """The search's measurement of a configuration, whatever its persistent_workers, which no burst can see."""
-    plain = replace(config, persistent_workers=False)
     for trial in reversed(trials):
-        if trial.measurement is not None and replace(trial.config, persistent_workers=False) == plain:
+        if trial.measurement is not None and trial.config.key() == config.key():
             return trial.measurement
     return None
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autotune_loader.decision.race import TYPICAL_NOISE
 from autotune_loader.decision.space import Space
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.twin.context import TwinContext
@@ -61,7 +62,6 @@ EPOCHS_PER_BURST = 2
 """A burst of long epochs runs one that is not timed, and one that is."""
 EPOCH_NOISE = 0.08
 """Relative standard deviation of one epoch's rate: 6 to 11 % in 36 bursts of `tutorial`, whose step and workers share cores."""
-LEAST_EPOCH_NOISE = 0.03
 ROUNDS = (1, 2)
 """Workers that fetch an epoch in this many rounds are raced: they are done early, and leave the cores to the step."""
 
@@ -104,7 +104,7 @@ class EpochLength:
     def noise_sd(self) -> float:
         """Relative standard deviation of what a burst of whole epochs tells; never less than of any burst."""
         timed = max(1.0, FINAL_BURST.max_s / self.seconds - 1)
-        return max(EPOCH_NOISE / math.sqrt(timed), LEAST_EPOCH_NOISE)
+        return max(EPOCH_NOISE / math.sqrt(timed), TYPICAL_NOISE)
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:

@@ -13,9 +13,7 @@ from typing import Literal
 from autotune_loader.decision.space import SAFE_SHARE, Space
 from autotune_loader.report.advice.evidence import MISSED_GAIN, Evidence
 from autotune_loader.report.units import bytes_text, counted, seconds_text
-from autotune_loader.values.config import LoaderConfig
-
-DEFAULT_PREFETCH = 2
+from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,7 @@ def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:
     """The best with more workers, and as deep a queue as it has now."""
     for count in space.worker_counts():
         if count > best.num_workers:
-            yield replace(best, num_workers=count, prefetch_factor=best.prefetch_factor or DEFAULT_PREFETCH)
+            yield replace(best, num_workers=count, prefetch_factor=best.prefetch_factor or TORCH_PREFETCH_FACTOR)
 
 
 def _lack(
