@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 # A canary that hangs must not end the study, nor take much of its time.
 SHORTEST_TIMEOUT_S = 5.0
@@ -99,7 +100,7 @@ def workers_read_otherwise(data: DataSide, private: DataSide, sample_s: float) -
         round_s = time.monotonic() - begun  # the first fetch was cold, and slower
         rounds = max(1, min(MOST_SAMPLES // len(keys), int(READING_S / max(round_s, 1e-6))))
         together = _read_by_two_workers(data, keys, rounds)
-        return together != [alone * rounds] * 2 and _is_always(alone, private.dataset, keys)
+        return together != [alone * rounds, _turned(alone) * rounds] and _is_always(alone, private.dataset, keys)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         log.info("the canary for shared handles found nothing out: %s", without_secrets(str(error)))
@@ -133,8 +134,13 @@ def _read_alone(dataset: Any, keys: list[Any]) -> list[str]:
 
 
 def _read_by_two_workers(data: DataSide, keys: list[Any], rounds: int) -> list[list[str]]:
-    """What each of two workers reads at the same time, all keys again and again."""
-    work = [(key, number) for number, key in enumerate(keys) for _ in range(2)] * rounds  # dealt out in turn
+    """What each of two workers reads at the same time, all keys again and again.
+
+    The second begins in the middle: two that read the same in step would not disturb each other.
+    """
+    numbered = [(key, number) for number, key in enumerate(keys)]
+    in_turn = [each for both in zip(numbered, _turned(numbered), strict=True) for each in both]
+    work = in_turn * rounds
     dataset: Any = _Digested(data.dataset)
     with _loader_for_a_moment() as open_loader:
         open_loader.open(
@@ -151,6 +157,10 @@ def _read_by_two_workers(data: DataSide, keys: list[Any], rounds: int) -> list[l
         )
         digests = list(open_loader.iterator)
     return [digests[0::2], digests[1::2]]
+
+
+def _turned(items: list[T]) -> list[T]:
+    return items[len(items) // 2 :] + items[: len(items) // 2]
 
 
 class _Digested(TracedDataset):

@@ -84,10 +84,10 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     if not count:
         raise ValueError("values is empty; a mean needs at least one")
     tail = _tail(confidence)
-    mean = math.fsum(values) / count
+    mean = math.fsum(value / count for value in values)  # a sum, or a square, of absurd values would overflow
     if count < 2:
         return Interval(value=mean, low=-math.inf, high=math.inf, count=count)
-    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    error = math.hypot(*(value - mean for value in values)) / math.sqrt((count - 1) * count)
     half = student_t_quantile(1 - tail, count - 1) * error
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
 

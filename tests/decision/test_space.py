@@ -36,7 +36,7 @@ def subset(*values):
 def spaces():
     return st.builds(
         Space,
-        max_workers=st.integers(0, 12),
+        max_workers=st.integers(0, 3),
         prefetch_factors=subset(1, 2, 4, 8),
         pin_memory=subset(False, True),
         persistent_workers=st.booleans(),
