@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
             into += [f"{where}, {count}"] * (count > MOST_PARAMETERS)
             long += [f"{where}, {lines}"] * (lines > MOST_LINES)
         called = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-        loaders = [node for node in called if ast.unparse(node.func).split(".")[-1] == "DataLoader"]
+        loaders = [node for node in called if ast.unparse(node.func).split(".")[-1] in ("DataLoader", "loader_class")]
         calls += [f"{module.name}: line {node.lineno}" for node in loaders]
     _print(f"functions with more than {MOST_PARAMETERS} parameters", wide)
     _print("more that users call, which may", users)

@@ -19,11 +19,11 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 
 PREFETCH_FACTORS = (1, 2, 4, 8)
-# Workers that wait (storage, network) do not need a core each; workers that compute gain nothing beyond the cores.
-WORKERS_PER_CORE_WAITING = 4
-WORKERS_PER_CORE_COMPUTING = 1.5
-# A worker that spends more than this share of its time without the CPU is one that waits.
-WAITING_SHARE = 0.3
+# Room beyond the workers that fill the cores: while some wait for their turn, others compute, and on few cores more processes
+# get more of the time that the step would take.
+FILLING_ROOM, MORE_WORKERS = 1.5, 2
+# Room beyond the workers that keep the step busy, for slow batches.
+FEEDING_ROOM = 2.5
 # More than this many worker processes on one rank has never been shown to help, and starting them takes seconds.
 MAX_WORKERS = 64
 # Share of /dev/shm, descriptors and memory that a configuration may plan to use.
@@ -219,14 +219,18 @@ class Space:
         return hashlib.sha256(json.dumps(axes, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def max_useful_workers(usable_cores: int, wall_s: float, cpu_s: float) -> int:
-    """How many workers could possibly help, from the wall and CPU seconds of one fetched batch.
+def max_useful_workers(usable_cores: int, wall_s: float, cpu_s: float, step_s: float = 0.0) -> int:
+    """How many workers could possibly help: those that fill the cores or keep the step busy, whichever are fewer, and more.
 
-    A soft cap: workers that compute gain nothing beyond the cores, workers that wait do.
+    Args:
+        usable_cores: of this process.
+        wall_s: of fetching one batch.
+        cpu_s: of the same; the rest of its time a worker waits and leaves its core to others.
+        step_s: of one training step; 0 for none.
     """
-    waiting = wall_s > 0 and 1 - cpu_s / wall_s > WAITING_SHARE
-    per_core = WORKERS_PER_CORE_WAITING if waiting else WORKERS_PER_CORE_COMPUTING
-    return min(MAX_WORKERS, max(2, round(per_core * usable_cores)))
+    filling = usable_cores * max(wall_s / cpu_s if cpu_s > 0 else math.inf, 1.0) if wall_s > 0 else usable_cores
+    feeding = max(wall_s / step_s if step_s > 0 else math.inf, usable_cores)
+    return round(min(MAX_WORKERS, FILLING_ROOM * filling + MORE_WORKERS, FEEDING_ROOM * feeding + MORE_WORKERS))
 
 
 def consumer_thread_counts(usable_cores: int, default_threads: int) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ A loader that somebody holds is never changed: `rebuild` makes another one like 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,10 @@ def build_loader(
     merged = {**tuned, **arguments}
     if merged.get("batch_sampler") is not None or merged.get("batch_size", 1) is None:
         merged.pop("drop_last", None)
-    return loader_class(dataset, **merged)
+    with warnings.catch_warnings():
+        # Where workers wait more of them than cores are right, and that was measured.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        return loader_class(dataset, **merged)
 
 
 def rebuild(loader: Any, config: LoaderConfig) -> Any:

@@ -54,6 +54,8 @@ class WarmupReport:
     first_fetch_s: float
     """Wall seconds of a first batch, fetched in the main process."""
     first_fetch_cpu_s: float
+    step_s: float = 0.0
+    """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True
@@ -136,7 +138,7 @@ class Bench:
             announce(phase)
             self._step = build_step(self._training, self._batch)
             self._timeline = timeline_of(self._step.device)
-            warm_up(self._step, self._batch, self._timeline)
+            step_s = warm_up(self._step, self._batch, self._timeline)
         except StopIteration:
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
         except Exception as error:
@@ -160,6 +162,7 @@ class Bench:
             on_accelerator=shape.on_accelerator,
             first_fetch_s=typical.wall_s,
             first_fetch_cpu_s=typical.cpu_s,
+            step_s=step_s,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
@@ -207,19 +210,19 @@ class Bench:
             self._timeline.release()
 
 
-def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
-    """Run the step until it takes what it will take from now on."""
+def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> float:
+    """Run the step until it takes what it will take from now on; the seconds of the quickest."""
     if timeline is not None:
-        _warm_up_device(step, batch, timeline)
-        return
-    begun = time.monotonic()
-    for _ in range(WARM_UP_STEPS):
+        return _warm_up_device(step, batch, timeline)
+    took: list[float] = []
+    while len(took) < WARM_UP_STEPS and sum(took) <= WARM_UP_S:
+        begun = time.monotonic()
         step.run(batch)
-        if time.monotonic() - begun > WARM_UP_S:
-            break
+        took.append(time.monotonic() - begun)
+    return min(took)
 
 
-def _warm_up_device(step: TrainingStep, batch: Any, timeline: Timeline) -> None:
+def _warm_up_device(step: TrainingStep, batch: Any, timeline: Timeline) -> float:
     timeline.open()
     took: list[float] = []
     while len(took) < MOST_WARM_UP_STEPS and not _is_warm(took):
@@ -227,6 +230,7 @@ def _warm_up_device(step: TrainingStep, batch: Any, timeline: Timeline) -> None:
         step.run(batch)
         timeline.synchronize()
         took.append(timeline.now() - begun)
+    return min(took)
 
 
 def _is_warm(took: list[float]) -> bool:

@@ -79,7 +79,8 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
 
 def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> tuple[int, bool]:
     """The most workers to try, and whether more would break a promise instead of being merely useless."""
-    useful = max_useful_workers(machine.usable_cores, warmup.first_fetch_s, warmup.first_fetch_cpu_s)
+    cores = machine.usable_cores
+    useful = max_useful_workers(cores, warmup.first_fetch_s, warmup.first_fetch_cpu_s, warmup.step_s)
     # A worker beyond the batches of an epoch never gets one.
     useful = min(useful, max(1, data.batches_per_epoch() or useful))
     caps = [settings.max_workers, data.shards]

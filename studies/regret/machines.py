@@ -5,6 +5,7 @@ Oracles are pickled under the name of this module: it must be imported by name, 
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from collections.abc import Sequence
@@ -23,6 +24,12 @@ GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 CORES = (4, 4, 8, 8, 16, 32, 64, 128)
 SMALL_TOO = (2, 2, 4, 4, 8, 8, 16, 32, 64, 128)
 """Machines with two cores among them."""
+FEW = (1, 2, 4)
+"""Small machines and containers."""
+MOST_FEEDING = 24.0
+"""On few cores a fetch may wait this many steps long, so that several workers a core are needed."""
+WIDE = 48
+"""More workers than help anyone on few cores: so far the oracle looks there, whatever the search allows itself."""
 
 
 def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, SimulatedMachine]:
@@ -67,11 +74,21 @@ def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, Sim
     )
 
 
+def few_cores_machine(seed: int) -> tuple[str, SimulatedMachine]:
+    """A machine of 1, 2 or 4 cores; where workers wait, far more of them than cores may be needed."""
+    kind, machine = random_machine(seed, FEW)
+    if not machine.wait_s:
+        return kind, machine
+    ratio = math.exp(random.Random(seed + 1).uniform(math.log(1.5), math.log(MOST_FEEDING)))
+    return kind, replace(machine, step_s=(machine.cpu_s + machine.wait_s) / ratio)
+
+
 def space_of(kind: str, machine: SimulatedMachine) -> Space:
     """The space that `tune()` would search on such a machine."""
     wall = machine.cpu_s + machine.wait_s
     threads = consumer_thread_counts(machine.cores, machine.cores) if kind == "cpu step" else (None,)
-    return Space(max_workers=max_useful_workers(machine.cores, wall, machine.cpu_s), consumer_threads=threads)
+    most = max_useful_workers(machine.cores, wall, machine.cpu_s, machine.step_s)
+    return Space(max_workers=most, consumer_threads=threads)
 
 
 class Oracle:

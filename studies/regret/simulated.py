@@ -31,7 +31,7 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
 from studies.regret import OURS, PLAIN_RULE
-from studies.regret.machines import oracle_of, random_machine, space_of
+from studies.regret.machines import WIDE, few_cores_machine, oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR, held_at
 from studies.regret.plateaus import plateaus
 from studies.regret.quantiles import at
@@ -185,11 +185,13 @@ PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
 SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
 
 
-def study_machine(seed: int, strategies: Sequence[str], kept: Path | None = None) -> list[Outcome]:
+def study_machine(
+    seed: int, strategies: Sequence[str], kept: Path | None = None, few_cores: bool = False
+) -> list[Outcome]:
     """Every strategy on one machine."""
-    kind, machine = random_machine(seed)
+    kind, machine = few_cores_machine(seed) if few_cores else random_machine(seed)
     space = space_of(kind, machine)
-    oracle = oracle_of(seed, machine, space, kept)
+    oracle = oracle_of(seed, machine, replace(space, max_workers=WIDE) if few_cores else space, kept)
     outcomes = []
     limits: dict[str, float] = {}
     for name in strategies:
@@ -257,13 +259,15 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--oracles", type=Path, help="folder in which the true rates are kept from run to run")
+    parser.add_argument("--few-cores", action="store_true", help="machines of 1, 2 and 4 cores, with much waiting")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     names = arguments.strategies.split(",")
     begun = time.monotonic()
     with multiprocessing.Pool(arguments.processes) as pool:
         jobs = [
-            (seed, names, arguments.oracles) for seed in range(arguments.first, arguments.first + arguments.machines)
+            (seed, names, arguments.oracles, arguments.few_cores)
+            for seed in range(arguments.first, arguments.first + arguments.machines)
         ]
         outcomes = [outcome for each in pool.starmap(study_machine, jobs, chunksize=2) for outcome in each]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -272,8 +276,12 @@ def main() -> None:
     if OURS in names:
         print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes))
         print("\n" + plateaus([outcome for outcome in outcomes if outcome.strategy == OURS]))
-    for kind in sorted({outcome.kind for outcome in outcomes}):
-        print(f"\n{kind}\n" + table([outcome for outcome in outcomes if outcome.kind == kind]))
+    groups = [(kind, [o for o in outcomes if o.kind == kind]) for kind in sorted({o.kind for o in outcomes})]
+    groups += [
+        (f"{cores} cores", [o for o in outcomes if o.cores == cores]) for cores in sorted({o.cores for o in outcomes})
+    ]
+    for name, group in groups:
+        print(f"\n{name}\n" + table(group))
     print(f"\n{arguments.machines} machines in {time.monotonic() - begun:.0f} s")
 
 

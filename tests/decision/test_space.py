@@ -155,19 +155,21 @@ def test_the_hash_changes_with_what_is_searched_and_not_with_what_happens_to_be_
 
 
 @pytest.mark.parametrize(
-    ("cores", "wall_s", "cpu_s", "most"),
+    ("cores", "wall_s", "cpu_s", "step_s", "most"),
     [
-        (4, 0.10, 0.10, 6),  # computes: one and a half per core
-        (4, 0.10, 0.01, 16),  # waits: four per core
-        (1, 0.10, 0.10, 2),  # one worker beside the step is always worth a try
-        (4, 0.0, 0.0, 6),  # nothing measured: taken for computing
-        (96, 0.10, 0.10, MAX_WORKERS),
-        (96, 0.10, 0.0, MAX_WORKERS),
-        (4, 0.10, 0.30, 6),  # a fetch that uses several threads
+        (4, 0.10, 0.10, 0.001, 8),  # computes: half as many again as cores, and two
+        (4, 0.10, 0.02, 0.001, 32),  # waits four fifths of its time: five times the cores, half as many again, and two
+        (2, 0.128, 0.0, 0.012, 29),  # waits all of it: what keeps the step busy, with room for slow batches
+        (2, 0.128, 0.0, 0.1, 7),  # a slow step needs few workers, whatever they wait
+        (1, 0.10, 0.10, 0.0, 4),  # one worker beside the step is always worth a try
+        (4, 0.0, 0.0, 0.0, 8),  # nothing measured: taken for computing
+        (96, 0.10, 0.10, 0.0, MAX_WORKERS),
+        (4, 0.10, 0.0, 0.0, MAX_WORKERS),  # waits, and nothing is trained
+        (4, 0.10, 0.30, 0.0, 8),  # a fetch that uses several threads
     ],
 )
-def test_as_many_workers_as_could_help(cores, wall_s, cpu_s, most):
-    assert max_useful_workers(cores, wall_s, cpu_s) == most
+def test_as_many_workers_as_could_help(cores, wall_s, cpu_s, step_s, most):
+    assert max_useful_workers(cores, wall_s, cpu_s, step_s) == most
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
 def test_workers_are_kept_where_starting_them_is_a_large_part_of_an_epoch() -> None:
     assert space_of(Rows(64)).persistent_workers
     assert not space_of(Rows(10_000_000)).persistent_workers
+
+
+def test_workers_that_wait_may_be_many_on_few_cores() -> None:
+    """128 ms of waiting before a step of 12 ms want 11 workers, whatever the cores; four a core were too few for two."""
+    waits = replace(READY, first_fetch_s=0.128, first_fetch_cpu_s=0.002, step_s=0.012)
+    machine = inspect_machine()
+    two_cores = replace(machine, cores=replace(machine.cores, usable=2))
+    workload = Workload(data=DataSide.from_dataset(Rows(4096), batch_size=8), training=TrainingSide())
+    assert make_space(workload, waits, two_cores, TuneOptions()).max_workers >= 20
+    assert make_space(workload, replace(waits, step_s=0.1), two_cores, TuneOptions()).max_workers <= 8
+    assert make_space(workload, waits, two_cores, TuneOptions(max_workers=6)).max_workers == 6
 
 
 def test_batches_out_of_order_are_searched_only_when_allowed() -> None:
