@@ -34,6 +34,9 @@ REFUTED = 3.0
 DEPTH_REFUTED = 1.5
 """A shallow queue that is faster than a deeper one by this many shows that this one slows the workers, as large batches do. It
 takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
+TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
+"""Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything. Without it 94.3
+instead of 95.0 % of 300 simulated machines (studies/regret/ABLATION.md)."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
 """How many times `MODEL_SD` the twin may err; the bursts show which."""
 PATHS = 256
@@ -87,7 +90,9 @@ class Posterior:
         )
 
     def updated(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
-        """The belief after bursts of the configurations at these positions.
+        """The belief after bursts of the configurations at these positions; what lies far off counts less.
+
+        Iteratively reweighted, as for errors that follow Student's t (Lange, Little and Taylor 1989).
 
         Args:
             seen: positions in `configs`, one per burst.
@@ -96,11 +101,13 @@ class Posterior:
         """
         if not seen:
             return self
-        where, values = np.array(seen), np.array(logs)
-        cross = self.covariance[:, where]
-        within = self.covariance[np.ix_(where, where)] + np.diag(np.array(variances))
-        gain = np.linalg.solve(within, cross.T).T
-        mean = self.mean + gain @ (values - self.mean[where])
+        where, values, noise = np.array(seen), np.array(logs), np.array(variances)
+        mean, cross, weights = self.mean, self.covariance[:, where], np.ones(len(values))
+        for _ in range(REWEIGHTINGS):
+            within = self.covariance[np.ix_(where, where)] + np.diag(noise / weights)
+            gain = np.linalg.solve(within, cross.T).T
+            mean = self.mean + gain @ (values - self.mean[where])
+            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + (values - mean[where]) ** 2 / noise)
         return replace(self, mean=mean, covariance=self.covariance - gain @ cross.T, drawn=None, sufficient=None)
 
     def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:

@@ -53,8 +53,11 @@ RULES: dict[str, list[Off]] = {
     "refuting sufficiency": [(posterior, "REFUTED", math.inf)],
     "queues slowed by depth": [(posterior, "DEPTH_REFUTED", math.inf)],
     "error of the twin by bursts": [(posterior, "MODEL_SCALES", (1.0,))],
+    "disturbed bursts count less": [(posterior, "REWEIGHTINGS", 1)],
+    "simulated scatter": [(model.Twin, "burst_scatter", lambda self, bursts: np.zeros(len(bursts)))],
     # race
     "cheapest unbeaten": [(Race, "_cheapest_unbeaten", lambda self, incumbent: incumbent)],
+    "five patient rounds": [(race, "PATIENT_ROUNDS", 3)],
     "admission": [(Race, "is_admitting", lambda self: False)],
     "full queues first": [(burst_source, "prefill_s", lambda *_: 0.0)],
     "rounds overrule belief": [(race, "_prove_faster", lambda *_: False)],
