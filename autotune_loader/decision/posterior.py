@@ -35,8 +35,8 @@ DEPTH_REFUTED = 1.5
 """A shallow queue that is faster than a deeper one by this many shows that this one slows the workers, as large batches do. It
 takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
 TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
-"""Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything. Without it 94.3
-instead of 95.0 % of 300 simulated machines (studies/regret/ABLATION.md)."""
+"""Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything. Without it
+94.3 instead of 95.0 % of 300 simulated machines are within 2 % (studies/regret/ABLATION.md)."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
 """How many times `MODEL_SD` the twin may err; the bursts show which."""
 PATHS = 256
