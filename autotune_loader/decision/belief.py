@@ -25,7 +25,15 @@ from autotune_loader.values.measurement import Failure, Measurement
 
 CORES_OF_A_SERIAL_STEP = 1.3
 """A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
-GROWS_WITH_WORKERS = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors", "deadline", "crashed")
+GROWS_WITH_WORKERS = (
+    "oom_killed",
+    "out_of_memory",
+    "memory_guard",
+    "shared_memory",
+    "descriptors",
+    "deadline",
+    "crashed",
+)
 """What more workers make worse, whatever else is set."""
 
 
@@ -108,7 +116,11 @@ class Beliefs:
 
     def feasible(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried, by arithmetic or by what failures taught; None where it may."""
-        return self.space.veto(config) or self._too_many_workers(config)
+        return self._space.veto(config) or self._too_many_workers(config)
+
+    def is_beyond_failures(self, config: LoaderConfig) -> bool:
+        """Whether as few workers, or fewer, have failed, and no more have succeeded."""
+        return self._too_many_workers(config) is not None
 
     def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
         failed = self._fewest_that_failed()
@@ -120,7 +132,9 @@ class Beliefs:
     def _fewest_that_failed(self) -> int | None:
         """The fewest workers that failed, of those than which no more have succeeded; None where there are none."""
         most = self._most_that_succeeded()
-        failed = [each.config.num_workers for each in self.log if each.config.num_workers > most and _is_for_workers(each)]
+        failed = [
+            each.config.num_workers for each in self.log if each.config.num_workers > most and _is_for_workers(each)
+        ]
         return min(failed, default=None)
 
     def _most_that_succeeded(self) -> int:

@@ -81,7 +81,7 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
         return Stop(reason=reason)
     tried = {each.config for each in beliefs.log} | set(goal.elsewhere)
     planned = goal.begin_with if goal.queue is None else [*goal.begin_with, *goal.queue]
-    untried = next((config for config in planned if config not in tried), None)
+    untried = next((each for each in planned if each not in tried and not beliefs.is_beyond_failures(each)), None)
     if untried is not None:
         return Explore(config=untried)
     if goal.queue is not None:

@@ -1,7 +1,7 @@
 """Batches whose slow fetch was cut short, as they would have been: the loop that their workers would feed.
 
-    seen       fetch ▓▓ (2 of 16 samples)      step
-    as whole   fetch ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          step       worker after worker, for some rounds
+seen       fetch ▓▓ (2 of 16 samples)      step
+as whole   fetch ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          step       worker after worker, for some rounds
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ class Wrapped:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(object.__getattribute__(self, "_inner"))
+        inner_class: type = object.__getattribute__(self, "_inner").__class__  # that of the innermost
+        return inner_class
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_inner"), name)

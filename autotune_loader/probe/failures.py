@@ -49,7 +49,7 @@ class StoppedError(RuntimeError):
 
 
 def is_of_dataset(error: Exception) -> bool:
-    """Whether an exception of user code may be the fault of a sample: not of a lack of memory, say, which depends on workers."""
+    """Whether an exception may be the fault of a sample: not of a lack of memory, say, which depends on the workers."""
     if isinstance(error, StoppedError):
         return False
     kind, text, _ = _diagnosis(error)

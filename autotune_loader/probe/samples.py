@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate, default_convert
+from torch.utils.data import IterableDataset, default_collate
 
 from autotune_loader.pipeline.tracing import Wrapped, batch_begun, dumps, loads, note_unread
 from autotune_loader.pipeline.workload import DataSide
@@ -70,7 +70,7 @@ class Notebook:
         for path in sorted(Path(self._folder).glob("raised-*")):
             with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
                 while True:
-                    found.append(pickle.load(file))
+                    found.append(pickle.load(file))  # noqa: S301 - our own processes wrote it
             path.unlink(missing_ok=True)
         return found
 
@@ -159,8 +159,8 @@ class BurstDataset(Wrapped):
                 break
         if read:
             reader.good, reader.has_good = read[-1][0], True
-        for key, error in raised:  # after the others, of which each stands for one that could be read
-            reader.note((key,), f"sample {key!r}", error)
+        for key, raised_by in raised:  # after the others, of which each stands for one that could be read
+            reader.note((key,), f"sample {key!r}", raised_by)
             read.append((reader.good, self._alone(reader.good)))
         whole = [read[position % len(read)] for position in range(len(keys))]
         _keys[:] = [key for key, _ in whole]
@@ -185,6 +185,7 @@ class BurstStream(Wrapped, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         paced = self._reader.is_paced and self._batch_size is not None
         samples, delivered, begun, pace = iter(self._inner), 0, None, _Pace(0)
+        sample: Any = None
         _keys.clear()
         while True:
             if paced and batch_begun() != begun:
@@ -203,7 +204,8 @@ class BurstStream(Wrapped, IterableDataset[Any]):
                 self._reader.note((), f"the sample after {delivered:,} of a process's stream", error)
                 return
             delivered += 1
-            pace.note()
+            if paced:
+                pace.note()
             yield sample
 
 
@@ -297,14 +299,15 @@ def for_bursts(data: DataSide, notebook: Notebook, *, is_paced: bool) -> DataSid
         notebook: where what raised is noted.
         is_paced: whether the fetch of a batch may be cut short.
     """
-    batched = data.batch_size is not None or data.batch_sampler is not None
-    collate_fn = data.collate_fn or (default_collate if batched else default_convert)
+    collate_fn = data.collate_fn
+    if data.batch_size is not None or data.batch_sampler is not None:
+        collate_fn = BurstCollate(collate_fn or default_collate, notebook)
     dataset: Any = (
         BurstStream(data.dataset, notebook, is_paced, data.batch_size)
         if data.is_iterable
         else BurstDataset(data.dataset, notebook, is_paced)
     )
-    return replace(data, dataset=dataset, collate_fn=BurstCollate(collate_fn, notebook))
+    return replace(data, dataset=dataset, collate_fn=collate_fn)
 
 
 def raises_alone(data: DataSide, raised: Raised) -> bool:

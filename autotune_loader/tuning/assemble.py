@@ -75,7 +75,11 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         verdict=verdict,
         advice=advice,
         summary=_summary(best, state, measured, verdict, status, context),
-        warnings=(*_bad_samples(state, context), *_warnings(best, state, context), *([growth] if growth is not None else [])),
+        warnings=(
+            *_bad_samples(state, context),
+            *_warnings(best, state, context),
+            *([growth] if growth is not None else []),
+        ),
         finals=_finals(state),
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,

@@ -110,7 +110,7 @@ class BurstSource:
 
     def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
-        deadline = self._deadline_s()
+        deadline = self._deadline_s(config)
         whole = config.num_workers > 0
         plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=deadline, whole_epochs=whole)
         return self._probe.burst(config, plan)
@@ -122,8 +122,8 @@ class BurstSource:
             plan,
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
-            deadline_s=self._deadline_s(),
+            deadline_s=self._deadline_s(config),
         )
 
-    def _deadline_s(self) -> float:
-        return deadline_s(self._trials, self._seconds_left(), self._first_batch_s)
+    def _deadline_s(self, config: LoaderConfig) -> float:
+        return deadline_s(self._trials, self._seconds_left(), self._first_batch_s, config)

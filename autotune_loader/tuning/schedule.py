@@ -47,6 +47,8 @@ LONGEST_PREFILL_S = 0.75
 DEADLINE_FACTOR = 10.0
 """A burst that takes longer than this many times the slowest successful one is taken for a hang."""
 SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 10.0, 120.0
+WORKER_DEADLINE_S = 1.0
+"""And so much longer for each worker, which may have to import all anew."""
 UNKNOWN_DEADLINE_S = 30.0
 """Before a burst with workers has shown how long these take to start."""
 LEAST_DEADLINE_S = 20.0
@@ -186,16 +188,20 @@ def prefill_s(config: LoaderConfig, measured: Measurement, context: TwinContext)
     return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
 
 
-def deadline_s(trials: Sequence[Trial], seconds_left: float, first_batch_s: float = 0.0) -> float:
+def deadline_s(
+    trials: Sequence[Trial], seconds_left: float, first_batch_s: float = 0.0, config: LoaderConfig | None = None
+) -> float:
     """Seconds after which a burst is taken for a hang.
 
     Args:
         trials: so far.
         seconds_left: of the budget.
         first_batch_s: what the very first batch took.
+        config: what is run.
     """
     done = [trial for trial in trials if trial.measurement]
     longest = max((trial.seconds for trial in done), default=0.0)
     shortest = SHORTEST_DEADLINE_S if any(trial.config.num_workers for trial in done) else UNKNOWN_DEADLINE_S
+    shortest += WORKER_DEADLINE_S * (config.num_workers if config is not None else 0)
     patient = min(LONGEST_DEADLINE_S, max(shortest, DEADLINE_FACTOR * longest))
     return max(min(patient, max(seconds_left, LEAST_DEADLINE_S)), 2 * longest, FETCHES_TO_WAIT_FOR * first_batch_s)

@@ -168,7 +168,9 @@ class TuningSession:
         suggested = [config for config in self._job.suggestions if self._space.veto(config) is None]
         design = initial_design(self._space, self._job.usable_cores) if is_auto else ()
         begin_with = list(dict.fromkeys([*own, LoaderConfig(), *suggested, *design]))
-        if self._job.fetch_s > SLOW_FETCH_S:  # there may be time for one or two, and those without workers say the least
+        if (
+            self._job.fetch_s > SLOW_FETCH_S
+        ):  # there may be time for one or two, and those without workers say the least
             begin_with.sort(key=lambda config: -config.num_workers)
         grid = self._space.configs() if self._options.search == "grid" else None
         while True:
@@ -183,7 +185,9 @@ class TuningSession:
     def _goal(self, begin_with: Sequence[LoaderConfig], grid: Sequence[LoaderConfig] | None) -> Goal:
         variants_kept = self._count_variants()
         # What failures took is lost to exploring and rounds alike: a hang must not end the search before it has looked below.
-        budget_s = self._options.budget_s - sum(trial.seconds for trial in self.state.trials if trial.measurement is None)
+        budget_s = self._options.budget_s - sum(
+            trial.seconds for trial in self.state.trials if trial.measurement is None
+        )
         share = FINALS_SHARE + (VARIANTS_SHARE if variants_kept else 0.0)
         epoch = EpochLength.of(self.state.trials, self._job.epoch_batches)
         epochs_s = 0.0 if epoch is None else epoch.kept_s(budget_s)

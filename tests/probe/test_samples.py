@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,9 @@ def test_the_dataset_stays_the_users_and_travels(notebook: Notebook) -> None:
     for data in (side(Numbers()), side(Stream())):
         wrapped = for_bursts(data, notebook, is_paced=True).dataset
         assert isinstance(wrapped, type(data.dataset))
+        assert isinstance(
+            make_traced_loader(replace(data, dataset=wrapped), LoaderConfig(), 0).dataset, type(data.dataset)
+        )
         assert type(pickle.loads(pickle.dumps(wrapped))) is type(wrapped)
 
 
@@ -212,7 +216,9 @@ def test_a_slow_fetch_is_cut_short_and_filled_up(
     monkeypatch.setattr(samples_module, "time", fake)
     dataset: Any = Slow(clock, *seconds)
 
-    (batch, fetch), *_ = batches(side(SlowStream(dataset) if stream else dataset, batch_size=16), notebook, 1, is_paced=True)
+    (batch, fetch), *_ = batches(
+        side(SlowStream(dataset) if stream else dataset, batch_size=16), notebook, 1, is_paced=True
+    )
 
     assert len(batch) == 16
     assert len(set(batch.tolist())) == read

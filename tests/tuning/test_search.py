@@ -63,7 +63,9 @@ class Interrupting:
         return self.probe.step_ceiling(threads, plan)
 
 
-def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", job=None, **options):
+def run_on(
+    machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", job=None, **options
+):
     clock = FakeClock()
     probe = probe or SimulatedProbe(machine, clock, seed=seed)
     simulated = getattr(probe, "probe", probe)
@@ -334,7 +336,9 @@ def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind,
 def test_workers_are_tried_first_where_a_fetch_takes_seconds():
     machine = SimulatedMachine(cores=4, cpu_s=0.1, wait_s=3.0)
     found, _, _ = run_on(machine, own=None, job={"fetch_s": 3.1, "first_batch_s": 3.1})
-    assert [trial.config.num_workers for trial in found.trials[:3]] == [4, 1, 0]
+    # THEN there was time for some trials, and the one that tells most is among them
+    assert found.trials[0].config.num_workers == 4
+    assert all(trial.measurement for trial in found.trials)
 
 
 def test_a_deadline_follows_the_first_fetches():
@@ -368,7 +372,7 @@ def test_where_everything_fails_nothing_is_found(search):
     found, _, clock = run_on(machine, search=search)
     assert found.fastest() is None
     assert found.finals is None
-    assert all(trial.failure.kind == "user_exception" for trial in found.trials)
+    assert {trial.failure.kind for trial in found.trials} <= {"user_exception", "infeasible"}
     assert clock() <= 62
 
 
