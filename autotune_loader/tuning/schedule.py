@@ -47,8 +47,6 @@ LONGEST_PREFILL_S = 0.75
 DEADLINE_FACTOR = 10.0
 """A burst that takes longer than this many times the slowest successful one is taken for a hang."""
 SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 10.0, 120.0
-WORKER_DEADLINE_S = 1.0
-"""And so much longer for each worker, which may have to import all anew."""
 UNKNOWN_DEADLINE_S = 30.0
 """Before a burst with workers has shown how long these take to start."""
 LEAST_DEADLINE_S = 20.0
@@ -201,7 +199,9 @@ def deadline_s(
     """
     done = [trial for trial in trials if trial.measurement]
     longest = max((trial.seconds for trial in done), default=0.0)
-    shortest = SHORTEST_DEADLINE_S if any(trial.config.num_workers for trial in done) else UNKNOWN_DEADLINE_S
-    shortest += WORKER_DEADLINE_S * (config.num_workers if config is not None else 0)
-    patient = min(LONGEST_DEADLINE_S, max(shortest, DEADLINE_FACTOR * longest))
+    workers = max((trial.config.num_workers for trial in done), default=0)
+    shortest = SHORTEST_DEADLINE_S if workers else UNKNOWN_DEADLINE_S
+    # Many more workers than were seen to start take as much longer to start.
+    more = config.num_workers / max(workers, 1) if config is not None else 0.0
+    patient = min(LONGEST_DEADLINE_S, max(shortest, max(DEADLINE_FACTOR, more) * longest))
     return max(min(patient, max(seconds_left, LEAST_DEADLINE_S)), 2 * longest, FETCHES_TO_WAIT_FOR * first_batch_s)
