@@ -68,7 +68,7 @@ class Notebook:
         """What was noted since this was asked last."""
         found: list[Raised] = []
         for path in sorted(Path(self._folder).glob("raised-*")):
-            with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            with path.open("rb") as file, contextlib.suppress(Exception):  # until its end, or where a worker was killed
                 while True:
                     found.append(pickle.load(file))  # noqa: S301 - our own processes wrote it
             path.unlink(missing_ok=True)

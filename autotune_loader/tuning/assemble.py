@@ -286,7 +286,7 @@ def _warnings(best: LoaderConfig, state: SearchState, context: RunContext) -> tu
     notes = [*consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
         notes += state.finals.notes
-    notes += _extrapolated(state, context)
+    notes += _about_slow_batches(state, context)
     failed = [trial for trial in state.trials if trial.failure is not None]
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
@@ -314,16 +314,17 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
     return sentences
 
 
-def _extrapolated(state: SearchState, context: RunContext) -> list[str]:
-    """What must be said of rates where batches were too slow to be fetched whole."""
+def _about_slow_batches(state: SearchState, context: RunContext) -> list[str]:
+    """What must be said of rates where a batch takes seconds."""
     whole_s, seen_s = context.warmup.first_fetch_s, context.warmup.first_batch_s
-    if whole_s < seen_s + SLOW_FETCH_S:
-        return []
-    unsure = "" if state.finals is not None else ", and no time was left for paired rounds: a larger budget has some"
-    return [
-        f"fetching a batch takes about {whole_s:.0f} s in one process, so bursts read parts of batches and their rates are "
-        f"extrapolated{unsure}"
-    ]
+    reasons = []
+    if whole_s > seen_s + SLOW_FETCH_S:
+        reasons.append("bursts read parts of batches and their rates are extrapolated")
+    if whole_s > SLOW_FETCH_S and state.finals is None:
+        reasons.append("there was no time for paired rounds (a larger budget has some)")
+    return (
+        [f"a batch takes about {whole_s:.0f} s to fetch in one process, so {' and '.join(reasons)}"] if reasons else []
+    )
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:
