@@ -24,8 +24,8 @@ from autotune_loader.tuning.schedule import (
 from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 
-MOST_OVERRUN = 0.1
-"""Of the budget: a first round that would take more than is left, and this, is not begun."""
+MOST_OVERRUN, LEAST_OVERRUN_S = 0.1, 2.0
+"""A first round that would overrun the budget by more than this share, and by more than these seconds, is not begun."""
 
 
 class Finals:
@@ -93,7 +93,7 @@ class Finals:
         while len(chosen) > 1 and least_rounds * self._round_s(chosen) > seconds_left:
             chosen.pop()
         late_s = self._round_s(chosen) - seconds_left
-        return chosen if late_s <= MOST_OVERRUN * self._options.budget_s else []
+        return chosen if late_s <= max(MOST_OVERRUN * self._options.budget_s, LEAST_OVERRUN_S) else []
 
     def _rules(self, epoch: EpochLength | None) -> RaceRules:
         return RaceRules(
