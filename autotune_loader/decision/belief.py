@@ -25,21 +25,46 @@ from autotune_loader.values.measurement import Failure, Measurement
 
 CORES_OF_A_SERIAL_STEP = 1.3
 """A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
-FAILURES_TO_STOP_GROWING = 2
-"""After this many failures of `RUN_OUT_OF` at this many workers or fewer, no more workers are tried."""
-RUN_OUT_OF = ("oom_killed", "out_of_memory", "memory_guard", "shared_memory", "descriptors")
+GROWS_WITH_WORKERS = (
+    "oom_killed",
+    "out_of_memory",
+    "memory_guard",
+    "shared_memory",
+    "descriptors",
+    "deadline",
+    "crashed",
+)
+"""What more workers make worse, whatever else is set."""
 
 
 class Beliefs:
     """What the evidence so far says of every configuration of a space."""
 
     def __init__(self, space: Space, context: TwinContext, *, seed: int = 0) -> None:
-        self.space = space
+        self._space = space
         self.context = context
         self.log = EvidenceLog()
         self._seed = seed
         self._twin: tuple[object, Twin | None] | None = None
         self._posterior: tuple[object, Posterior | None] | None = None
+
+    @property
+    def space(self) -> Space:
+        """The legal configurations, with fewer workers than failed where no more than those have succeeded."""
+        failed = self._fewest_that_failed()
+        return self._space if failed is None else replace(self._space, max_workers=failed - 1)
+
+    @space.setter
+    def space(self, space: Space) -> None:
+        self._space = space
+
+    def below_failures(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with no more workers than lie halfway from those that succeeded to those that failed."""
+        failed = self._fewest_that_failed()
+        if failed is None or not config.num_workers:
+            return config
+        halfway = (self._most_that_succeeded() + failed) // 2
+        return replace(config, num_workers=min(config.num_workers, max(halfway, 1)))
 
     def twin(self) -> Twin | None:
         """The queueing model of all modelled evidence of steady rates; None before there is any."""
@@ -51,7 +76,7 @@ class Beliefs:
 
     def posterior(self) -> Posterior | None:
         """The joint belief about the steady rates of every legal configuration, and of every one observed."""
-        version = (self.log.version, self.context, self.space)
+        version = (self.log.version, self.context, self._space)
         if self._posterior is None or self._posterior[0] != version:
             twin = self.twin()
             self._posterior = (version, None if twin is None else self._corrected(twin))
@@ -80,8 +105,9 @@ class Beliefs:
             return None
         look = min(seen, key=lambda each: each.config.num_workers).measurement
         assert look is not None
-        config = plain_rule_of(look, self.context.usable_cores, self.space.max_workers)
-        return config if self.space.veto(config) is None else None
+        space = self.space
+        config = plain_rule_of(look, self.context.usable_cores, space.max_workers)
+        return config if space.veto(config) is None else None
 
     def predicted(self, config: LoaderConfig) -> float | None:
         """Samples/s that the twin expects; None before it knows anything, and of batches of another size."""
@@ -90,26 +116,29 @@ class Beliefs:
 
     def feasible(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried, by arithmetic or by what failures taught; None where it may."""
-        return self.space.veto(config) or self._too_many_workers(config)
+        return self._space.veto(config) or self._too_many_workers(config)
+
+    def is_beyond_failures(self, config: LoaderConfig) -> bool:
+        """Whether as few workers, or fewer, have failed, and no more have succeeded."""
+        return self._too_many_workers(config) is not None
 
     def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
-        fell = sorted(
-            each.config.num_workers
-            for each in self.log
-            if each.phase == "search"
-            and each.failure is not None
-            and each.failure.kind in RUN_OUT_OF
-            and each.config.num_workers > 0
-            and each.config.batch_size is None
-        )
-        if len(fell) < FAILURES_TO_STOP_GROWING or config.num_workers < fell[FAILURES_TO_STOP_GROWING - 1]:
+        failed = self._fewest_that_failed()
+        if failed is None or config.num_workers < failed:
             return None
-        return Failure(
-            kind="infeasible",
-            phase="plan",
-            message=f"{config.num_workers} workers were not tried: {len(fell)} trials with {fell[0]} or more ran out of "
-            "memory or descriptors",
-        )
+        message = f"{config.num_workers} workers were not tried: {failed} failed, and nothing succeeded with more"
+        return Failure(kind="infeasible", phase="plan", message=message)
+
+    def _fewest_that_failed(self) -> int | None:
+        """The fewest workers that failed, of those than which no more have succeeded; None where there are none."""
+        most = self._most_that_succeeded()
+        failed = [
+            each.config.num_workers for each in self.log if each.config.num_workers > most and _is_for_workers(each)
+        ]
+        return min(failed, default=None)
+
+    def _most_that_succeeded(self) -> int:
+        return max((each.config.num_workers for each in self.log if each.measurement is not None), default=0)
 
     def _modelled(self) -> list[Evidence]:
         """Evidence that the twin understands: what varies in other knobs is compared by its rates alone."""
@@ -118,7 +147,7 @@ class Beliefs:
     def _corrected(self, twin: Twin) -> Posterior:
         seen = [each for each in self._modelled() if each.measurement is not None]
         tried = dict.fromkeys(each.key for each in seen)
-        failed = {e.key for e in self._modelled() if e.phase == "search" and e.failure is not None} - set(tried)
+        failed = {e.key for e in self._modelled() if e.failure is not None} - set(tried)
         legal = [config.key() for config in self.space.modelled_configs()]
         configs = [config for config in dict.fromkeys([*legal, *tried]) if config not in failed]
         before = self._prior(configs, twin)
@@ -162,6 +191,15 @@ def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: Twin
         step_s_by_threads=context.step_s_by_threads,
         seed=seed,
     )
+
+
+def _is_for_workers(evidence: Evidence) -> bool:
+    """Whether it failed in a way that says the same of more workers: not by another batch size, say, or by pinning."""
+    config, failure = evidence.config, evidence.failure
+    if failure is None or failure.kind == "infeasible" or config.batch_size is not None:
+        return False
+    plain = not config.pin_memory and not config.device_prefetch and config.in_order
+    return failure.kind in GROWS_WITH_WORKERS or plain
 
 
 def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:

@@ -2,6 +2,7 @@
 
     explore   the configurations to begin with ─► what the plain rule makes of them ─► the one of which an observation teaches
               most, again and again
+              never far beyond the workers that succeeded, once more have failed
     compare   paired rounds between the shortlist and the baseline, until they are decided or not worth their time
 
 Pure: the caller observes, records and asks again.
@@ -80,7 +81,7 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
         return Stop(reason=reason)
     tried = {each.config for each in beliefs.log} | set(goal.elsewhere)
     planned = goal.begin_with if goal.queue is None else [*goal.begin_with, *goal.queue]
-    untried = next((config for config in planned if config not in tried), None)
+    untried = next((each for each in planned if each not in tried and not beliefs.is_beyond_failures(each)), None)
     if untried is not None:
         return Explore(config=untried)
     if goal.queue is not None:
@@ -89,13 +90,15 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
         return Stop(reason=StopReason.OUT_OF_BUDGET)
     keys = {config.key() for config in tried}
     rule = beliefs.plain_rule() if goal.by_belief else None
-    if rule is not None and rule not in keys:
-        return Explore(config=rule)
+    if rule is not None and beliefs.below_failures(rule) not in keys:
+        return Explore(config=beliefs.below_failures(rule))
     if not goal.by_belief:
         return Explore(config=None)
     posterior = beliefs.posterior()
     config = None if posterior is None else suggest(posterior, beliefs.space, keys, goal.tolerance)
-    return Stop(reason=StopReason.CHOICE_SAFE) if config is None else Explore(config=config)
+    if config is None:
+        return Stop(reason=StopReason.CHOICE_SAFE)
+    return Explore(config=beliefs.below_failures(config))
 
 
 def compare(race: Race, seconds_left: float) -> Compare | Stop:

@@ -60,7 +60,7 @@ LEAST_OF_WINNER = 2
 BASELINE_PRECISION = 0.03
 """The baseline is only compared with the winner; once that ratio is known this well it sits out."""
 MAX_FAILURES = 2
-"""A candidate that failed this often in the race is out."""
+"""A candidate that failed this often in the race is out; one that hung, at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,7 @@ class Race:
         rules: what is asked.
         believe: what is known of everything, the usable rounds included; used for the choice, never for a rate. It may return
             None, and then the rounds alone decide.
+        baseline_runs: False for a baseline that cannot be run.
     """
 
     def __init__(
@@ -111,10 +112,12 @@ class Race:
         baseline: LoaderConfig,
         rules: RaceRules,
         believe: Callable[[], Posterior | None] = lambda: None,
+        *,
+        baseline_runs: bool = True,
     ) -> None:
         self.rules = rules
         self.baseline = baseline
-        self.configs = list(dict.fromkeys([*candidates, baseline]))
+        self.configs = list(dict.fromkeys([*candidates, *([baseline] if baseline_runs else [])]))
         self.rounds: list[Round] = []
         self.latest: dict[LoaderConfig, Measurement] = {}
         self.spent_s = 0.0
@@ -157,7 +160,11 @@ class Race:
 
     def active(self) -> list[LoaderConfig]:
         """Who has not failed too often."""
-        return [config for config in self.configs if len(self._failures.get(config, ())) < MAX_FAILURES]
+        return [config for config in self.configs if not self._is_out(self._failures.get(config, ()))]
+
+    @staticmethod
+    def _is_out(failures: Sequence[Failure]) -> bool:
+        return len(failures) >= MAX_FAILURES or any(failure.kind == "deadline" for failure in failures)
 
     def incumbent(self, least_rounds: int = 1) -> LoaderConfig | None:
         """Who would be chosen now, of those that ran so often, if any did, and did not fail."""

@@ -10,8 +10,13 @@ from typing import overload
 
 from autotune_loader.values.trace import BatchTrace
 
-Fetch = tuple[int, float, float, float, float, int]
-"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples"""
+Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, float]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples and, where the fetch was cut short, unread_s"""
+
+
+def unread_s_of(fetch: Fetch) -> float:
+    """Seconds by which a fetch was cut short; 0 where it was not."""
+    return fetch[6] if len(fetch) == 7 else 0.0
 
 
 class History(Sequence[BatchTrace]):
@@ -56,7 +61,8 @@ class History(Sequence[BatchTrace]):
         row = self._rows[index]
         if isinstance(row, BatchTrace):
             return row
-        (worker, fetch_start, fetch_end, collate_end, cpu_s, samples), requested, received, step_end = row
+        fetch, requested, received, step_end = row
+        worker, fetch_start, fetch_end, collate_end, cpu_s, samples = fetch[:6]
         trace = BatchTrace(
             worker=worker,
             fetch_start=fetch_start,
@@ -67,6 +73,7 @@ class History(Sequence[BatchTrace]):
             received=received,
             step_end=step_end,
             samples=samples,
+            unread_s=unread_s_of(fetch),
         )
         self._rows[index] = trace
         return trace

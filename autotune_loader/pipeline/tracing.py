@@ -30,7 +30,7 @@ class _Process:
     which is what 1 % of a batch from memory leaves.
     """
 
-    __slots__ = ("begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "worker")
+    __slots__ = ("begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "worker")
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -40,13 +40,15 @@ class _Process:
         self.skip = 0
         """Short batches to come for which they are not: they take `cpu_share` of their wall seconds."""
         self.cpu_share = 1.0
+        self.unread_s = 0.0
+        """Seconds that the part of this batch which is not read would have taken."""
         self.worker = MAIN_PROCESS
         # In the main process the training step's threads must not count; in a worker every thread works for the batch.
         self.cpu_clock: Callable[[], float] = time.thread_time
 
     def becomes(self, worker: int) -> None:
         """A new worker, which must not inherit what a fork copied."""
-        self.begun, self.skip, self.worker, self.cpu_clock = None, 0, worker, time.process_time
+        self.begun, self.skip, self.unread_s, self.worker, self.cpu_clock = None, 0, 0.0, worker, time.process_time
 
     def cpu_s(self, wall_s: float) -> float:
         """CPU seconds of the batch that ends now."""
@@ -69,6 +71,16 @@ def _begin() -> None:
     here.begun = time.monotonic()
 
 
+def batch_begun() -> float | None:
+    """When the batch was begun that this process is making."""
+    return _here.begun
+
+
+def note_unread(seconds: float) -> None:
+    """Add the time of samples that the batch which this process is making does without."""
+    _here.unread_s += seconds
+
+
 class TracedCollate:
     """The user's collate function, which also closes the batch's record."""
 
@@ -85,14 +97,17 @@ class TracedCollate:
         count = len(samples) if self._batched else 1
         batch = self._collate_fn(samples)
         end = time.monotonic()
+        if here.unread_s:
+            unread_s, here.unread_s = here.unread_s, 0.0
+            return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count, unread_s)
         return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn, self._batched)),)
 
 
-class _Traced:
-    """What both kinds of traced dataset share: to everything but the fetch they are the user's own dataset.
+class Wrapped:
+    """What all kinds of wrapped datasets share: to everything but the fetch they are the user's own dataset.
 
     `worker_init_fn` reaches the dataset through `get_worker_info().dataset` and may read and set its attributes or check
     its class; all of that goes through to the user's object.
@@ -103,7 +118,8 @@ class _Traced:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(object.__getattribute__(self, "_inner"))
+        inner_class: type = object.__getattribute__(self, "_inner").__class__  # that of the innermost
+        return inner_class
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_inner"), name)
@@ -118,7 +134,7 @@ class _Traced:
         return self.__reduce__()
 
 
-class TracedDataset(_Traced):
+class TracedDataset(Wrapped):
     """A map-style dataset that notes when a batch was begun.
 
     `__getitems__` is always there: torch then fetches a whole batch in one call, and the loop below is the one that torch
@@ -149,7 +165,7 @@ class TracedDataset(_Traced):
         return len(object.__getattribute__(self, "_inner"))
 
 
-class TracedIterable(_Traced, IterableDataset[Any]):
+class TracedIterable(Wrapped, IterableDataset[Any]):
     """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -197,7 +213,7 @@ class EndlessBatches:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _here.begun, _here.skip = None, 0
+    _here.begun, _here.skip, _here.unread_s = None, 0, 0.0
 
 
 class TracedWorkerInit:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
@@ -18,10 +22,11 @@ from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.null_data import null_data, pausing_step
+from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
 
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 # The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
 WARM_UP_STEPS = 3
 WARM_UP_S = 1.0
+# Where the first batch took no longer, no batch is slow enough to be cut short, and samples are not timed one by one.
+PACED_FETCH_S = 0.25
 # A first batch that took no longer is looked at twice.
 SECOND_LOOK_S = 0.5
 # On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
@@ -52,10 +59,12 @@ class WarmupReport:
     on_accelerator: bool
     """Whether the dataset itself yields tensors on an accelerator, which workers and pinning cannot handle."""
     first_fetch_s: float
-    """Wall seconds of a first batch, fetched in the main process."""
+    """Wall seconds that a first batch takes, fetched in the main process."""
     first_fetch_cpu_s: float
     step_s: float = 0.0
     """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
+    first_batch_s: float = 0.0
+    """Wall seconds until it was there: less, where its slow fetch was cut short."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True
@@ -66,6 +75,8 @@ class WarmupReport:
     """CUDA's UUID of the device that the step runs on; None for a CPU."""
     notes: tuple[str, ...] = ()
     """What the user should know of the step, such as that nothing is trained."""
+    bad_samples: tuple[BadSample, ...] = ()
+    """Samples of the first batches that raised, and had others in their place."""
 
 
 def gpus_of(warmup: WarmupReport | None) -> Gpus | None:
@@ -81,10 +92,16 @@ def _gpus(uuid: str) -> Gpus:
 
 
 class FetchTime(NamedTuple):
-    """What fetching one batch in the main process took."""
+    """What fetching one batch in the main process takes."""
 
     wall_s: float
     cpu_s: float
+
+    @classmethod
+    def of(cls, fetch: Fetch, took_s: float) -> FetchTime:
+        """All of it, where it took so long until it was there, or was cut short."""
+        whole_s = took_s + unread_s_of(fetch)
+        return cls(whole_s, fetch[4] * whole_s / max(took_s, 1e-9))
 
 
 def _one_or_two(first: FetchTime, batches: Iterator[Any]) -> list[FetchTime]:
@@ -96,7 +113,7 @@ def _one_or_two(first: FetchTime, batches: Iterator[Any]) -> list[FetchTime]:
         _, fetch = next(batches)
     except Exception:  # the first batch was all there is, or a burst will tell what is wrong
         return [first]
-    return [first, FetchTime(time.monotonic() - begun, fetch[4])]
+    return [first, FetchTime.of(fetch, time.monotonic() - begun)]
 
 
 class Bench:
@@ -106,10 +123,15 @@ class Bench:
         data: gives the data side that workers inherit; the main process never fetches from it.
         private_data: gives a data side that the main process may fetch from, filled caches and open handles and all.
         training: makes model, step and optimizer, as training would begin with them.
+        scratch: a folder that is removed in the end; None makes one.
     """
 
     def __init__(
-        self, data: Callable[[], DataSide], private_data: Callable[[], DataSide], training: Callable[[], TrainingSide]
+        self,
+        data: Callable[[], DataSide],
+        private_data: Callable[[], DataSide],
+        training: Callable[[], TrainingSide],
+        scratch: str | None = None,
     ) -> None:
         self._data = data
         self._private_data = private_data
@@ -119,6 +141,13 @@ class Bench:
         self._timeline: Timeline | None = None
         self._batch: Any = None
         self._samples = 0
+        folder = scratch or tempfile.mkdtemp(prefix="autotune-loader-")
+        self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._notebook = Notebook(folder)
+        self._is_paced = True
+        self._bad_samples: dict[str, BadSample] = {}
+        self._raised_alone: set[str] = set()
+        """Classes of what was raised for samples in this process, too."""
 
     def prepare(self, announce: Announce = lambda phase: None) -> WarmupReport | Failure:
         """Fetch one batch in this process, build the step from it and warm the step up."""
@@ -128,12 +157,15 @@ class Bench:
         try:
             announce(phase)
             private = self._private_data()
-            loader = make_traced_loader(private, LoaderConfig(), seed=0)
+            loader = make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0)
             batches = iter(loader)
             begun = time.monotonic()
             self._batch, fetch = next(batches)
             self._samples = fetch[5]
-            times = _one_or_two(FetchTime(time.monotonic() - begun, fetch[4]), batches)
+            first_batch_s = time.monotonic() - begun
+            times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
+            self._is_paced = times[0].wall_s > PACED_FETCH_S
+            self._judge(self._notebook.taken())
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -163,11 +195,13 @@ class Bench:
             first_fetch_s=typical.wall_s,
             first_fetch_cpu_s=typical.cpu_s,
             step_s=step_s,
+            first_batch_s=first_batch_s,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(self._step.device),
             notes=tuple(self._step.notes),
+            bad_samples=tuple(self._bad_samples.values()),
         )
 
     def burst(
@@ -176,15 +210,46 @@ class Bench:
         assert self._step is not None, "prepare() comes first"
         if plan.null_dataset:
             return run_burst(null_data(self._batch, self._samples), pausing_step(self._batch), config, plan, announce)
-        data = self._data if config.num_workers else self._private_data
-        return run_burst(data(), self._step, config, plan, announce, self._timeline)
+        data = (self._data if config.num_workers else self._private_data)()
+        loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
+        outcome = run_burst(loaded, self._step, config, plan, announce, self._timeline)
+        raised = self._notebook.taken()
+        if isinstance(outcome, Failure):
+            return outcome
+        failure = self._judge(raised, self._private_data if config.num_workers else None)
+        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()))
+
+    def _for_bursts(self, data: DataSide, *, is_paced: bool = True) -> DataSide:
+        return for_bursts(data, self._notebook, is_paced=is_paced)
+
+    def _judge(self, raised: list[Raised], again: Callable[[], DataSide] | None = None) -> Failure | None:
+        """Remember the samples that raised; a failure where only workers see them raise.
+
+        Args:
+            raised: what was noted.
+            again: what this process may read the samples from again; None where it was the one that read them.
+        """
+        for each in raised:
+            if each.kind not in self._raised_alone:
+                if again is not None and not raises_alone(again(), each):
+                    return Failure(
+                        kind="user_exception",
+                        phase="batches",
+                        message=f"{each.name} raises {each.error} in a worker, and not when it is read again alone",
+                        retryable=True,
+                    )
+                self._raised_alone.add(each.kind)
+            if len(self._bad_samples) < MOST_NOTED:
+                self._bad_samples.setdefault(each.name, each.sample)
+        return None
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
         batch, samples = self._batch, self._samples
         if plan.batch_size not in (None, samples):
             try:
-                loader = make_traced_loader(self._private_data(), LoaderConfig(batch_size=plan.batch_size), seed=0)
+                data = self._for_bursts(self._private_data())
+                loader = make_traced_loader(data, LoaderConfig(batch_size=plan.batch_size), seed=0)
                 batch, fetch = next(iter(loader))
             except Exception as error:
                 return failure_of(error, "first_batch")
@@ -206,6 +271,8 @@ class Bench:
         """Let go of model, optimizer and batch, and of the device memory that they took."""
         self._step, self._batch, self._training = None, None, TrainingSide()
         self._fresh_training = TrainingSide
+        if self._forget_scratch is not None:
+            self._forget_scratch()
         if self._timeline is not None:
             self._timeline.release()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import History
 from autotune_loader.probe.batches import tensors_in
@@ -81,20 +82,22 @@ class Run:
         now = self._clock()
         if now < self._next_check or not self._settled():
             return False
+        if self._history[-1].unread_s:  # one such batch of each worker took seconds, and tells all
+            return len(self._history) >= self._workers
         enough = is_enough(self._history, self._plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
         return enough
 
     def _settled(self) -> bool:
         """Whether there is a window to judge by, be its steps as long as they may."""
-        return len(self._history) >= FEWEST_BATCHES
+        return len(self._history) >= FEWEST_BATCHES or are_cut_short(self._history[:1])
 
     def _gpu(self) -> GpuUse:
         return GpuUse(reason="not measured")
 
     def measurement(self) -> Measurement:
         """What the run amounts to."""
-        traces, shape = self._history[:], self._shape or BatchShape()
+        traces, shape = as_whole(self._history, self._workers), self._shape or BatchShape()
         return replace(
             summarise(traces, workers=self._workers, started=self._started),
             batch_bytes=shape.bytes,

@@ -36,7 +36,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
         lifeline_fd: closed when the parent ends.
         data_fd: of the archive of the data side.
         training_fd: of the archive of the training side.
-        scratch: a folder for sockets.
+        scratch: a folder for sockets, and for what workers note.
     """
     for descriptor in (
         connection_fd,
@@ -50,7 +50,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
     connection = Connection(connection_fd)
     _greet(connection)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _serve(connection, data_fd, training_fd)
+        _serve(connection, data_fd, training_fd, scratch)
 
 
 def _greet(connection: Connection) -> None:
@@ -70,14 +70,14 @@ def _greet(connection: Connection) -> None:
     set_torch_state(hello.torch_state)
 
 
-def _serve(connection: Connection, data_fd: int, training_fd: int) -> None:
+def _serve(connection: Connection, data_fd: int, training_fd: int, scratch: str) -> None:
     from autotune_loader.probe.wire import Message, receive_request, send
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
         send(connection, Message(phase=phase))
 
-    bench, warmup = _load(data_fd, training_fd, announce)
+    bench, warmup = _load(data_fd, training_fd, scratch, announce)
     if bench is None or isinstance(warmup, Failure):
         assert isinstance(warmup, Failure)
         send(connection, Message(failure=warmup))
@@ -107,7 +107,9 @@ def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _load(data_fd: int, training_fd: int, announce: Announce) -> tuple[Bench | None, WarmupReport | Failure]:
+def _load(
+    data_fd: int, training_fd: int, scratch: str, announce: Announce
+) -> tuple[Bench | None, WarmupReport | Failure]:
     """Read the workload and warm it up; one that cannot be read here is a failure like any other."""
     from autotune_loader.probe.archive import pickled_bytes, read_archive
     from autotune_loader.probe.bench import Bench
@@ -118,7 +120,7 @@ def _load(data_fd: int, training_fd: int, announce: Announce) -> tuple[Bench | N
         shared = read_archive(data_fd)
         small = pickled_bytes(data_fd) <= PRIVATE_COPY_BYTES
         private = (lambda: read_archive(data_fd)) if small else (lambda: shared)
-        bench = Bench(data=lambda: shared, private_data=private, training=lambda: read_archive(training_fd))
+        bench = Bench(lambda: shared, private, lambda: read_archive(training_fd), scratch)
     except Exception as error:
         return None, failure_of_reading(error)
     warmup = bench.prepare(announce)

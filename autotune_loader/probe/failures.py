@@ -16,6 +16,7 @@ from autotune_loader.values.measurement import Failure, FailureKind, FailurePhas
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
+IN_FORKED = "re-initialize cuda in forked"
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
@@ -31,7 +32,7 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("killed by signal: killed", "oom_killed", "a worker was killed, most likely by the OOM killer: use fewer workers"),
-    ("re-initialize cuda in forked", "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
+    (IN_FORKED, "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
     ("can't pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
@@ -41,6 +42,18 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("each element in list of batch should be of equal size", "user_exception", COLLATE_ADVICE),
     ("killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
 )
+
+
+class StoppedError(RuntimeError):
+    """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
+
+
+def is_of_dataset(error: Exception) -> bool:
+    """Whether an exception may be the fault of a sample: not of a lack of memory, say, which depends on the workers."""
+    if isinstance(error, StoppedError):
+        return False
+    kind, text, _ = _diagnosis(error)
+    return kind == "user_exception" and IN_FORKED not in text.lower()
 
 
 def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:

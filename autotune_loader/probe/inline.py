@@ -29,7 +29,7 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, 
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
-from autotune_loader.probe.failures import failure_of_memory_guard
+from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
@@ -171,10 +171,6 @@ class DyingWithParent:
         die_with_parent()
         if self._inner is not None:
             self._inner(worker)
-
-
-class StoppedError(RuntimeError):
-    """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
 
 
 class _Stop:

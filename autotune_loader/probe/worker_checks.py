@@ -23,6 +23,7 @@ from autotune_loader.pipeline.build import build_loader, make_traced_loader, see
 from autotune_loader.pipeline.tracing import TracedDataset, TracedWorkerInit, forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
+from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.secrets import without_secrets
 
@@ -50,6 +51,9 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     seeded alike, so that it is no excuse that each shuffles or augments in its own way.
     """
     alike = replace(data, worker_init_fn=_SeededAlike(data.worker_init_fn))
+    if first_fetch_s > SLOW_FETCH_S and data.batch_size is not None:
+        # A sample of each is enough.
+        first_fetch_s, alike = first_fetch_s / data.batch_size, replace(alike, batch_size=1)
     first: dict[int, str] = {}
     try:
         with _loader_for_a_moment() as open_loader:

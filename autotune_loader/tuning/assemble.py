@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.pipeline.workload import Workload
+from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
@@ -31,9 +32,12 @@ from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.measurement import BadSample, Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
+
+MOST_NAMED = 4
+"""Bad samples of one kind."""
 
 
 def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
@@ -71,7 +75,11 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         verdict=verdict,
         advice=advice,
         summary=_summary(best, state, measured, verdict, status, context),
-        warnings=(*_warnings(best, state, context), *([growth] if growth is not None else [])),
+        warnings=(
+            *_bad_samples(state, context),
+            *_warnings(best, state, context),
+            *([growth] if growth is not None else []),
+        ),
         finals=_finals(state),
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
@@ -278,12 +286,45 @@ def _warnings(best: LoaderConfig, state: SearchState, context: RunContext) -> tu
     notes = [*consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
         notes += state.finals.notes
+    notes += _about_slow_batches(state, context)
     failed = [trial for trial in state.trials if trial.failure is not None]
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
         assert same[0].failure is not None
         notes.append(f"{len(same)} trial(s) failed ({kind}): {same[0].failure.message}")
     return tuple(dict.fromkeys(notes))
+
+
+def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
+    """What training will trip over: a sentence for each class of exception that samples raised."""
+    measured = [trial.measurement for trial in state.trials]
+    measured += [state.finals.measurement] if state.finals is not None else []
+    found = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
+    by_class: dict[str, dict[str, BadSample]] = {}
+    for bad in found:
+        by_class.setdefault(bad.error.partition(":")[0], {}).setdefault(bad.name, bad)
+    sentences = []
+    for bads in by_class.values():
+        names, first = list(bads), next(iter(bads.values()))
+        others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
+        sentences.append(
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts read another "
+            "sample in its place)"
+        )
+    return sentences
+
+
+def _about_slow_batches(state: SearchState, context: RunContext) -> list[str]:
+    """What must be said of rates where a batch takes seconds."""
+    whole_s, seen_s = context.warmup.first_fetch_s, context.warmup.first_batch_s
+    reasons = []
+    if whole_s > seen_s + SLOW_FETCH_S:
+        reasons.append("bursts read parts of batches and their rates are extrapolated")
+    if whole_s > SLOW_FETCH_S and state.finals is None:
+        reasons.append("there was no time for paired rounds (a larger budget has some)")
+    return (
+        [f"a batch takes about {whole_s:.0f} s to fetch in one process, so {' and '.join(reasons)}"] if reasons else []
+    )
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class BurstSource:
         context: cores, and the step alone; kept up to date by the caller.
         trials: what was observed so far: how long bursts take is learnt from it. The caller goes on appending to it.
         seconds_left: of the budget.
+        first_batch_s: what the very first batch took; no burst is taken for a hang before some of these have passed.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class BurstSource:
         context: TwinContext,
         trials: Sequence[Trial],
         seconds_left: Callable[[], float],
+        first_batch_s: float = 0.0,
     ) -> None:
         self._probe = CountedProbe(probe)
         self._space = space
         self._trials = trials
         self._seconds_left = seconds_left
+        self._first_batch_s = first_batch_s
         self._prefills: dict[LoaderConfig, float] = {}
         self.context = context
 
@@ -78,7 +81,7 @@ class BurstSource:
             epoch = EpochLength.of(self._trials, self.context.epoch_batches)
             started_s = (startup_s(config, self._trials) or 0.0) if config.num_workers else 0.0
             return started_s + (FINAL_BURST.max_s if epoch is None else epoch.burst_s)
-        seconds = {trial.config.key(): trial.seconds for trial in self._trials}
+        seconds = {trial.config.key(): trial.seconds for trial in self._trials if trial.measurement is not None}
         return seconds.get(config.key(), max(seconds.values(), default=0.0))
 
     def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
@@ -107,7 +110,7 @@ class BurstSource:
 
     def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
-        deadline = deadline_s(self._trials, self._seconds_left())
+        deadline = self._deadline_s(config)
         whole = config.num_workers > 0
         plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=deadline, whole_epochs=whole)
         return self._probe.burst(config, plan)
@@ -119,5 +122,8 @@ class BurstSource:
             plan,
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
-            deadline_s=deadline_s(self._trials, self._seconds_left()),
+            deadline_s=self._deadline_s(config),
         )
+
+    def _deadline_s(self, config: LoaderConfig) -> float:
+        return deadline_s(self._trials, self._seconds_left(), self._first_batch_s, config)

@@ -24,6 +24,9 @@ from autotune_loader.tuning.schedule import (
 from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 
+MOST_OVERRUN, LEAST_OVERRUN_S = 0.1, 2.0
+"""A first round that would overrun the budget by more than this share, and by more than these seconds, is not begun."""
+
 
 class Finals:
     """Rounds between the shortlist and the baseline.
@@ -60,7 +63,9 @@ class Finals:
         # What is believed is believed of steady rates.
         believe = self._beliefs.posterior if short is None else lambda: None
         entrants = [self._as_trained(config) for config in candidates]
-        race = Race(entrants, self._state.baseline, self._rules(short), believe)
+        baseline = self._state.baseline
+        runs = self._beliefs.feasible(baseline) is None
+        race = Race(entrants, baseline, self._rules(short), believe, baseline_runs=runs)
         return run_rounds(
             race,
             self._source,
@@ -87,7 +92,8 @@ class Finals:
         least_rounds = LEAST_OF_WINNER if whole else 1
         while len(chosen) > 1 and least_rounds * self._round_s(chosen) > seconds_left:
             chosen.pop()
-        return chosen
+        late_s = self._round_s(chosen) - seconds_left
+        return chosen if late_s <= max(MOST_OVERRUN * self._options.budget_s, LEAST_OVERRUN_S) else []
 
     def _rules(self, epoch: EpochLength | None) -> RaceRules:
         return RaceRules(

@@ -277,7 +277,8 @@ def slowest(outcomes: Mapping[int, Measurement | Failure]) -> Measurement | Fail
         rank, failure = min(failed.items())
         return replace(failure, message=f"rank {rank}: {failure.message}")
     measured = [outcome for outcome in outcomes.values() if isinstance(outcome, Measurement)]
-    return min(measured, key=lambda measurement: measurement.samples_per_s.value)
+    least = min(measured, key=lambda measurement: measurement.samples_per_s.value)
+    return replace(least, bad_samples=tuple(dict.fromkeys(bad for each in measured for bad in each.bad_samples)))
 
 
 def serve(ranks: Ranks, probe: Probe, *, deadline_s: float = FOLLOW_DEADLINE_S) -> bytes:

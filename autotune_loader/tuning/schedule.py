@@ -46,9 +46,13 @@ LONGEST_PREFILL_S = 0.75
 """Enough for queues of eight batches a worker (`studies.fidelity.compare filling`); slower workers fill a part of theirs."""
 DEADLINE_FACTOR = 10.0
 """A burst that takes longer than this many times the slowest successful one is taken for a hang."""
-SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 30.0, 120.0
+SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 10.0, 120.0
+UNKNOWN_DEADLINE_S = 30.0
+"""Before a burst with workers has shown how long these take to start."""
 LEAST_DEADLINE_S = 20.0
-"""However little of the budget is left, a burst may take this long, and twice the slowest so far."""
+"""However little of the budget is left, a burst that may take longer may take this long, and twice the slowest so far."""
+FETCHES_TO_WAIT_FOR = 4
+"""No burst hangs before so many times the seconds have passed that the first batch took."""
 
 SHORT_EPOCH_S = 1.0
 """Epochs that are shorter are run whole: start-up and the gaps between epochs are then much of them."""
@@ -182,8 +186,22 @@ def prefill_s(config: LoaderConfig, measured: Measurement, context: TwinContext)
     return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
 
 
-def deadline_s(trials: Sequence[Trial], seconds_left: float) -> float:
-    """Seconds after which a burst is taken for a hang."""
-    longest = max((trial.seconds for trial in trials if trial.measurement), default=0.0)
-    patient = min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * longest))
-    return max(min(patient, seconds_left), LEAST_DEADLINE_S, 2 * longest)
+def deadline_s(
+    trials: Sequence[Trial], seconds_left: float, first_batch_s: float = 0.0, config: LoaderConfig | None = None
+) -> float:
+    """Seconds after which a burst is taken for a hang.
+
+    Args:
+        trials: so far.
+        seconds_left: of the budget.
+        first_batch_s: what the very first batch took.
+        config: what is run.
+    """
+    done = [trial for trial in trials if trial.measurement]
+    longest = max((trial.seconds for trial in done), default=0.0)
+    workers = max((trial.config.num_workers for trial in done), default=0)
+    shortest = SHORTEST_DEADLINE_S if workers else UNKNOWN_DEADLINE_S
+    # Many more workers than were seen to start take as much longer to start.
+    more = config.num_workers / max(workers, 1) if config is not None else 0.0
+    patient = min(LONGEST_DEADLINE_S, max(shortest, max(DEADLINE_FACTOR, more) * longest))
+    return max(min(patient, max(seconds_left, LEAST_DEADLINE_S)), 2 * longest, FETCHES_TO_WAIT_FOR * first_batch_s)

@@ -22,6 +22,7 @@ from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.decision.variants import count_variants, faster_variants, may_grow_to, right_sized, variants
 from autotune_loader.probe.protocol import Probe
+from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import Finals, round_s
 from autotune_loader.tuning.options import TuneOptions
@@ -85,7 +86,7 @@ class TuningSession:
         context = job.context()
         self.state = SearchState(baseline=job.own_config or LoaderConfig(), context=context)
         self._beliefs = Beliefs(space, context, seed=options.seed)
-        self._source = BurstSource(probe, space, context, self.state.trials, self.seconds_left)
+        self._source = BurstSource(probe, space, context, self.state.trials, self.seconds_left, job.first_batch_s)
         self._study = OptunaStudy(
             storage=options.storage or journal_beside(options.output),
             disposable=options.storage is None,
@@ -167,6 +168,10 @@ class TuningSession:
         suggested = [config for config in self._job.suggestions if self._space.veto(config) is None]
         design = initial_design(self._space, self._job.usable_cores) if is_auto else ()
         begin_with = list(dict.fromkeys([*own, LoaderConfig(), *suggested, *design]))
+        if (
+            self._job.fetch_s > SLOW_FETCH_S
+        ):  # there may be time for one or two, and those without workers say the least
+            begin_with.sort(key=lambda config: -config.num_workers)
         grid = self._space.configs() if self._options.search == "grid" else None
         while True:
             self._adopt(self._study.arrived())
@@ -178,16 +183,24 @@ class TuningSession:
             self._try(todo.config if is_ours or todo.config is None else as_planned(todo.config, self._space))
 
     def _goal(self, begin_with: Sequence[LoaderConfig], grid: Sequence[LoaderConfig] | None) -> Goal:
-        budget_s, variants_kept = self._options.budget_s, self._count_variants()
+        variants_kept = self._count_variants()
+        # What failures took is lost to exploring and rounds alike: a hang must not end the search before it has looked below.
+        budget_s = self._options.budget_s - sum(
+            trial.seconds for trial in self.state.trials if trial.measurement is None
+        )
         share = FINALS_SHARE + (VARIANTS_SHARE if variants_kept else 0.0)
         epoch = EpochLength.of(self.state.trials, self._job.epoch_batches)
         epochs_s = 0.0 if epoch is None else epoch.kept_s(budget_s)
         fastest = self.state.fastest()
-        finals_s = 0.0 if fastest is None else MIN_ROUNDS * round_s(self._source, [fastest.config, self.state.baseline])
+        if fastest is None:  # nothing to compare yet, be it that everything so far has failed
+            share, finals_s = 0.0, 0.0
+        else:
+            finals_s = MIN_ROUNDS * round_s(self._source, [fastest.config, self.state.baseline])
+        seconds = [trial.seconds for trial in self.state.trials if trial.measurement is not None]
         return Goal(
             tolerance=self._options.tolerance,
             explore_s=self.seconds_left() - max(budget_s * share, finals_s, epochs_s),
-            next_s=median(trial.seconds for trial in self.state.trials) if self.state.trials else 0.0,
+            next_s=median(seconds) if seconds else 0.0,
             has_trials_left=not self._is_out_of_trials(kept=variants_kept),
             begin_with=begin_with,
             queue=grid,

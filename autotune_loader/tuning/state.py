@@ -56,6 +56,10 @@ class Job:
     epoch_batches: int | None = None
     """Batches of an epoch that a burst may run to its end; None where that is unknown."""
     study_name: str = "autotune"
+    fetch_s: float = 0.0
+    """Seconds that the main process takes to fetch a batch."""
+    first_batch_s: float = 0.0
+    """Seconds until the very first batch was there: less, where its fetch was cut short."""
 
     @classmethod
     def of(cls, run: RunContext, suggestions: Sequence[LoaderConfig], study_name: str) -> Job:
@@ -70,6 +74,8 @@ class Job:
             suggestions=suggestions,
             epoch_batches=None if data.is_iterable else data.batches_per_epoch(),
             study_name=study_name,
+            fetch_s=run.warmup.first_fetch_s,
+            first_batch_s=run.warmup.first_batch_s,
         )
 
     def context(self) -> TwinContext:

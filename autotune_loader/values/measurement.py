@@ -60,6 +60,20 @@ class GpuUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BadSample:
+    """A sample that raised; a burst goes on without it, training will not."""
+
+    name: str
+    """Such as "sample 700", by its index; of a stream, by how many came before it."""
+    error: str
+    """Class and message of what it raised."""
+
+    def __post_init__(self) -> None:
+        """As with a failure: without secrets."""
+        object.__setattr__(self, "error", without_secrets(self.error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
@@ -97,6 +111,8 @@ class Measurement:
     gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
     traces: tuple[BatchTrace, ...] = ()
     """Every batch of the burst from its very first, window or not."""
+    bad_samples: tuple[BadSample, ...] = ()
+    """Samples that raised and had others in their place, in this burst and in those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

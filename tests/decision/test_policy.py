@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from autotune_loader.decision.belief import FAILURES_TO_STOP_GROWING, Beliefs
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import MOST_REPEATS, Explore, Goal, Stop, explore
 from autotune_loader.decision.space import Space
@@ -15,7 +16,7 @@ from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedSource
 from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import Failure, FailureKind
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 FIRST = [LoaderConfig(num_workers=count) for count in (0, 1, 4)]
@@ -81,15 +82,35 @@ def test_every_reason_to_stop(beliefs: Beliefs, goal: Goal, reason: StopReason) 
     assert reason.wanted_more == (reason in (StopReason.OUT_OF_TRIALS, StopReason.OUT_OF_BUDGET))
 
 
-def test_failures_for_want_of_memory_rule_out_more_workers(beliefs: Beliefs) -> None:
-    for workers in (4, 6):
-        failure = Failure(kind="oom_killed", phase="batches", message="killed")
-        beliefs.log.add(Evidence(config=LoaderConfig(num_workers=workers), outcome=failure))
-    assert FAILURES_TO_STOP_GROWING == 2
+def fail(beliefs: Beliefs, workers: int, kind: FailureKind, **config: Any) -> None:
+    failure = Failure(kind=kind, phase="batches", message="no")
+    beliefs.log.add(Evidence(config=LoaderConfig(num_workers=workers, **config), outcome=failure))
+
+
+@pytest.mark.parametrize("kind", ["oom_killed", "deadline", "user_exception"])
+def test_below_a_failure_the_search_goes_on_halfway(beliefs: Beliefs, kind: FailureKind) -> None:
+    observe(beliefs, LoaderConfig(), LoaderConfig(num_workers=1))
+    fail(beliefs, 6, kind)
+    # THEN as many workers, or more, are refused, and nothing believes in them
     refused = beliefs.feasible(LoaderConfig(num_workers=6))
     assert refused is not None
-    assert "memory" in refused.message
+    assert "6 failed" in refused.message
     assert beliefs.feasible(LoaderConfig(num_workers=5)) is None
+    posterior = beliefs.posterior()
+    assert posterior is not None
+    assert max(config.num_workers for config in posterior.configs) == 5
+    # AND the next step is to the middle, as long as that is less
+    assert beliefs.below_failures(LoaderConfig(num_workers=5)) == LoaderConfig(num_workers=3)
+    assert beliefs.below_failures(LoaderConfig(num_workers=2)) == LoaderConfig(num_workers=2)
+    # WHEN more have succeeded THEN it was chance
+    observe(beliefs, LoaderConfig(num_workers=7))
+    assert beliefs.feasible(LoaderConfig(num_workers=6)) is None
+
+
+@pytest.mark.parametrize("config", [{"pin_memory": True}, {"in_order": False}, {"batch_size": 64}])
+def test_what_fails_by_another_knob_says_nothing_of_workers(beliefs: Beliefs, config: dict[str, Any]) -> None:
+    fail(beliefs, 2, "user_exception", **config)
+    assert beliefs.feasible(LoaderConfig(num_workers=4)) is None
 
 
 def test_the_twin_is_fitted_once_for_each_version_of_the_log(beliefs: Beliefs, monkeypatch: pytest.MonkeyPatch) -> None:

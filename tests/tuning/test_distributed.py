@@ -26,7 +26,7 @@ from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.lockstep import common_space, environment, within_cores
 from autotune_loader.tuning.ranks import is_distributed, own_device, slowest, tuning_alone, unwrapped
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,14 +127,16 @@ def said_by(output: str) -> dict[str, Any]:
 
 
 def test_the_slowest_rank_counts() -> None:
-    # GIVEN three ranks of which the second is slowest
-    outcomes = {0: a_measurement(100.0), 1: a_measurement(60.0), 2: a_measurement(90.0)}
+    # GIVEN three ranks of which the second is slowest, and the third has met a bad sample
+    bad = BadSample(name="sample 7", error="ValueError: broken")
+    third = replace(a_measurement(90.0), bad_samples=(bad,))
+    outcomes = {0: a_measurement(100.0), 1: a_measurement(60.0), 2: third}
 
     # WHEN their bursts are made one trial
     outcome = slowest(outcomes)
 
-    # THEN it is the second's
-    assert outcome is outcomes[1]
+    # THEN it is the second's, with all bad samples
+    assert outcome == replace(outcomes[1], bad_samples=(bad,))
 
 
 def test_a_failure_on_one_rank_fails_the_trial_and_names_the_rank() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.belief import FAILURES_TO_STOP_GROWING, Beliefs
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.decision.stopping import StopReason
@@ -63,7 +63,9 @@ class Interrupting:
         return self.probe.step_ceiling(threads, plan)
 
 
-def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", **options):
+def run_on(
+    machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", job=None, **options
+):
     clock = FakeClock()
     probe = probe or SimulatedProbe(machine, clock, seed=seed)
     simulated = getattr(probe, "probe", probe)
@@ -78,6 +80,7 @@ def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, l
             default_threads=machine.cores,
             step_uses_cores=machine.step_cores > 0,
             study_name=name,
+            **(job or {}),
         ),
         clock=clock,
         started=clock(),
@@ -295,11 +298,60 @@ def test_the_search_stops_growing_after_failures_for_lack_of_resources(kind):
     # GIVEN a machine with room for three workers out of many
     machine = SimulatedMachine(cores=16, step_s=0.0005, fails=failing(kind, lambda config: config.num_workers > 3))
     found, probe, _ = run_on(machine, search="random", budget_s=120)
-    # THEN after a few failures nothing with as many workers is started
+    # THEN each failure is of fewer workers than the one before
     fatal = [config.num_workers for config in probe.bursts if config.num_workers > 3]
-    learnt = sorted(fatal[:FAILURES_TO_STOP_GROWING])[-1]
-    assert all(count < learnt for count in fatal[FAILURES_TO_STOP_GROWING:])
+    assert fatal == sorted(set(fatal), reverse=True)
     assert any(trial.failure and trial.failure.kind == "infeasible" for trial in found.trials)
+
+
+class Hanging(SimulatedProbe):
+    """Hangs with more workers than are safe."""
+
+    safe = 0
+
+    def burst(self, config, plan):
+        if config.num_workers <= self.safe:
+            return super().burst(config, plan)
+        self._clock.advance(plan.deadline_s)
+        return Failure(kind="deadline", phase="batches", message="hangs")
+
+
+@pytest.mark.parametrize("kind", ["oom_killed", "deadline"])
+@pytest.mark.parametrize(("cores", "own", "safe"), [(2, None, 2), (2, 8, 3), (16, None, 2), (16, 8, 1)])
+def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind, cores, own, safe):
+    # GIVEN a job for which every worker helps, on a machine where few can be had
+    machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001)
+    probe = Hanging(machine, FakeClock())
+    probe.safe = safe
+    if kind != "deadline":
+        machine = replace(machine, fails=failing(kind, lambda config: config.num_workers > safe))
+        probe = SimulatedProbe(machine, FakeClock())
+    # WHEN it is searched, be it from a configuration that fails
+    found, _, clock = run_on(machine, own=own and LoaderConfig(num_workers=own), probe=probe)
+    # THEN these are chosen, in time
+    assert found.finals.winner.num_workers == safe
+    assert clock() <= 62
+
+
+def test_workers_are_tried_first_where_a_fetch_takes_seconds():
+    machine = SimulatedMachine(cores=4, cpu_s=0.1, wait_s=3.0)
+    found, _, _ = run_on(machine, own=None, job={"fetch_s": 3.1, "first_batch_s": 3.1})
+    # THEN there was time for some trials, and the one that tells most is among them
+    assert found.trials[0].config.num_workers == 4
+    assert all(trial.measurement for trial in found.trials)
+
+
+def test_a_deadline_follows_the_first_fetches():
+    # GIVEN a first batch that took 16 s, and a budget that is nearly spent THEN no burst is taken for a hang before it has
+    # had time for some
+    assert deadline_s([], seconds_left=1.0, first_batch_s=16.0) > 3 * 16.0
+
+
+def test_rounds_for_which_there_is_no_time_are_not_begun():
+    machine = SimulatedMachine(cores=2, cpu_s=0.1, wait_s=3.0)
+    found, _, clock = run_on(machine, own=None, budget_s=25.0, job={"fetch_s": 3.1, "first_batch_s": 3.1})
+    assert found.fastest() is not None
+    assert clock() <= 1.1 * 25
 
 
 def test_a_failure_that_may_pass_is_tried_once_more():
@@ -320,7 +372,7 @@ def test_where_everything_fails_nothing_is_found(search):
     found, _, clock = run_on(machine, search=search)
     assert found.fastest() is None
     assert found.finals is None
-    assert all(trial.failure.kind == "user_exception" for trial in found.trials)
+    assert {trial.failure.kind for trial in found.trials} <= {"user_exception", "infeasible"}
     assert clock() <= 62
 
 

@@ -243,6 +243,46 @@ def test_a_failing_configuration_never_ends_the_study() -> None:
     assert any("not in a worker" in warning for warning in result.warnings)
 
 
+class OneIsBroken(Rows):
+    def __getitem__(self, index: int) -> Any:
+        if index == 40:
+            raise ValueError("cannot identify image file")
+        return super().__getitem__(index)
+
+
+def test_a_bad_sample_is_named_first_and_is_no_property_of_a_configuration(tmp_path: Path) -> None:
+    result = quick(DataLoader(OneIsBroken(), batch_size=8), max_trials=3, budget=8, output=tmp_path / "loader.json")
+
+    assert result.warnings[0].startswith(
+        "sample 40 raises ValueError: cannot identify image file; training will end there"
+    )
+    assert all(trial.failure is None for trial in result.trials)
+    assert TuningResult.load(tmp_path / "loader.json").warnings == result.warnings
+
+
+class TakesSeconds(Rows):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.nap_s)
+        return super().__getitem__(index)
+
+    def __init__(self, nap_s: float) -> None:
+        super().__init__(length=256)
+        self.nap_s = nap_s
+
+
+@pytest.mark.parametrize("nap_s", [1.0, 0.3])
+def test_samples_of_a_second_are_tuned_within_the_budget(nap_s: float) -> None:
+    # GIVEN batches of 16 s, or 5 s WHEN they are tuned with a budget in which not one could be fetched, or hardly one
+    begun = time.monotonic()
+    result = quick(TakesSeconds(nap_s), batch_size=16, max_trials=1, max_workers=2, budget=6)
+    # THEN workers are tried first, and the rate is known from parts of batches
+    assert result.status == "complete"
+    assert result.best.num_workers == 2
+    assert all(trial.measurement is not None for trial in result.trials)
+    assert any("extrapolated" in warning for warning in result.warnings)
+    assert time.monotonic() - begun < 2 * 6
+
+
 def test_data_in_memory_is_tried_and_best_without_workers() -> None:
     """Samples that are there already are dearer to send from a worker than to take."""
     result = tune(TensorDataset(torch.zeros(4096, 8)), batch_size=8, budget=8, max_workers=2, progress=False)
