@@ -11,6 +11,7 @@ import torch
 from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
@@ -90,7 +91,11 @@ def _start(
             with contextlib.ExitStack() as attempt:
                 payload = attempt.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
                 process = ProcessProbe(
-                    payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s
+                    payload,
+                    machine,
+                    memory_budget_bytes=memory_budget_bytes,
+                    start_deadline_s=start_deadline_s,
+                    gpu_held_bytes=held_bytes(workload.training.device),
                 )
                 attempt.callback(process.close)
                 warmup = process.start()

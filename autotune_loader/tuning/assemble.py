@@ -211,6 +211,7 @@ def _measured(
             "wait_share": measurement.wait_share,
             "first_batch_s": measurement.first_batch_s,
             "cpu_share": measurement.cpu_share,
+            "gpu_busy_share": measurement.gpu.busy_share,
             "gpu_util": measurement.gpu.util,
             "gpu_util_reason": measurement.gpu.reason,
             "gpu_memory_bytes": measurement.gpu.memory_bytes,
