@@ -85,7 +85,7 @@ class Run:
         """When so many batches were done, by whatever did the last of them; once `measurement()` has been taken."""
         return [self._history[count - 1].step_end for count in counts]
 
-    def gpu_use(self, start: float, end: float) -> GpuUse:
+    def gpu_use(self, start: float, end: float) -> GpuUse:  # noqa: ARG002 - a run on a device needs them
         """What the run itself knows of the device, between two moments."""
         return GpuUse(reason="not measured")
 

@@ -121,6 +121,8 @@ class FakeGpus:
         self, gpu: FakeGpu, kind: int, since_us: int
     ) -> tuple[int, list[SimpleNamespace]]:
         self._check("nvmlDeviceGetSamples", gpu)
+        if kind != 1:
+            raise NVMLErrorNotSupported
         stamped = [(int(moment * 1e6), percent) for moment, percent in gpu.samples()]
         if not stamped:
             raise NVMLError("Not Found")

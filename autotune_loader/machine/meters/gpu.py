@@ -1,6 +1,6 @@
 """What the accelerator did during a burst, from samples of NVML.
 
-Utilisation is the share of time in which any kernel of anyone ran; it does not say how full the GPU was, and is never optimised.
+Utilisation is the share of time in which any kernel of anyone ran; it does not say how full the GPU was, and is not optimised.
 NVML keeps stamped samples of it, every 20 to 170 ms: those of a burst's window tell what they cover. Where it keeps none, there
 are means over 1/6 to 1 s that it gives when asked, which tell of long bursts only.
 """
