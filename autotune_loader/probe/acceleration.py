@@ -139,9 +139,7 @@ class _Changed:
         return loss
 
 
-def _plain_losses(
-    fresh: Callable[[], TrainingSide], batch: Any, device: torch.device, seed: int
-) -> list[float | None]:
+def _plain_losses(fresh: Callable[[], TrainingSide], batch: Any, device: torch.device, seed: int) -> list[float | None]:
     """Losses of a model that is gone afterwards."""
     losses = _first_losses(_Changed(None, fresh(), batch, device), batch, seed)
     gc.collect()  # a step and the function that it calls know each other

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
-from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
 from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
@@ -60,6 +60,8 @@ class WarmupReport:
     """Whether workers read the samples that a process alone reads; False where they share an open file, say."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
+    warm_up_s: float = 0.0
+    """Wall seconds of the step's first runs: for a compiled one mostly the compiling."""
     device_uuid: str | None = None
     """CUDA's UUID of the device that the step runs on; None for a CPU."""
     notes: tuple[str, ...] = ()
@@ -136,7 +138,9 @@ class Bench:
             announce(phase)
             self._step = build_step(self._training, self._batch)
             self._timeline = timeline_of(self._step.device)
+            begun = time.monotonic()
             warm_up(self._step, self._batch, self._timeline)
+            warm_up_s = time.monotonic() - begun
         except StopIteration:
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
         except Exception as error:
@@ -163,6 +167,7 @@ class Bench:
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
+            warm_up_s=warm_up_s,
             device_uuid=_uuid_of(self._step.device),
             notes=(*self._step.notes, *_clock_notes(self._step.device, self._timeline)),
         )
@@ -215,6 +220,8 @@ class Bench:
         from autotune_loader.probe.acceleration import measure_acceleration
 
         assert self._step is not None, "prepare() comes first"
+        if isinstance(self._training.train_step, StepTime):
+            return Acceleration(kind=kind, name=kind, note=f"not measured: {self._step.description}")
         with step_threads(consumer_threads):
             return measure_acceleration(kind, self._fresh_training, self._batch, self._step, plan)
 

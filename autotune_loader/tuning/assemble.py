@@ -177,7 +177,7 @@ def _evidence(
         rate=rate,
         ceiling=state.ceiling_of(best),
         usable_cores=context.usable_cores,
-        on_accelerator=not context.workload.training.device.startswith("cpu"),
+        on_accelerator=not context.workload.on_cpu,
         epoch_batches=data.batches_per_epoch(best.batch_size),
         trials=state.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),

@@ -49,8 +49,8 @@ WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
 
 def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
-    data, accelerated = workload.data, not workload.on_cpu and not warmup.on_accelerator
-    kind = workload.training.device.partition(":")[0]
+    data, kind = workload.data, workload.training.device.partition(":")[0]
+    accelerated = kind != "cpu" and not warmup.on_accelerator
     threads: tuple[int | None, ...] = (None,)
     if workload.on_cpu and workload.has_step:
         threads = consumer_thread_counts(machine.usable_cores, warmup.default_threads)
