@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -147,16 +148,16 @@ def is_taken_by_this_process(device: str) -> bool:
 def compiles(training: TrainingSide) -> bool:
     """Whether torch.compile is part of the step, as far as that shows: its first run may take minutes."""
     step = training.train_step
-    names = getattr(getattr(step, "__code__", None), "co_names", ())
-    reached = [getattr(step, "__globals__", {}).get(name) for name in names]
-    reached += [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
     parts = list(training.model.modules()) if isinstance(training.model, torch.nn.Module) else []
-    return bool(training.compiled) or any(
-        hasattr(each, "_orig_mod")
-        or hasattr(each, "_torchdynamo_orig_callable")
-        or getattr(each, "_compiled_call_impl", None) is not None
-        for each in (*parts, step, training.loss_fn, *reached)
-    )
+    reached = inspect.getclosurevars(step) if inspect.isfunction(step) else None
+    parts += [*reached.nonlocals.values(), *reached.globals.values()] if reached is not None else []
+    return bool(training.compiled) or any(map(_is_compiled, (*parts, step, training.loss_fn)))
+
+
+def _is_compiled(value: Any) -> bool:
+    own = getattr(value, "__dict__", {})
+    is_wrapper = type(value).__name__ == "OptimizedModule" or "_torchdynamo_orig_callable" in own
+    return is_wrapper or own.get("_compiled_call_impl") is not None
 
 
 def _start(

@@ -45,7 +45,7 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("batch_size", 2.5, TypeError),
         ("batch_size", True, TypeError),
         ("loss_fn", "mse", TypeError),
-        ("train_step", 3, TypeError),
+        ("train_step", "fast", TypeError),
         ("collate_fn", [], TypeError),
         ("worker_init_fn", "init", TypeError),
         ("device", "gpu:7", ValueError),
