@@ -149,8 +149,9 @@ def compiles(training: TrainingSide) -> bool:
     """Whether torch.compile is part of the step, as far as that shows: its first run may take minutes."""
     step = training.train_step
     parts = list(training.model.modules()) if isinstance(training.model, torch.nn.Module) else []
-    reached = inspect.getclosurevars(step) if inspect.isfunction(step) else None
-    parts += [*reached.nonlocals.values(), *reached.globals.values()] if reached is not None else []
+    with contextlib.suppress(ValueError):  # a name that is not bound yet
+        reached = inspect.getclosurevars(step) if inspect.isfunction(step) else None
+        parts += [*reached.nonlocals.values(), *reached.globals.values()] if reached is not None else []
     return bool(training.compiled) or any(map(_is_compiled, (*parts, step, training.loss_fn)))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -177,6 +178,19 @@ def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_ha
     assert found.samples_per_s.value == pytest.approx(80, rel=1e-3)
     assert found.gpu.busy_share == pytest.approx(1.0)
     assert found.window_s == pytest.approx(found.samples / 80)
+
+
+@pytest.mark.process
+def test_a_device_without_events_is_timed_by_the_host_and_says_so() -> None:
+    # GIVEN a device whose time torch cannot tell WHEN a bench is warm THEN there is a note, and none for a CPU
+    step = functools.partial(TrainingSide, train_step=lambda model, batch: None)
+    notes = []
+    for device in ("meta", "cpu"):
+        warmup = Bench(rows, rows, functools.partial(step, device=device)).prepare()
+        assert isinstance(warmup, WarmupReport)
+        notes.append([note for note in warmup.notes if "timed by the host's clock" in note])
+    assert [len(found) for found in notes] == [1, 0]
+    assert notes[0][0].startswith("meta has no events")
 
 
 class FakeEvent:
