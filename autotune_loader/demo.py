@@ -237,7 +237,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     make_jpegs(cache_folder())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.device_count() else "cpu"
     foreign_s, start = _foreign_cpu_s(), time.perf_counter()
     default, tuned = compare_epochs(config, JpegFolder(cache_folder()), device)
     seconds, foreign_end_s = time.perf_counter() - start, _foreign_cpu_s()

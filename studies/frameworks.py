@@ -1,6 +1,7 @@
 """How fast does each framework train with its default loader, and how fast as tuned? The loop is the framework's own.
 
     .venv/bin/python -m studies.frameworks           # about four minutes; the table goes to studies/results/frameworks.md
+    .venv/bin/python -m studies.frameworks --device cuda --only "Lightning,HF Trainer"
 
 Each framework tunes once through its integration; then default and tuned take turns in a random order, an epoch each. The
 rate is counted inside the model, from batch 41 to the last, so that queues filled during start-up do not flatter anyone.
@@ -8,6 +9,7 @@ rate is counted inside the model, from batch 41 to the last, so that queues fill
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import platform
@@ -109,7 +111,7 @@ def torchdata() -> Framework:
     )
 
 
-def lightning() -> Framework:
+def lightning(on_cpu: bool = True) -> Framework:
     import lightning.pytorch as pl
 
     from autotune_loader.integrations.lightning import tuned
@@ -129,7 +131,9 @@ def lightning() -> Framework:
 
     def fit(config: LoaderConfig | None, budget: float | None = None) -> tuple[list[float], Any]:
         options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **options)
+        trainer = pl.Trainer(
+            max_epochs=1, accelerator="cpu" if on_cpu else "gpu", devices=1, enable_model_summary=False, **options
+        )
         module, loader = Module(), DataLoader(dataset(), batch_size=BATCH, shuffle=True)
         data = tuned(
             module,
@@ -149,7 +153,7 @@ def lightning() -> Framework:
     )
 
 
-def transformers() -> Framework:
+def transformers(on_cpu: bool = True) -> Framework:
     import transformers as hf
 
     from autotune_loader.integrations.transformers import training_arguments, tune_trainer
@@ -157,7 +161,7 @@ def transformers() -> Framework:
     def trainer(config: LoaderConfig | None) -> Any:
         fields = {} if config is None else training_arguments(config)
         args = hf.TrainingArguments(
-            tempfile.gettempdir(), per_device_train_batch_size=BATCH, num_train_epochs=1, use_cpu=True, report_to=[],
+            tempfile.gettempdir(), per_device_train_batch_size=BATCH, num_train_epochs=1, use_cpu=on_cpu, report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, **fields,
         )  # fmt: skip
         return hf.Trainer(Net(), args, train_dataset=dataset(), data_collator=collate)
@@ -233,16 +237,34 @@ def measure(framework: Framework, order: random.Random) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.frameworks")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of Lightning and the HF Trainer")
+    parser.add_argument("--only", help="names of frameworks, by commas")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    on_cpu = chosen.device == "cpu"
+    made: dict[str, Callable[[], Framework]] = {
+        "plain PyTorch": plain,
+        "torchdata": torchdata,
+        "Lightning": lambda: lightning(on_cpu),
+        "HF Trainer": lambda: transformers(on_cpu),
+        "Accelerate": accelerate,
+        "datasets": lambda: datasets(iterable=False),
+        "iterable datasets": lambda: datasets(iterable=True),
+    }
+    names = list(made) if chosen.only is None else chosen.only.split(",")
+    if unknown := [name for name in names if name not in made]:
+        parser.exit(2, f"--only: {unknown[0]!r} is none of {', '.join(made)}\n")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    frameworks = [plain(), torchdata(), lightning(), transformers(), accelerate(), datasets(False), datasets(True)]
+    where = "cpu" if on_cpu else torch.cuda.get_device_name().lower().replace(" ", "-")
     order = random.Random(0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     head = [
         "# Frameworks: default against tuned",
         "",
-        f"`studies/frameworks.py` on `{os.cpu_count()}c-{memory:.0f}g-cpu` ({platform.machine()}, Python "
+        f"`studies/frameworks.py` on `{os.cpu_count()}c-{memory:.0f}g-{where}` ({platform.machine()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}), {time.strftime('%Y-%m-%d')}. {SAMPLES} samples that wait "
         f"about 2 ms each, batch {BATCH}, {ROUNDS} paired rounds, budget {BUDGET_S:.0f} s, 95 % intervals of the ratio.",
         "",
@@ -251,11 +273,11 @@ def main() -> None:
     ]
     print("\n".join(head))
     rows = []
-    for framework in frameworks:
-        rows.append(measure(framework, order))
+    for name in names:
+        rows.append(measure(made[name](), order))
         print(rows[-1], flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join([*head, *rows]) + "\n")
+    chosen.out.parent.mkdir(exist_ok=True, parents=True)
+    chosen.out.write_text("\n".join([*head, *rows]) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,16 @@ from typing import Any
 from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
 
 logger = logging.getLogger(__name__)
+# NVML's constants, so that a stand-in needs none.
+GPU_UTILIZATION_SAMPLES = 1
+COMPUTEMODE_EXCLUSIVE_PROCESS = 3
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+STAMP_CLOCKS: tuple[Callable[[], float], ...] = (time.time, _since_boot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +48,7 @@ class GpuSample:
     """What one device was doing; a value that is None has its reason in `reasons`."""
 
     util: float | None = None
-    """Share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, 0 to 1."""
+    """Share of NVML's last period (1/6 to 1 s) in which any kernel ran, 0 to 1."""
     memory_bytes: int | None = None
     """Memory in use, by anyone."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +109,25 @@ class Gpus:
         return GpuSample(
             util=util, memory_bytes=memory, reasons={name: why for name, why in reasons.items() if why is not None}
         )
+
+    def recent_use(self, device: GpuDevice) -> list[tuple[float, float]]:
+        """NVML's own samples of one of `devices()`: how many seconds ago each was taken, and the share of the time since the
+        one before in which any kernel ran. Oldest first; empty where NVML keeps none, as of a GPU that is idle.
+        """
+        handle = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)[0]
+        answer = self._ask("nvmlDeviceGetSamples", None, handle, GPU_UTILIZATION_SAMPLES, 0)[0]
+        samples = sorted((each.timeStamp / 1e6, each.sampleValue.uiVal / 100) for each in (answer or (0, ()))[1])
+        if not samples:
+            return []
+        # Drivers differ in the clock of these stamps: seconds since 1970 or since the machine was booted.
+        newest = samples[-1][0]
+        now = min((clock() for clock in STAMP_CLOCKS), key=lambda now: abs(now - newest))
+        return [(now - moment, share) for moment, share in samples]
+
+    def is_exclusive(self, device: GpuDevice) -> bool:
+        """Whether one process at a time may use one of `devices()` (nvidia-smi -c EXCLUSIVE_PROCESS)."""
+        handle = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)[0]
+        return bool(self._ask("nvmlDeviceGetComputeMode", None, handle)[0] == COMPUTEMODE_EXCLUSIVE_PROCESS)
 
     def close(self) -> None:
         """Release NVML; the next question starts it again."""

@@ -49,7 +49,7 @@ class DevicePrefetcher:
         self.device = torch.device(device)
         self.depth = depth
         self.non_blocking = non_blocking
-        if self.device.type == "cuda" and not torch.cuda.is_available():
+        if self.device.type == "cuda" and not torch.cuda.device_count():  # asks NVML, and does not open the driver
             raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
         self._lane: Lane | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,19 @@ class DataSide:
         return samples // size if self.drop_last else -(-samples // size)
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A `train_step` that waits as long as a step takes, where the step itself cannot run beside the caller's."""
+
+    seconds: float
+
+    def __call__(self, *_model_and_batch: Any) -> None:
+        time.sleep(self.seconds)
+
+    def __str__(self) -> str:
+        return f"a wait of {self.seconds * 1e3:.3g} ms in place of the step"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSide:
     """The training step and what it needs; pickled as one, so that an optimizer keeps pointing at the model's parameters."""
@@ -159,7 +173,7 @@ class Workload:
     @property
     def on_cpu(self) -> bool:
         """Whether the step computes on the CPU."""
-        return self.training.device.startswith("cpu")
+        return self.training.device.startswith("cpu") and not isinstance(self.training.train_step, StepTime)
 
 
 def wrapped_datasets(dataset: Any) -> Iterator[Any]:

@@ -4,11 +4,12 @@
     then in rounds, alternating who is first    plain plain changed changed plain plain ...                  ratio per round
 
 The losses of the first steps tell whether the change still trains the same; the rounds tell what it gains. The loader plays
-no part.
+no part: the batch lies on the device. Beside the plain step's model there is one more at a time, as memory may be scarce.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 
 from autotune_loader.decision.rounds import in_turning_order
 from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.probe.device import timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.inference import infer
 from autotune_loader.probe.stand_in_trainer import is_lightning_module
@@ -54,17 +56,18 @@ def measure_acceleration(
     Args:
         kind: "compile" or "amp".
         fresh: makes model, step and optimizer anew, with the weights that training would begin with.
-        batch: trained on again and again.
+        batch: trained on again and again, as the loader delivers it.
         plain: the step as it is, warm.
         plan: the rounds take `max_s` at most.
     """
     name, device = name_of(kind, plain.device), plain.device
     try:
-        side = fresh()
-        if kind == "compile" and not isinstance(side.model, torch.nn.Module):
+        if kind == "compile" and not isinstance(fresh().model, torch.nn.Module):
             return Acceleration(kind=kind, name=name, note=_NO_MODULE)
-        expected = _first_losses(_Changed(None, side, batch, device), batch, seed=0)
-        noise = relative_difference(expected, _first_losses(_Changed(None, fresh(), batch, device), batch, seed=1))
+        batch = plain.move(batch)
+        gc.collect()  # a change that was measured before
+        expected = _plain_losses(fresh, batch, device, seed=0)
+        noise = relative_difference(expected, _plain_losses(fresh, batch, device, seed=1))
         changed = _Changed(kind, fresh(), batch, device)
         begun = time.monotonic()
         losses = _first_losses(changed, batch, seed=0)
@@ -114,8 +117,9 @@ def relative_difference(expected: Sequence[float | None], found: Sequence[float 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    timeline = timeline_of(device)
+    if timeline is not None:
+        timeline.synchronize()
 
 
 class _Changed:
@@ -133,6 +137,13 @@ class _Changed:
         if self.losses is not None:
             self.losses.append(loss.detach().float().mean() if isinstance(loss, torch.Tensor) else loss)
         return loss
+
+
+def _plain_losses(fresh: Callable[[], TrainingSide], batch: Any, device: torch.device, seed: int) -> list[float | None]:
+    """Losses of a model that is gone afterwards."""
+    losses = _first_losses(_Changed(None, fresh(), batch, device), batch, seed)
+    gc.collect()  # a step and the function that it calls know each other
+    return losses
 
 
 def _first_losses(changed: _Changed, batch: Any, seed: int) -> list[float | None]:

@@ -16,7 +16,7 @@ from autotune_loader.machine.gpus import Gpus
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
-from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
 from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
@@ -71,6 +71,8 @@ class WarmupReport:
     """Whether workers read the samples that a process alone reads; False where they share an open file, say."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
+    warm_up_s: float = 0.0
+    """Wall seconds of the step's first runs: for a compiled one mostly the compiling."""
     device_uuid: str | None = None
     """CUDA's UUID of the device that the step runs on; None for a CPU."""
     notes: tuple[str, ...] = ()
@@ -170,7 +172,9 @@ class Bench:
             announce(phase)
             self._step = build_step(self._training, self._batch)
             self._timeline = timeline_of(self._step.device)
+            begun = time.monotonic()
             step_s = warm_up(self._step, self._batch, self._timeline)
+            warm_up_s = time.monotonic() - begun
         except StopIteration:
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
         except Exception as error:
@@ -199,8 +203,9 @@ class Bench:
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
+            warm_up_s=warm_up_s,
             device_uuid=_uuid_of(self._step.device),
-            notes=tuple(self._step.notes),
+            notes=(*self._step.notes, *_clock_notes(self._step.device, self._timeline)),
             bad_samples=tuple(self._bad_samples.values()),
         )
 
@@ -210,6 +215,9 @@ class Bench:
         assert self._step is not None, "prepare() comes first"
         if plan.null_dataset:
             return run_burst(null_data(self._batch, self._samples), pausing_step(self._batch), config, plan, announce)
+        failure = self._warm_again()
+        if failure is not None:
+            return failure
         data = (self._data if config.num_workers else self._private_data)()
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
         outcome = run_burst(loaded, self._step, config, plan, announce, self._timeline)
@@ -256,7 +264,23 @@ class Bench:
             finally:
                 forget_open_batch()
             samples = fetch[5]
+        failure = self._warm_again()
+        if failure is not None:
+            return failure
         return run_step_ceiling(batch, samples, self._step, consumer_threads, plan, self._timeline)
+
+    def _warm_again(self) -> Failure | None:
+        """After memory of the device was given back: a step outside of any window asks the driver for it."""
+        if self._timeline is None or not self._timeline.is_cold:
+            return None
+        try:
+            self._step.run(self._batch)  # type: ignore[union-attr]
+            self._timeline.synchronize()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            return failure_of(error, "step")
+        self._timeline.is_cold = False
+        return None
 
     def acceleration(
         self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
@@ -264,6 +288,8 @@ class Bench:
         from autotune_loader.probe.acceleration import measure_acceleration
 
         assert self._step is not None, "prepare() comes first"
+        if isinstance(self._training.train_step, StepTime):
+            return Acceleration(kind=kind, name=kind, note=f"not measured: {self._step.description}")
         with step_threads(consumer_threads):
             return measure_acceleration(kind, self._fresh_training, self._batch, self._step, plan)
 
@@ -307,6 +333,15 @@ def _is_warm(took: list[float]) -> bool:
     if len(took) * min(took) > WARM_UP_S:
         return True
     return len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
+
+
+def _clock_notes(device: torch.device, timeline: Timeline | None) -> list[str]:
+    if device.type == "cpu" or timeline is not None:
+        return []
+    return [
+        f"{device} has no events in this torch, so its steps are timed by the host's clock, which sees them end too early; "
+        "a train_step that waits for the device (loss.item(), say) is timed right"
+    ]
 
 
 def _uuid_of(device: torch.device) -> str | None:

@@ -69,12 +69,15 @@ def run_burst(
         phase = next_phase
         announce(next_phase)
 
-    open_loader = OpenLoader()
+    open_loader, keeps_memory = OpenLoader(), False
     try:
         try:
             with step_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
                 enter("start")
-                return _measure(open_loader, data, step, config, plan, enter, timeline)
+                outcome = _measure(open_loader, data, step, config, plan, enter, timeline)
+                # What the driver has to be asked for anew slows the next burst down; other batches took more than it needs.
+                keeps_memory = isinstance(outcome, Measurement) and config.batch_size is None
+                return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
             if not isinstance(error, Exception):
@@ -90,7 +93,7 @@ def run_burst(
             open_loader.close()
         except RuntimeError:  # or here; torch tells it once
             open_loader.close()
-        if timeline is not None:
+        if timeline is not None and not keeps_memory:
             timeline.release()
         forget_open_batch()
 
@@ -143,7 +146,7 @@ def run_step_ceiling(
 
     The batch is on the device beforehand: a loader that copies ahead of the step can hide the copy.
     """
-    started = time.monotonic()
+    started, keeps_memory = time.monotonic(), False
     try:
         if timeline is not None:
             timeline.open()
@@ -153,12 +156,14 @@ def run_step_ceiling(
             run.deliver(cached, step)
             while not run.knows_enough():
                 run.deliver(cached, step)
-            return run.measurement()
+            measured = run.measurement()
+            keeps_memory = plan.batch_size is None
+            return measured
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         return failure_of(error, "step")
     finally:
-        if timeline is not None:
+        if timeline is not None and not keeps_memory:
             timeline.release()
 
 

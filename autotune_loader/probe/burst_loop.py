@@ -7,7 +7,7 @@ A step on the CPU is timed by the host's clock. A step on a device that works be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,9 +74,21 @@ class Run:
         self._history.note((fetch, requested, received, time.monotonic()))
         return True
 
+    def now(self) -> float:
+        """Seconds of the clock that the traces are on."""
+        return self._clock()
+
     def samples(self, first: int, end: int) -> int:
         """Samples of the batches from `first` up to `end`, once `measurement()` has been taken."""
         return sum(trace.samples for trace in self._history[first:end])
+
+    def step_ends(self, counts: Sequence[int]) -> list[float]:
+        """When so many batches were done, by whatever did the last of them; once `measurement()` has been taken."""
+        return [self._history[count - 1].step_end for count in counts]
+
+    def gpu_use(self, start: float, end: float) -> GpuUse:  # noqa: ARG002 - a run on a device needs them
+        """What the run itself knows of the device, between two moments."""
+        return GpuUse(reason="not measured")
 
     def knows_enough(self) -> bool:
         now = self._clock()
@@ -92,17 +104,15 @@ class Run:
         """Whether there is a window to judge by, be its steps as long as they may."""
         return len(self._history) >= FEWEST_BATCHES or are_cut_short(self._history[:1])
 
-    def _gpu(self) -> GpuUse:
-        return GpuUse(reason="not measured")
-
     def measurement(self) -> Measurement:
         """What the run amounts to."""
         traces, shape = as_whole(self._history, self._workers), self._shape or BatchShape()
+        measured, end = summarise(traces, workers=self._workers, started=self._started), self._history[-1].step_end
         return replace(
-            summarise(traces, workers=self._workers, started=self._started),
+            measured,
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
-            gpu=self._gpu(),
+            gpu=self.gpu_use(end - measured.window_s, end),
             traces=tuple(_worth_keeping(traces)),
         )
 
@@ -160,9 +170,12 @@ class DeviceRun(Run):
             self._history.note(trace)
         return super()._settled()
 
-    def _gpu(self) -> GpuUse:
+    def gpu_use(self, start: float, end: float) -> GpuUse:
         return replace(
-            super()._gpu(), allocated_bytes=self._timeline.peak_bytes(), copy_s=self._times.copy_s(self._lane)
+            super().gpu_use(start, end),
+            busy_share=self._times.busy_share(start, end),
+            allocated_bytes=self._timeline.peak_bytes(),
+            copy_s=self._times.copy_s(self._lane),
         )
 
     def measurement(self) -> Measurement:

@@ -7,7 +7,7 @@ has passed them; it is waited for at the window's edges only, since waiting in b
     device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
                        before  copied             done=before copied              done
 
-Here is all that knows of CUDA in a burst; a step on the CPU has no timeline, its host's clock tells everything.
+Here is all that knows of accelerators in a burst; a step on the CPU has no timeline, its host's clock tells everything.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ MOST_AHEAD = 16
 
 class Timeline(Protocol):
     """A device that works behind the host. Times are seconds of the host's clock."""
+
+    is_cold: bool
+    """Whether memory was given back since the step was warm: its next run has to ask the driver for it again."""
 
     def now(self) -> float:
         """The host's clock."""
@@ -68,33 +71,41 @@ class CopyLane(Lane, Protocol):
         """The marks of every copy so far."""
 
 
-class CudaTimeline:
-    """A CUDA device, by events on the current stream.
+class EventTimeline:
+    """An accelerator, by events on its current stream: CUDA, ROCm, XPU and whatever else torch gives such a module.
 
     Args:
         device: such as `torch.device("cuda:1")`; without an index it is the current one.
+        module: torch's own for that kind of device, such as `torch.cuda` or `torch.xpu`. What it lacks beside events (peak
+            memory, streams, a choice of devices) is left out.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any) -> None:
         self._device = device
+        self._module = module
+        self._lane: _TimedLane | None = None
         self._zero: Any = None
         self._zero_s = 0.0
+        self.is_cold = False
 
     def now(self) -> float:
         return time.monotonic()
 
     def open(self) -> None:
-        if self._device.index is not None:
+        if self._device.index is not None and hasattr(self._module, "set_device"):
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
-            torch.cuda.set_device(self._device)
+            self._module.set_device(self._device)
         self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if hasattr(self._module, "reset_peak_memory_stats"):
+            self._module.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
         self._zero_s = self.now()
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event(_event())
+        event = _event(self._module)
+        event.record(*([self._module.current_stream(self._device)] if hasattr(self._module, "current_stream") else []))
+        return event
 
     def passed(self, mark: Any) -> float | None:
         if not mark.query():
@@ -105,23 +116,30 @@ class CudaTimeline:
         mark.synchronize()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        # MPS has but one device, and takes none here.
+        self._module.synchronize(*([self._device] if hasattr(self._module, "set_device") else []))
 
     def make_lane(self) -> CopyLane:
-        return _TimedLane(self._device)
+        if self._lane is None:  # kept: each new stream would fill a memory pool of its own
+            self._lane = _TimedLane(self._device)
+        self._lane.forget()
+        return self._lane
 
     def peak_bytes(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self._device))
+        if not hasattr(self._module, "max_memory_allocated"):
+            return None
+        return int(self._module.max_memory_allocated(self._device))
 
     def release(self) -> None:
         gc.collect()
+        self.is_cold = True
         with contextlib.suppress(RuntimeError):  # after a failed kernel every call fails
-            torch.cuda.empty_cache()
+            self._module.empty_cache()
 
 
-def _event() -> Any:
+def _event(module: Any) -> Any:
     # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
-    return torch.cuda.Event(enable_timing=True, blocking=True)
+    return module.Event(enable_timing=True, **({"blocking": True} if module is torch.cuda else {}))
 
 
 class _TimedLane(CudaLane):
@@ -132,18 +150,28 @@ class _TimedLane(CudaLane):
         self._copies: list[tuple[Any, Any]] = []
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        before = self.stream.record_event(_event())
+        before = self.stream.record_event(_event(torch.cuda))
         sent = super().send(batch)
-        self._copies.append((before, self.stream.record_event(_event())))
+        self._copies.append((before, self.stream.record_event(_event(torch.cuda))))
         return sent
 
     def copies(self) -> list[tuple[Any, Any]]:
         return self._copies
 
+    def forget(self) -> None:
+        """Begin anew, without the copies so far."""
+        self._copies = []
+
 
 def timeline_of(device: torch.device) -> Timeline | None:
-    """The timeline of a device; None for a CPU, and for devices whose time cannot be told."""
-    return CudaTimeline(device) if device.type == "cuda" else None
+    """The timeline of a device; None for a CPU, and for devices without events, whose steps the host's clock times."""
+    module = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return EventTimeline(device, module) if hasattr(module, "Event") else None
+
+
+def held_bytes(device: str) -> int:
+    """What torch has allocated on a CUDA device in this process; asks for nothing that would open CUDA."""
+    return torch.cuda.memory_allocated(device) if device.startswith("cuda") and torch.cuda.is_initialized() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +202,7 @@ class DeviceTimes:
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
         self._copy_s: list[float] = []
+        self._steps: list[tuple[float, float]] = []
 
     def note(self, passage: Passage) -> None:
         """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
@@ -197,6 +226,12 @@ class DeviceTimes:
         seconds = self._copy_s if lane is None else self._copies_of(lane)
         return sum(seconds) / len(seconds) if seconds else None
 
+    def busy_share(self, start: float, end: float) -> float | None:
+        """Share of the time between two moments in which the device was on a step; None for no time at all."""
+        if end <= start:
+            return None
+        return sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps) / (end - start)
+
     def _copies_of(self, lane: CopyLane) -> list[float]:
         ends = [(self._timeline.passed(before), self._timeline.passed(behind)) for before, behind in lane.copies()]
         return [behind - before for before, behind in ends if before is not None and behind is not None]
@@ -207,6 +242,7 @@ class DeviceTimes:
         if done is None or before is None or copied is None:
             return None
         self._copy_s.append(max(0.0, copied - before))
+        self._steps.append((copied, done))
         requested = max(seen.requested, self._free)
         fetch_start, fetch_end, collate_end = _as_it_cost(seen, requested)
         received = max(seen.received, collate_end, requested, copied)

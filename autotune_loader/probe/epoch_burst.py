@@ -3,12 +3,12 @@
     start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
              not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
 
-How many epochs are enough, and what their ends tell: `meters.epochs`.
+Epochs end when their last step is done: by the device's events where a host runs ahead of it. How many are enough, and what
+their ends tell: `pipeline.epoch_throughput`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ def measure_epochs(
         enter: told when the first batch is there.
         ahead: copies the batches of an iterator ahead of the step.
     """
-    begun, ends, batches, count = time.monotonic(), list[float](), list[int](), 0
+    begun, ends, batches, count = run.now(), list[float](), list[int](), 0
     while not are_enough_epochs(ends, plan, begun):
         if ends:
             holder.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
@@ -62,8 +62,14 @@ def measure_epochs(
                 enter("batches")
         if count == (batches[-1] if batches else 0):
             return Failure(kind="no_data", phase="first_batch", message="an epoch ended before it delivered a batch")
-        ends.append(time.monotonic())
+        ends.append(run.now())
         batches.append(count)
-    measured = run.measurement()
-    samples = run.samples(batches[0], batches[-1])
-    return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
+    measured, samples = run.measurement(), run.samples(batches[0], batches[-1])
+    ends = run.step_ends(batches)
+    return replace(
+        measured,
+        samples_per_s=epochs_rate(ends, samples),
+        samples=samples,
+        window_s=ends[-1] - ends[0],
+        gpu=run.gpu_use(ends[0], ends[-1]),
+    )

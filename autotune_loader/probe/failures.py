@@ -15,6 +15,10 @@ from autotune_loader.values.measurement import Failure, FailureKind, FailurePhas
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
+DEVICE_TAKEN_ADVICE = (
+    "another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); train_step=0.05, the seconds of one step, "
+    "tunes the loader against those"
+)
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 IN_FORKED = "re-initialize cuda in forked"
 # What torch, Python and the kernel print, most specific first. The first text found decides.
@@ -28,6 +32,7 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
+    ("busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
     ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),

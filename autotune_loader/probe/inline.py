@@ -29,6 +29,7 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, 
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
+from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -55,6 +56,7 @@ class InlineProbe:
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
+        self._gpu_held_bytes = held_bytes(workload.training.device)
         self._servers_before = _running_servers()
         self._warmup: WarmupReport | None = None
         self._user_data = workload.data
@@ -102,7 +104,7 @@ class InlineProbe:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
             return outcome
-        return meter.reading.added_to(outcome)
+        return meter.reading.added_to(outcome, self._gpu_held_bytes)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_state(self._user_data):

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.pipeline.workload import TrainingSide, Workload
+from autotune_loader.machine.gpus import Gpus
+from autotune_loader.pipeline.workload import StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.probe.device import held_bytes
+from autotune_loader.probe.failures import DEVICE_MEMORY_ADVICE
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
 from autotune_loader.probe.torch_state import note_of, read_torch_state
-from autotune_loader.values.plan import Isolation
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan, Isolation
 
 # What is sent to the probe process is in memory once more. Of what is available it may take this share, and no more than takes
 # some seconds to copy; a larger workload is tuned inline, where workers share it with this process.
 PAYLOAD_MEMORY_SHARE = 0.3
 LARGEST_PAYLOAD_BYTES = 8 << 30
+# Large models take minutes, and a search among kernels more. A step that hangs is then found out late.
+COMPILE_DEADLINE_S = 900.0
+STEP_TIME_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
+GIVE_STEP_TIME = "train_step=0.05, the seconds of one step, tunes the loader against those"
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
@@ -38,6 +49,8 @@ class OpenProbe:
     """A warm probe and what is known of the workload."""
 
     probe: ProcessProbe | InlineProbe
+    workload: Workload
+    """What it runs: that which was asked for, or the same data with a wait in place of the step."""
     warmup: WarmupReport
     notes: list[str] = field(default_factory=list)
     """What the user should know about how it runs."""
@@ -66,13 +79,86 @@ def open_probe(
         ValueError: `isolation="process"` was asked for, but the workload cannot travel.
     """
     with contextlib.ExitStack() as exits:
-        probe, warmup, notes = _start(exits, workload, machine, isolation, memory_budget_bytes, start_deadline_s)
+        if compiles(workload.training):
+            start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
+
+        def start(workload: Workload) -> tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]:
+            return _start(exits, workload, machine, isolation, memory_budget_bytes, start_deadline_s)
+
+        if isolation != "inline" and is_taken_by_this_process(workload.training.device):
+            reason = f"{workload.training.device} takes one process at a time (EXCLUSIVE_PROCESS), and this one has it"
+            workload, probe, warmup, notes = _against_step_time(start, workload, machine, reason)
+        else:
+            try:
+                probe, warmup, notes = start(workload)
+            except WorkloadError as error:
+                held = held_bytes(workload.training.device)
+                if isolation == "inline" or not held or DEVICE_MEMORY_ADVICE not in str(error):
+                    raise
+                reason = f"beside the {held / 2**20:.0f} MiB of this process no second copy fits on {workload.training.device}"
+                workload, probe, warmup, notes = _against_step_time(start, workload, machine, reason)
         if not warmup.shardable:
             notes = [*notes, REPEATED_SAMPLES]
         if not warmup.same_in_workers:
             notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
         notes = [*notes, *warmup.notes, *note_of(read_torch_state())]
-        yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
+        yield OpenProbe(probe=probe, workload=workload, warmup=warmup, notes=notes)
+
+
+_Started: TypeAlias = "tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]"
+
+
+def _against_step_time(
+    start: Callable[[Workload], _Started], workload: Workload, machine: Machine, reason: str
+) -> tuple[Workload, ProcessProbe | InlineProbe, WarmupReport, list[str]]:
+    """A probe in which a wait stands in for the step, as long as that takes in this process.
+
+    Raises:
+        WorkloadError: the step does not run on a copy of the model in this process either.
+    """
+    inline = InlineProbe(workload, machine)
+    try:
+        inline.start()
+        step = inline.step_ceiling(None, STEP_TIME_BURST)
+    except WorkloadError as error:
+        raise WorkloadError(
+            f"{reason}, and here: {_first_line(error)}; {GIVE_STEP_TIME}", error.user_traceback
+        ) from error
+    finally:
+        inline.close()
+    if isinstance(step, Failure):
+        raise WorkloadError(f"{reason}, and here: {step.message}; {GIVE_STEP_TIME}", step.traceback or "")
+    workload = replace(workload, training=TrainingSide(train_step=StepTime(step.step_s)))
+    probe, warmup, notes = start(workload)
+    return workload, probe, warmup, [f"{reason}, so the step was timed in this process", *notes]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def is_taken_by_this_process(device: str) -> bool:
+    """Whether a GPU admits one process at a time, and this one uses it."""
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return False
+    gpus = Gpus(cuda_uuids=[str(torch.cuda.get_device_properties(device).uuid)])
+    return any(gpus.is_exclusive(gpu) for gpu in gpus.devices())
+
+
+def compiles(training: TrainingSide) -> bool:
+    """Whether torch.compile is part of the step, as far as that shows: its first run may take minutes."""
+    step = training.train_step
+    parts = list(training.model.modules()) if isinstance(training.model, torch.nn.Module) else []
+    with contextlib.suppress(ValueError):  # a name that is not bound yet
+        reached = inspect.getclosurevars(step) if inspect.isfunction(step) else None
+        parts += [*reached.nonlocals.values(), *reached.globals.values()] if reached is not None else []
+    return bool(training.compiled) or any(map(_is_compiled, (*parts, step, training.loss_fn)))
+
+
+def _is_compiled(value: Any) -> bool:
+    own = getattr(value, "__dict__", {})
+    is_wrapper = type(value).__name__ == "OptimizedModule" or "_torchdynamo_orig_callable" in own
+    return is_wrapper or own.get("_compiled_call_impl") is not None
 
 
 def _start(
@@ -90,7 +176,11 @@ def _start(
             with contextlib.ExitStack() as attempt:
                 payload = attempt.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
                 process = ProcessProbe(
-                    payload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s
+                    payload,
+                    machine,
+                    memory_budget_bytes=memory_budget_bytes,
+                    start_deadline_s=start_deadline_s,
+                    gpu_held_bytes=held_bytes(workload.training.device),
                 )
                 attempt.callback(process.close)
                 warmup = process.start()

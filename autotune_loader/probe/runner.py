@@ -57,6 +57,7 @@ class ProcessProbe:
         machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
+        gpu_held_bytes: what this process holds on the GPU: the job will not need it twice.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class ProcessProbe:
         *,
         memory_budget_bytes: int | None = None,
         start_deadline_s: float = START_DEADLINE_S,
+        gpu_held_bytes: int = 0,
     ) -> None:
+        self._gpu_held_bytes = gpu_held_bytes
         self._payload = payload
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
@@ -158,7 +161,7 @@ class ProcessProbe:
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if not isinstance(outcome, Measurement):
             return outcome
-        return meter.reading.added_to(outcome)
+        return meter.reading.added_to(outcome, self._gpu_held_bytes)
 
 
 def _rate(outcome: Measurement | Acceleration | Failure) -> Measurement | Failure:

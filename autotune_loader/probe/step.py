@@ -9,6 +9,7 @@ A step without a gradient is run as it is, and said to train nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
-from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.probe.inference import UNUSED_LOSS, Form, infer
 from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
@@ -32,6 +33,10 @@ TRAINS_NOTHING = (
 STAND_IN_LOSS = (
     "{step} stands in for the loss, as the batch has no target; pass loss_fn= (an autoencoder's is given output and input) "
     "or train_step= for the true cost of the step"
+)
+
+AGAINST_TIME = (
+    "{}: workers and their prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown"
 )
 
 
@@ -70,6 +75,11 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         TypeError: no step can be inferred; the message shows the form that `train_step` takes.
     """
     device = torch.device(side.device)
+    if isinstance(side.train_step, StepTime):
+        wait = functools.partial(side.train_step, None)
+        return TrainingStep(
+            wait, str(side.train_step), device, moves=False, notes=[AGAINST_TIME.format(side.train_step)]
+        )
     if side.model is None and side.train_step is None:
         moves = device.type != "cpu"
         alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")

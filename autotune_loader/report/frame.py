@@ -19,13 +19,14 @@ _TYPES = {
     "bool": "pin_memory persistent_workers in_order",
     "boolean": "drop_last",
     "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
-    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share pss_slope_bytes_per_s gpu_util seconds",
+    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share pss_slope_bytes_per_s gpu_busy_share "
+    "gpu_util seconds",
 }
 # The order of the columns; a new field of the configuration gets one by itself.
 _MEASURED = (
     "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s service_s "
     "service_cpu_s receive_s step_s cpu_share foreign_cpu_share rss_bytes pss_bytes pss_slope_bytes_per_s shm_bytes "
-    "gpu_util gpu_memory_bytes seconds failure_kind failure_phase failure_message"
+    "gpu_busy_share gpu_util gpu_memory_bytes seconds failure_kind failure_phase failure_message"
 )
 _COLUMNS = ("number", "role", *(field.name for field in fields(LoaderConfig)), *_MEASURED.split())  # all of them
 
@@ -50,7 +51,7 @@ def _row(trial: Trial) -> dict[str, Any]:
     if measured is not None:
         rate, gpu = measured.samples_per_s, measured.gpu
         own = {"samples_per_s": rate.value, "samples_per_s_low": rate.low, "samples_per_s_high": rate.high}
-        own |= {"gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
+        own |= {"gpu_busy_share": gpu.busy_share, "gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
     if failure is not None:
         own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):

@@ -118,6 +118,10 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append(f"Speed-up: not proven, {rounds} fitted into the budget.")
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
+    if result.measured.gpu_busy_share is not None:
+        util = result.measured.gpu_util
+        nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
+        facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
     facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")

@@ -23,7 +23,8 @@ from autotune_loader.values.trial import Acceleration, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
-SCHEMA_VERSION = "1.0"
+# 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
+SCHEMA_VERSION = "1.1"
 MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""
 _Kind = TypeVar("_Kind")
@@ -55,7 +56,10 @@ class Measured:
     """Share of the time in which the training loop waited for data."""
     first_batch_s: float | None = None
     cpu_share: float | None = None
+    gpu_busy_share: float | None = None
+    """Share of the time in which the GPU was at work on a step, by its own clock; null where the step runs on none."""
     gpu_util: float | None = None
+    """Share of the time in which any kernel of anyone ran, by NVML."""
     gpu_util_reason: str | None = None
     """Why GPU utilisation is null."""
     gpu_memory_bytes: int | None = None

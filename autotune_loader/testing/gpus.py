@@ -35,6 +35,10 @@ class FakeGpu:
     used_bytes: int = 1 << 30
     util: int | Callable[[], int] = 50
     """Percent, or a function of the moment."""
+    samples: Callable[[], Sequence[tuple[float, int]]] = tuple
+    """NVML's own samples of the moment: stamps in seconds, and percent."""
+    is_exclusive: bool = False
+    """Whether one process at a time may use it."""
     migs: tuple[FakeGpu, ...] = ()
     unsupported: frozenset[str] = frozenset()
     """NVML functions that this device refuses."""
@@ -112,6 +116,25 @@ class FakeGpus:
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
         self._check("nvmlDeviceGetUtilizationRates", gpu)
         return SimpleNamespace(gpu=gpu.util() if callable(gpu.util) else gpu.util, memory=0)
+
+    def nvmlDeviceGetSamples(  # noqa: N802
+        self, gpu: FakeGpu, kind: int, since_us: int
+    ) -> tuple[int, list[SimpleNamespace]]:
+        self._check("nvmlDeviceGetSamples", gpu)
+        if kind != 1:
+            raise NVMLErrorNotSupported
+        stamped = [(int(moment * 1e6), percent) for moment, percent in gpu.samples()]
+        if not stamped:
+            raise NVMLError("Not Found")
+        return 1, [
+            SimpleNamespace(timeStamp=stamp, sampleValue=SimpleNamespace(uiVal=percent))
+            for stamp, percent in stamped
+            if stamp > since_us
+        ]
+
+    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:  # noqa: N802
+        self._check("nvmlDeviceGetComputeMode", gpu)
+        return 3 if gpu.is_exclusive else 0
 
     def _check(self, function: str, gpu: FakeGpu | None = None) -> None:
         self.calls.append(function)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_count
 
@@ -71,6 +72,7 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     parts = {name: given.get(name) for name in LOADER_PARTS}
     batch_size = given.get("batch_size")
     require_count("batch_size", batch_size, minimum=1)
+    given["train_step"] = _as_step_time(given.get("train_step"))
     for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
         value = given.get(name)
         if value is not None and not callable(value):
@@ -91,6 +93,8 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
 def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
     """The training step, of what was given for it."""
     train_step, optimizer, loss_fn = (given.get(name) for name in ("train_step", "optimizer", "loss_fn"))
+    if isinstance(train_step, StepTime):
+        return TrainingSide(train_step=train_step)
     _check_model(model, train_step)
     if train_step is not None and not _takes(train_step, 2):
         raise TypeError(
@@ -110,6 +114,15 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
         device=_device_name(given.get("device") or "auto", model),
         compiled=_compiled_parts(model),
     )
+
+
+def _as_step_time(train_step: Any) -> Any:
+    """A number of seconds as the wait that it stands for; all else as it is."""
+    if isinstance(train_step, bool) or not isinstance(train_step, (int, float)):
+        return train_step
+    if not 0 < train_step < math.inf:
+        raise ValueError(f"train_step={train_step!r} is not the seconds of a step; train_step=0.05 would work")
+    return StepTime(float(train_step))
 
 
 def _check_order(dataset: Any, model: Any) -> None:
@@ -293,7 +306,8 @@ def _auto_device(model: Any) -> str:
     default = torch.get_default_device()
     if default.type not in ("cpu", "meta"):
         return str(default)
-    if not torch.cuda.is_available():
+    # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
+    if not torch.cuda.device_count():
         return "cpu"
     chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     return f"cuda:{chosen}" if chosen else "cuda"

@@ -97,7 +97,7 @@ def measure_allowed(
             found.append(Acceleration(kind=kind, name=NAMES[kind], note=f"not measured: {reason}"))
         else:
             plan = BurstPlan(max_s=min(ROUNDS_S, seconds_left() / 4), deadline_s=min(DEADLINE_S[kind], seconds_left()))
-            found.append(_answer(kind, probe.acceleration(kind, consumer_threads, plan)))
+            found.append(_answer(kind, probe.acceleration(kind, consumer_threads, plan), plan))
     return tuple(found)
 
 
@@ -113,8 +113,11 @@ def _reason_not_to(kind: AccelerationKind, verdict: Verdict, probe: StepProbe | 
     return ""
 
 
-def _answer(kind: AccelerationKind, outcome: Acceleration | Failure) -> Acceleration:
+def _answer(kind: AccelerationKind, outcome: Acceleration | Failure, plan: BurstPlan) -> Acceleration:
     if isinstance(outcome, Acceleration):
         return outcome
+    if outcome.kind == "deadline" and plan.deadline_s < DEADLINE_S[kind]:
+        note = f"not measured: it takes longer than the {plan.deadline_s:.0f} s that were left; budget='5m' would leave it more"
+        return Acceleration(kind=kind, name=NAMES[kind], note=note)
     text = outcome.message.strip().splitlines()
     return Acceleration(kind=kind, name=NAMES[kind], note=f"it failed: {text[0] if text else outcome.kind}")

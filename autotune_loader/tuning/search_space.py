@@ -49,7 +49,8 @@ WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
 
 def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
-    data, accelerated = workload.data, not workload.on_cpu and not warmup.on_accelerator
+    data, kind = workload.data, workload.training.device.partition(":")[0]
+    accelerated = kind != "cpu" and not warmup.on_accelerator
     threads: tuple[int | None, ...] = (None,)
     if workload.on_cpu and workload.has_step:
         threads = consumer_thread_counts(machine.usable_cores, warmup.default_threads)
@@ -57,8 +58,8 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
     return Space(
         max_workers=max_workers,
         workers_are_capped=capped,
-        pin_memory=(False, True) if accelerated else (False,),
-        device_prefetch=(0, 1, 2) if accelerated else (0,),
+        pin_memory=(False, True) if accelerated and kind != "mps" else (False,),
+        device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" else (0,),
         persistent_workers=_keeps_workers(workload, warmup, machine, settings),
         may_keep_workers=_may_keep_workers(data, settings),
         in_order=(True, False) if "in_order" in settings.allow else (True,),

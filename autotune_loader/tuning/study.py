@@ -380,6 +380,7 @@ def _attributes(trial: Trial) -> dict[str, Any]:
             "cpu_share": measured.cpu_share,
             "rss_bytes": memory.rss_bytes if memory else None,
             "pss_bytes": memory.pss_bytes if memory else None,
+            "gpu_busy_share": measured.gpu.busy_share,
             "gpu_util": measured.gpu.util,
         }
         trial = replace(trial, measurement=replace(measured, traces=()))

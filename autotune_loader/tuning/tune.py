@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.opening import open_probe
+from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
@@ -44,6 +44,8 @@ from autotune_loader.values.serialization import require_writable
 if TYPE_CHECKING:
     import torch
 
+LONG_COMPILING_S = 5.0
+"""Compiling that takes longer than this is not counted against the budget."""
 SHORTEST_START_DEADLINE_S = 30.0
 """However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them."""
 
@@ -55,7 +57,7 @@ def tune(
     *,
     batch_size: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    train_step: Callable[[Any, Any], Any] | None = None,
+    train_step: Callable[[Any, Any], Any] | float | None = None,
     optimizer: Any = None,
     device: str | torch.device = "auto",
     collate_fn: Callable[[Any], Any] | None = None,
@@ -92,7 +94,8 @@ def tune(
         batch_size: samples per batch; taken from the loader where one is given.
         loss_fn: `loss_fn(model(x), y)`, or its class; inferred from output and y where it is not given.
         train_step: `train_step(model, batch)`, the general form; without it the step is inferred. It may return the loss, or
-            run backward and step an optimizer itself: what it does not do is done for it.
+            run backward and step an optimizer itself: what it does not do is done for it. A number is the seconds of a step:
+            the loader is tuned against a wait as long, without the model.
         optimizer: an optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
         device: where the step runs; "auto" is where the model is, else CUDA where there is one, else the CPU.
         collate_fn: as in `DataLoader`; used as it is, like the next five.
@@ -101,7 +104,8 @@ def tune(
         worker_init_fn: as in `DataLoader`.
         generator: as in `DataLoader`; its state is left as it was.
         drop_last: as in `DataLoader`.
-        budget: wall seconds from call to result, such as 60, "60s" or "3m".
+        budget: wall seconds from call to result, such as 60, "60s" or "3m". Compiling a step of yours (`torch.compile`) comes
+            on top where it takes long.
         max_trials: most configurations to try.
         max_workers: most workers to try.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
@@ -187,6 +191,8 @@ def _tuned(
     with opened_together(
         ranks, lambda: open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s)
     ) as opened:
+        workload = opened.workload
+        begun, waited = start_of_budget(started, opened, options.budget_s)
         space = common_space(ranks, machine.usable_cores, lambda: make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
@@ -198,11 +204,11 @@ def _tuned(
             warmup=opened.warmup,
             fingerprint=machine.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
-            notes=(*notes, *opened.notes, *unmet(workload.data, options.allow, space)),
+            notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
             tolerance=options.tolerance,
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
-        held = earlier.check(probe, started, progress.announce)
+        held = earlier.check(probe, begun, progress.announce)
         if held is not None:
             return share(probe, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
@@ -212,12 +218,22 @@ def _tuned(
             replace(options, budget_s=budget_of_search(options.budget_s, options.allow)),
             Job.of(context, earlier.suggestions, options.study_name or name_of_study(space, context.fingerprint)),
             clock=time.monotonic,
-            started=started,
+            started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
         )
         state = session.run()
-        try_changed_steps(state, told, options, opened.probe if ranks is None else None, started)
+        try_changed_steps(state, told, options, opened.probe if ranks is None else None, begun)
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
     session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(probe, result)
+
+
+def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple[float, list[str]]:
+    """When the budget begins, and a note where that is not when `tune()` was called: a step had to be compiled."""
+    warm_up_s = opened.warmup.warm_up_s
+    if warm_up_s <= LONG_COMPILING_S or not compiles(opened.workload.training):
+        return started, []
+    return started + warm_up_s, [
+        f"torch.compile took {warm_up_s:.0f} s before the first burst; the budget of {budget_s:.0f} s was counted without them"
+    ]

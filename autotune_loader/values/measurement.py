@@ -48,9 +48,11 @@ class GpuUse:
     """What the accelerator did during a burst; every value may be missing, and then `reason` says why."""
 
     util: float | None = None
-    """Time-weighted share of time in which any kernel ran (NVML's definition), 0 to 1."""
+    """Share of the window in which any kernel of anyone ran, by NVML's samples, 0 to 1."""
+    busy_share: float | None = None
+    """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None
-    """Peak memory used on the device."""
+    """Peak memory used on the device, less what the caller's own process holds there."""
     reason: str | None = None
     """Why utilisation or memory is missing."""
     allocated_bytes: int | None = None

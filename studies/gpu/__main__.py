@@ -2,6 +2,7 @@
 
     python -m studies.gpu                              # a GPU, about two minutes a job
     python -m studies.gpu --only transformer --budget 20
+    python -m studies.gpu.gains                        # torch.compile and autocast: promised against measured
     python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
 
 Files go to `$OUT` where that is set, else to `studies/gpu/results`; they are written after every job, so a run that is cut
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 
 from autotune_loader.machine.facts import Machine, inspect_machine
-from studies.gpu.jobs import FULL, JOBS, QUICK
+from studies.gpu.jobs import FULL, QUICK
 from studies.gpu.study import Effort, Findings, as_plain, study
 
+JOBS_BY_WORTH = ("resnet_jpeg", "transformer", "large_batches", "resnet_compute")
 QUICK_EFFORT = Effort(budget_s=4.0, survey_s=0.2, rounds=2, workers=(0, 2))
 RESULTS = Path(__file__).parent / "results"
 # Goals of the issue.
@@ -33,7 +35,7 @@ OF_LIMIT_GOAL, VERDICT_GOAL_S = 0.95, 3.0
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu only makes sense with --quick")
-    parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
+    parser.add_argument("--only", default=",".join(JOBS_BY_WORTH), help="jobs, by commas")
     parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
     parser.add_argument("--budget", type=float, help="seconds of each tuning run")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
@@ -93,6 +95,8 @@ def table(found: list[Findings]) -> str:
         f"of the smaller limit (goal {OF_LIMIT_GOAL:.0%} where the loader binds)",
         "regret against the grid",
         "GPU busy before, after",
+        "a tuned burst's working share by events, by NVML (goal 3 points apart)",
+        "DevicePrefetcher over pinned copies",
         "twin's error, median and worst",
         f"verdict after (goal {VERDICT_GOAL_S:g} s where the step binds)",
         "tuned with",
@@ -113,6 +117,10 @@ def _row(found: Findings) -> list[str]:
         f"{found.regret:.1%} ({found.regret_low:.1%} to {found.regret_high:.1%})",
         f"{_share(found.default_util)}, {_share(found.tuned_util)}"
         + (f" ({found.util_reason})" if found.util_reason else ""),
+        f"{_share(found.burst_busy_share)}, {_share(found.burst_util)}",
+        "-"
+        if found.prefetcher is None
+        else f"{found.prefetcher:.2f}x ({found.prefetcher_low:.2f} to {found.prefetcher_high:.2f})",
         f"{_share(found.twin_median_error)}, {_share(found.twin_worst_error)}",
         f"{found.verdict_s:.1f} s + {found.startup_s:.1f} s of start-up: {bound}",
         f"{found.best}, in {found.tune_s:.0f} s and {found.trials} trials"

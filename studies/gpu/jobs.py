@@ -139,26 +139,27 @@ class Sums(nn.Module):
         return (x * self.weight).mean()
 
 
-def _bfloat16_on(device: torch.device) -> torch.autocast:
-    # Most CPUs only emulate it.
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
 class PictureStep:
-    """Classify pictures in bfloat16; bytes become floats on the device."""
+    """Classify pictures, in bfloat16 on CUDA; bytes become floats on the device."""
+
+    def __init__(self, in_half: bool = True) -> None:
+        self.in_half = in_half
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         pictures, labels = batch
-        with _bfloat16_on(pictures.device):
+        with _bfloat16_on(pictures.device, self.in_half):
             scores = model(pictures.float() / 255 if pictures.dtype == torch.uint8 else pictures)
         return nn.functional.cross_entropy(scores.float(), labels)
 
 
 class TokenStep:
-    """Predict the next token in bfloat16."""
+    """Predict the next token, in bfloat16 on CUDA."""
+
+    def __init__(self, in_half: bool = True) -> None:
+        self.in_half = in_half
 
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with _bfloat16_on(batch.device):
+        with _bfloat16_on(batch.device, self.in_half):
             scores = model(batch)
         return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
@@ -169,6 +170,11 @@ class SumStep:
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch)
         return loss
+
+
+def _bfloat16_on(device: torch.device, in_half: bool) -> torch.autocast:
+    # Most CPUs only emulate it.
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=in_half and device.type == "cuda")
 
 
 class Bytes(Dataset[tuple[torch.Tensor, int]]):

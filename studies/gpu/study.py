@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from studies.gpu.jobs import JOBS, Size
 from studies.gpu.training import Loop, Rate
 
 DEFAULT, TUNED = "default", "tuned"
+PINNED, AHEAD = "tuned, pinned copies in the loop", "tuned, pinned copies ahead of it"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
 VERDICT_WORKERS = 4
 
@@ -67,6 +69,14 @@ class Findings:
     """One minus the tuned rate over the grid's best, from paired rounds; negative where it is faster."""
     regret_low: float
     regret_high: float
+    prefetcher: float | None
+    """Rate with `DevicePrefetcher` over that of pinned copies in the loop, else alike, from paired rounds; None off CUDA."""
+    prefetcher_low: float | None
+    prefetcher_high: float | None
+    burst_busy_share: float | None
+    """Share of its window in which a burst of the tuned configuration kept the device at work, by its events."""
+    burst_util: float | None
+    """The same by NVML, where its samples cover the window; the goal is 3 points."""
     default_util: float | None
     tuned_util: float | None
     util_reason: str | None
@@ -92,15 +102,24 @@ def study(name: str, size: Size, device: str, effort: Effort) -> Findings:
     """Everything about one job. The parent's model is on the device before `tune()` is called, as it often is."""
     loop = Loop(JOBS[name](size), device, effort.survey_s)
     step_limit = loop.step().samples_per_s
+    record(name, "the step alone", samples_per_s=step_limit)
     startup_s, verdict_s, is_step_bound = _time_of_verdict(loop)
+    record(name, "verdict", startup_s=startup_s, verdict_s=verdict_s, said_compute_bound=is_step_bound)
     result = _tuned(loop, effort)
-    grid = {config: loop.train(config).samples_per_s for config in _grid(device, effort)}
+    record(name, "tuned", best=str(result.best), verdict=result.verdict.binding, seconds=result.spent.seconds)
+    grid = {config: _recorded(name, "grid", str(config), loop.train(config)) for config in _grid(device, effort)}
     grid_best = max(grid, key=lambda config: grid[config])
-    rates = _in_turns(loop, {DEFAULT: LoaderConfig(), TUNED: result.best, str(grid_best): grid_best}, effort.rounds)
+    turns = {DEFAULT: LoaderConfig(), TUNED: result.best, str(grid_best): grid_best}
+    if loop.device.type == "cuda":
+        turns |= {PINNED: replace(result.best, pin_memory=True, device_prefetch=0)}
+        turns |= {AHEAD: replace(result.best, pin_memory=True, device_prefetch=2)}
+    rates = _in_turns(loop, turns, effort.rounds)
     loader_limit = max(loop.load(config).samples_per_s for config in {result.best, grid_best})
+    record(name, "the loader alone", samples_per_s=loader_limit)
     tuned_per_s = _median(rates[TUNED])
     rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
     ratio = paired_ratio(rounds, TUNED, str(grid_best))
+    prefetcher = paired_ratio(rounds, AHEAD, PINNED) if AHEAD in turns else None
     errors = _twin_errors(result, grid)
     measured = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
     gpu = measured[-1].gpu if measured else None
@@ -119,6 +138,11 @@ def study(name: str, size: Size, device: str, effort: Effort) -> Findings:
         regret=1 - ratio.value,
         regret_low=1 - ratio.high,
         regret_high=1 - ratio.low,
+        prefetcher=None if prefetcher is None else prefetcher.value,
+        prefetcher_low=None if prefetcher is None else prefetcher.low,
+        prefetcher_high=None if prefetcher is None else prefetcher.high,
+        burst_busy_share=None if gpu is None else gpu.busy_share,
+        burst_util=None if gpu is None else gpu.util,
         default_util=_median_util(rates[DEFAULT]),
         tuned_util=_median_util(rates[TUNED]),
         util_reason=next((rate.gpu_reason for rate in rates[TUNED] if rate.gpu_util is None), None),
@@ -134,6 +158,16 @@ def study(name: str, size: Size, device: str, effort: Effort) -> Findings:
         failures=tuple(f"{t.config}: {t.failure.kind}" for t in result.trials if t.failure is not None),
         grid={str(config): rate for config, rate in grid.items()},
     )
+
+
+def record(job: str, what: str, **values: Any) -> None:
+    """One line for each thing that was measured, as soon as it was: a run that is cut off keeps them."""
+    print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
+
+
+def _recorded(job: str, what: str, which: str, rate: Rate) -> float:
+    record(job, what, which=which, **dataclasses.asdict(rate))
+    return rate.samples_per_s
 
 
 def _loader(loop: Loop) -> DataLoader[Any]:
@@ -188,6 +222,7 @@ def _in_turns(loop: Loop, configs: dict[str, LoaderConfig], rounds: int) -> dict
         mixer.shuffle(order)
         for key in order:
             rates[key].append(loop.train(configs[key]))
+            _recorded(loop.job.name, "turns", key, rates[key][-1])
     return rates
 
 

@@ -44,7 +44,7 @@ class Loop:
         self.job = job
         self.device = torch.device(device)
         self.seconds = seconds
-        self.model = job.model.to(self.device).train()
+        self.model: Any = job.model.to(self.device).train()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.cores = inspect_machine().usable_cores
 

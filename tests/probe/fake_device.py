@@ -18,6 +18,7 @@ class FakeTimeline:
         clock: of the host.
         sleep: how the host lets time pass; moves a fake clock.
         copy_s: seconds of a copy on the side lane.
+        malloc_s: seconds that the first work takes longer once memory was given back.
     """
 
     def __init__(
@@ -25,7 +26,11 @@ class FakeTimeline:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         copy_s: float = 0.0,
+        malloc_s: float = 0.0,
     ) -> None:
+        self.malloc_s = malloc_s
+        self.has_memory = False
+        self.is_cold = False
         self.clock = clock
         self.sleep = sleep
         self.copy_s = copy_s
@@ -35,6 +40,8 @@ class FakeTimeline:
 
     def launch(self, seconds: float) -> None:
         """Give the device so much work."""
+        if not self.has_memory:
+            seconds, self.has_memory = seconds + self.malloc_s, True
         self.busy_until = max(self.busy_until, self.clock()) + seconds
 
     def now(self) -> float:
@@ -65,6 +72,7 @@ class FakeTimeline:
 
     def release(self) -> None:
         self.events.append("release")
+        self.has_memory, self.is_cold = False, True
 
 
 class FakeLane:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,42 @@ def test_dropout_differs_anyway_and_is_no_reason_to_object() -> None:
     assert found.loss_noise is not None
     assert found.loss_noise > 0.02
     assert found.is_same_loss is True
+
+
+class OnTheWay:
+    """A batch that counts how often it is brought to the device."""
+
+    def __init__(self, x: torch.Tensor, copies: list[Any], *, is_there: bool = False) -> None:
+        self.x, self.copies, self.is_there = x, copies, is_there
+
+    def to(self, device: Any, non_blocking: bool = False) -> OnTheWay:
+        if not self.is_there:
+            self.copies.append(device)
+        return OnTheWay(self.x, self.copies, is_there=True)
+
+
+def test_the_batch_lies_on_the_device_and_there_is_one_model_beside_the_plain_one() -> None:
+    # GIVEN a batch whose copies are counted, and models whose lives are
+    copies: list[Any] = []
+    batch = OnTheWay(BATCH[0], copies)
+    made: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    def fresh() -> TrainingSide:
+        alive.append(sum(each() is not None for each in made))
+        model = small_model()
+        made.append(weakref.ref(model))
+        return TrainingSide(model=model, train_step=lambda model, batch: model(batch.x).square().mean())
+
+    plain = build_step(fresh(), batch)
+    plain.run(batch)
+    copies.clear()
+    # WHEN changes are measured, one after the other
+    for _ in range(2):
+        assert isinstance(measure_acceleration("amp", fresh, batch, plain, QUICK), Acceleration)
+    # THEN nothing was copied in their rounds, and no model was made while there were two
+    assert len(copies) == 2
+    assert max(alive) == 1
 
 
 def test_a_step_without_a_loss_is_timed_but_not_judged() -> None:

@@ -20,7 +20,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.prefetch import DevicePrefetcher
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import Bench, WarmupReport
-from autotune_loader.probe.device import CudaTimeline
+from autotune_loader.probe.device import timeline_of
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
@@ -85,7 +85,8 @@ def allocated_bytes() -> int:
 
 def test_a_mark_is_passed_when_the_device_has_come_there_and_not_before() -> None:
     # GIVEN a timeline, and work of about 70 ms
-    timeline = CudaTimeline(torch.device("cuda"))
+    timeline = timeline_of(torch.device("cuda"))
+    assert timeline is not None
     timeline.open()
     handed_over = timeline.now()
     torch.cuda._sleep(100_000_000)
@@ -113,6 +114,8 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory(open_probe: Callabl
     assert burst.gpu.copy_s is not None
     assert burst.gpu.copy_s < burst.step_s
     assert burst.gpu.allocated_bytes is not None
+    # THEN the device was at work for the share of its step in its cycle
+    assert burst.gpu.busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
     assert all(t.requested <= t.received <= t.step_end for t in burst.traces)
     # THEN NVML's memory is there, or why not
     assert burst.gpu.memory_bytes is not None or burst.gpu.reason is not None

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,8 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of, warm_up
 from autotune_loader.probe.burst import run_burst, run_step_ceiling
 from autotune_loader.probe.burst_loop import DeviceRun
-from autotune_loader.probe.device import timeline_of
+from autotune_loader.probe.device import EventTimeline, timeline_of
+from autotune_loader.probe.epoch_burst import measure_epochs
 from autotune_loader.probe.failures import is_device_broken
 from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.step import TrainingStep, build_step
@@ -137,6 +142,115 @@ def test_what_the_main_process_fetches_while_the_device_steps_costs_nothing(
         assert trace.requested <= trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
 
 
+@pytest.mark.parametrize(("fetch_s", "share"), [(0.002, 10 / 12), (0.040, 0.25)])
+def test_the_share_of_time_in_which_the_device_worked_is_known_to_the_step(fetch_s: float, share: float) -> None:
+    # GIVEN steps of 10 ms, behind copies of 2 ms or behind a slow loader WHEN measured THEN copies and waits are no work
+    found, _ = measured(fetch_s=fetch_s, step_s=0.010, copy_s=0.002 if fetch_s < 0.01 else 0.0)
+    assert found.gpu.busy_share == pytest.approx(share, rel=0.01)
+
+
+class Epochs:
+    """Holds the batches of one epoch after another: eight of four samples, made in no time."""
+
+    iterator: Any = None
+    num_workers = 1
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+
+    def open(self, loader: Any) -> None:
+        self.iterator = itertools.islice(made_in_time(self.clock, 0.001), 8)
+
+
+def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_has() -> None:
+    # GIVEN steps of 50 ms, handed over in 1 ms: 80 samples/s, of which the host sees the launches of up to 16 ahead
+    clock = FakeClock()
+    timeline = FakeTimeline(clock, clock.sleep)
+    step: Any = FakeStep(timeline, step_s=0.050, host_s=HOST_S)
+    holder = Epochs(clock)
+    holder.open(holder)
+    timeline.open()
+    run = DeviceRun(PLAN, 1, clock(), timeline)
+    # WHEN whole epochs are measured
+    found = measure_epochs(holder, holder, run, step, replace(PLAN, max_s=0.8), lambda phase: None)
+    # THEN the rate is the device's, and so is the share of the window in which it worked
+    assert isinstance(found, Measurement)
+    assert found.samples_per_s.value == pytest.approx(80, rel=1e-3)
+    assert found.gpu.busy_share == pytest.approx(1.0)
+    assert found.window_s == pytest.approx(found.samples / 80)
+
+
+@pytest.mark.process
+def test_a_device_without_events_is_timed_by_the_host_and_says_so() -> None:
+    # GIVEN a device whose time torch cannot tell WHEN a bench is warm THEN there is a note, and none for a CPU
+    step = functools.partial(TrainingSide, train_step=lambda model, batch: None)
+    notes = []
+    for device in ("meta", "cpu"):
+        warmup = Bench(rows, rows, functools.partial(step, device=device)).prepare()
+        assert isinstance(warmup, WarmupReport)
+        notes.append([note for note in warmup.notes if "timed by the host's clock" in note])
+    assert [len(found) for found in notes] == [1, 0]
+    assert notes[0][0].startswith("meta has no events")
+
+
+class FakeEvent:
+    """An event of a kind of device that does at once what it is given."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.monotonic()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return (later.at - self.at) * 1e3
+
+
+def test_other_accelerators_are_timed_by_their_events_and_may_lack_the_rest() -> None:
+    # GIVEN a torch for XPU, and one of a kind that has events and little else, as MPS does
+    little = SimpleNamespace(Event=FakeEvent, synchronize=lambda: None, empty_cache=lambda: None)
+    assert isinstance(timeline_of(torch.device("xpu:0")), EventTimeline)
+    timeline = EventTimeline(torch.device("mps:0"), little)
+    # WHEN the latter times a burst
+    timeline.open()
+    begun = timeline.now()
+    mark = timeline.mark()
+    timeline.synchronize()
+    # THEN its marks are on the host's clock, and what it cannot tell is None
+    passed = timeline.passed(mark)
+    assert passed is not None
+    assert begun - 0.01 < passed < timeline.now() + 0.01
+    assert timeline.peak_bytes() is None
+    timeline.release()
+    assert timeline.is_cold
+
+
+@pytest.mark.process
+def test_after_a_burst_that_gave_memory_back_the_next_is_not_slower() -> None:
+    # GIVEN a device on which the first step takes 0.3 s longer once memory was given back
+    timeline = FakeTimeline(malloc_s=0.3)
+
+    def train(model: Any, batch: Any) -> None:
+        timeline.launch(0.002)
+
+    bench = Bench(rows, rows, lambda: TrainingSide(train_step=train))
+    assert isinstance(bench.prepare(), WarmupReport)
+    bench._timeline = timeline
+    timeline.is_cold = True
+    # WHEN a burst of other batches, which took more, is followed by two
+    outcomes = [bench.burst(config, QUICK) for config in (LoaderConfig(batch_size=8), LoaderConfig(), LoaderConfig())]
+    # THEN only that one gave its memory back, and no window has the driver's time in it
+    assert timeline.events.count("release") == 1
+    for outcome in outcomes:
+        assert isinstance(outcome, Measurement)
+        assert max(trace.step_s for trace in outcome.traces) < 0.15
+
+
 def test_the_device_is_waited_for_at_the_edges_of_the_window_only() -> None:
     _, timeline = measured(fetch_s=0.002, step_s=0.010)
     assert timeline.events == ["open", "synchronize"]
@@ -165,7 +279,7 @@ def step_of(train: Any) -> TrainingStep:
 
 
 @pytest.mark.process
-def test_a_burst_measures_on_the_device_and_lets_go_of_its_memory() -> None:
+def test_a_burst_measures_on_the_device_and_keeps_its_memory_for_the_next() -> None:
     # GIVEN a device that takes 5 ms for a step and tells its peak
     timeline = FakeTimeline()
 
@@ -179,7 +293,7 @@ def test_a_burst_measures_on_the_device_and_lets_go_of_its_memory() -> None:
     assert isinstance(found, Measurement)
     assert found.step_s == pytest.approx(0.005, rel=0.3)
     assert found.gpu.allocated_bytes == 123
-    assert timeline.events == ["open", "lane", "synchronize", "release"]
+    assert timeline.events == ["open", "lane", "synchronize"]
 
 
 def test_without_tuned_prefetch_no_lane_is_opened() -> None:
@@ -339,7 +453,10 @@ def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
     )
     # WHEN they are put together THEN nothing is lost
     whole = reading.added_to(found)
-    assert whole.gpu == GpuUse(util=0.9, memory_bytes=99, allocated_bytes=7, copy_s=found.gpu.copy_s)
+    own = {"busy_share": found.gpu.busy_share, "allocated_bytes": 7, "copy_s": found.gpu.copy_s}
+    assert whole.gpu == GpuUse(util=0.9, memory_bytes=99, **own)
+    # THEN what the caller's own process holds there is not the job's
+    assert reading.added_to(found, 90).gpu.memory_bytes == 9
     assert (whole.cpu_share, whole.foreign_cpu_share, whole.steal_share) == (0.5, 0.1, 0.02)
 
 

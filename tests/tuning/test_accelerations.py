@@ -11,6 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
+from autotune_loader.results.loader_file import Verdict
+from autotune_loader.tuning.experiments import measure_allowed
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -72,3 +76,18 @@ def test_a_loader_that_binds_is_the_reason_not_to_measure() -> None:
     # THEN neither is measured, and the result says why
     assert [found.speedup for found in result.accelerations] == [None, None]
     assert all("the training step does not bind" in (found.note or "") for found in result.accelerations)
+
+
+class SlowCompiler:
+    """A probe whose compiler never answers in time."""
+
+    def acceleration(self, kind: str, consumer_threads: int | None, plan: BurstPlan) -> Failure:
+        return Failure(kind="deadline", phase="step", message=f"no answer within {plan.deadline_s:.0f} s")
+
+
+def test_a_budget_too_small_for_the_compiler_is_named_with_one_that_would_work() -> None:
+    # GIVEN 25 s of the budget left WHEN compiling takes longer
+    verdict = Verdict(binding="step", sentence="")
+    (found,) = measure_allowed(("compile",), verdict, SlowCompiler(), None, lambda: 25.0)
+    # THEN the note says which budget would do
+    assert found.note == "not measured: it takes longer than the 25 s that were left; budget='5m' would leave it more"

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import tune
-from autotune_loader.pipeline.workload import Workload
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import StepTime, TrainingSide, Workload
 from autotune_loader.tuning.arguments import make_workload
 
 SAMPLES = TensorDataset(torch.zeros(10, 2))
@@ -44,7 +45,7 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("batch_size", 2.5, TypeError),
         ("batch_size", True, TypeError),
         ("loss_fn", "mse", TypeError),
-        ("train_step", 3, TypeError),
+        ("train_step", "fast", TypeError),
         ("collate_fn", [], TypeError),
         ("worker_init_fn", "init", TypeError),
         ("device", "gpu:7", ValueError),
@@ -301,7 +302,7 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
 ) -> None:
     # GIVEN a model on a device, a default device, and no CUDA
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     # WHEN the device is "auto" THEN it is the model's, or else the default
     workload, _ = make_workload(SAMPLES, OnDevice(*devices), **{**DEFAULTS, "batch_size": 2, "device": "auto"})
     assert workload.training.device == chosen
@@ -309,10 +310,34 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
 
 @pytest.mark.parametrize(("current", "chosen"), [(None, "cuda"), (0, "cuda"), (2, "cuda:2")])
 def test_auto_is_the_device_that_was_set(monkeypatch: pytest.MonkeyPatch, current: int | None, chosen: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
 
     workload, _ = workload_of(batch_size=2, device="auto")
 
     assert workload.training.device == chosen
+
+
+def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a torch for CUDA, two GPUs by NVML, and a driver that tells when it is opened
+    def opened() -> int:
+        raise AssertionError("the driver was opened")
+
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", opened, raising=False)
+    # WHEN the machine is looked at and the arguments are read
+    inspect_machine()
+    found = [workload_of(batch_size=2, device=device)[0].training.device for device in ("auto", "cuda:1")]
+    # THEN the GPUs are found
+    assert found == ["cuda", "cuda:1"]
+
+
+def test_the_seconds_of_a_step_stand_in_for_it_and_the_model_stays_at_home() -> None:
+    # GIVEN a step known by its time alone WHEN the arguments are read
+    workload, _ = make_workload(SAMPLES, OnDevice("cuda:0"), **{**DEFAULTS, "batch_size": 2, "train_step": 0.05})
+    # THEN a wait is tuned against, which uses no core and needs no GPU
+    assert (workload.training, workload.on_cpu) == (TrainingSide(train_step=StepTime(0.05)), False)
+    with pytest.raises(ValueError, match=r"train_step=-1 is not the seconds of a step; train_step=0.05 would work"):
+        workload_of(batch_size=2, train_step=-1)

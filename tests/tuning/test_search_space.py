@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.search_space import make_space
@@ -43,9 +44,9 @@ class ToldItsEpoch(Rows):
         self.epoch = epoch
 
 
-def space_of(dataset: Any, *allow: str) -> Space:
+def space_of(dataset: Any, *allow: str, training: TrainingSide | None = None) -> Space:
     data = DataSide.from_dataset(dataset, batch_size=8)
-    workload = Workload(data=data, training=TrainingSide())
+    workload = Workload(data=data, training=training or TrainingSide())
     return make_space(workload, READY, inspect_machine(), TuneOptions(allow=frozenset(allow)))
 
 
@@ -76,3 +77,25 @@ def test_batches_out_of_order_are_searched_only_when_allowed() -> None:
     """Out of order, the same seed no longer gives the same training."""
     assert space_of(Rows()).in_order == (True,)
     assert space_of(Rows(), "in_order").in_order == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "pins", "ahead"),
+    [
+        ("cuda:1", (False, True), (0, 1, 2)),
+        ("xpu", (False, True), (0,)),
+        ("mps", (False,), (0,)),
+        ("cpu", (False,), (0,)),
+    ],
+)
+def test_each_kind_of_device_has_the_roads_to_it_that_torch_has(
+    device: str, pins: tuple[bool, ...], ahead: tuple[int, ...]
+) -> None:
+    """`DevicePrefetcher` copies ahead on CUDA alone, and torch pins nothing for MPS."""
+    space = space_of(Rows(), training=TrainingSide(device=device))
+    assert (space.pin_memory, space.device_prefetch) == (pins, ahead)
+
+
+def test_a_wait_in_place_of_the_step_has_no_threads_to_tune() -> None:
+    space = space_of(Rows(), training=TrainingSide(train_step=StepTime(0.05)))
+    assert (space.consumer_threads, space.pin_memory) == ((None,), (False,))

@@ -1,13 +1,14 @@
 """What the accelerator did during a burst, from samples of NVML.
 
-Utilisation is the share of time in which any kernel ran, over NVML's own period of 1/6 to 1 s. It says neither how
-full the GPU was nor, over a short burst, much at all: it is reported beside the time spent waiting for data, never
-optimised.
+Utilisation is the share of time in which any kernel of anyone ran; it does not say how full the GPU was, and is not optimised.
+NVML keeps stamped samples of it, every 20 to 170 ms: those of a burst's window tell what they cover. Where it keeps none, there
+are means over 1/6 to 1 s that it gives when asked, which tell of long bursts only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from autotune_loader.machine.gpus import GpuSample
 from autotune_loader.machine.meters.sampler import time_weighted_mean
@@ -17,6 +18,25 @@ NVML_PERIOD_S = 1.0
 """The longest period over which NVML averages utilisation: an earlier sample still tells of before the burst."""
 NO_GPU = GpuUse(reason="the step does not run on an NVIDIA GPU")
 """For a step that needs no watching."""
+
+
+COVERED_SHARE = 0.5
+"""Of a window that samples must tell of."""
+
+
+def use_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
+    """Utilisation of a window, from samples that each speak for the time since the one before; None where they cover little.
+
+    Args:
+        samples: Times in seconds and shares, oldest first.
+        start: Of the window, in the same seconds.
+        end: Of the window.
+    """
+    busy = covered = 0.0
+    for (before, _), (moment, share) in pairwise(samples):
+        inside = max(0.0, min(moment, end) - max(before, start))
+        busy, covered = busy + inside * share, covered + inside
+    return busy / covered if covered > 0 and covered >= COVERED_SHARE * (end - start) else None
 
 
 def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:

@@ -20,7 +20,7 @@ from autotune_loader.machine.gpus import GpuDevice, Gpus, GpuSample
 from autotune_loader.machine.host import HostCpu, host_cpu
 from autotune_loader.machine.limits import SharedMemory, affinity, shared_memory
 from autotune_loader.machine.meters.cpu import cpu_shares
-from autotune_loader.machine.meters.gpu import NO_GPU, gpu_use
+from autotune_loader.machine.meters.gpu import NO_GPU, gpu_use, use_within
 from autotune_loader.machine.meters.sampler import Sampler
 from autotune_loader.machine.processes import ProcessTree, TreeUse
 from autotune_loader.values.measurement import GpuUse, Measurement, MemoryUse
@@ -88,17 +88,40 @@ class TreeReading:
     steal_share: float | None
     """CPU time that a hypervisor gave to others, as a share of those CPUs."""
     gpu: GpuUse
+    gpu_samples: tuple[tuple[float, float], ...] = ()
+    """NVML's own samples of its utilisation, in the clock's seconds, oldest first."""
 
-    def added_to(self, measured: Measurement) -> Measurement:
-        """The measurement with what was seen from outside; what the burst itself knows of the GPU stays."""
+    def added_to(self, measured: Measurement, gpu_held_bytes: int = 0) -> Measurement:
+        """The measurement with what was seen from outside; what the burst itself knows of the GPU stays.
+
+        Args:
+            measured: what a burst knows of itself, its traces on this meter's clock.
+            gpu_held_bytes: what the caller's own process holds on the GPU: the job will not need it twice.
+        """
         return replace(
             measured,
             memory=self.memory,
             cpu_share=self.cpu_share,
             foreign_cpu_share=self.foreign_cpu_share,
             steal_share=self.steal_share,
-            gpu=replace(self.gpu, allocated_bytes=measured.gpu.allocated_bytes, copy_s=measured.gpu.copy_s),
+            gpu=replace(
+                self._gpu_within(measured),
+                memory_bytes=None if self.gpu.memory_bytes is None else max(0, self.gpu.memory_bytes - gpu_held_bytes),
+                busy_share=measured.gpu.busy_share,
+                allocated_bytes=measured.gpu.allocated_bytes,
+                copy_s=measured.gpu.copy_s,
+            ),
         )
+
+    def _gpu_within(self, measured: Measurement) -> GpuUse:
+        """With the utilisation of the burst's very window, where NVML's samples cover it."""
+        if not measured.traces:
+            return self.gpu
+        end = measured.traces[-1].step_end
+        util = use_within(self.gpu_samples, end - measured.window_s, end)
+        if util is None:
+            return self.gpu
+        return replace(self.gpu, util=util, reason=None if self.gpu.memory_bytes is not None else self.gpu.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +174,7 @@ class TreeMeter:
         self._looks: list[tuple[float, _Look]] = []
         self._host_before: HostCpu | None = None
         self._host_after: HostCpu | None = None
+        self._gpu_samples: tuple[tuple[float, float], ...] = ()
         self._started = clock()
 
     def __enter__(self) -> TreeMeter:
@@ -165,8 +189,10 @@ class TreeMeter:
         """End; at once, but for a look under way."""
         self._sampler.stop()
         self._looks += self._sampler.series
-        last = self._quick_look()
-        self._looks.append((self._clock(), last))
+        last, now = self._quick_look(), self._clock()
+        self._looks.append((now, last))
+        if self._gpus is not None and self._gpu is not None:
+            self._gpu_samples = tuple((now - ago, share) for ago, share in self._gpus.recent_use(self._gpu))
         self._host_after = host_cpu(self._cpus)
         self._take_pss(last.tree)
 
@@ -187,6 +213,7 @@ class TreeMeter:
             foreign_cpu_share=foreign,
             steal_share=steal,
             gpu=gpu_use(samples, start=self._started) if self._gpu else _unwatched(self._gpus, self._cuda_index),
+            gpu_samples=self._gpu_samples,
         )
 
     def _look(self) -> _Look:
