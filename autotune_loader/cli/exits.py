@@ -12,5 +12,5 @@ FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
 
 
 def exit_code_of(result: TuningResult) -> int:
-    """0 for a complete result, 3 when nothing worked, 130 when it was interrupted."""
-    return {"complete": FINE, "fallback": NOTHING_WORKED, "partial": INTERRUPTED}[result.status]
+    """0 for a result, decided or not, 3 when nothing worked, 130 when it was interrupted."""
+    return {"complete": FINE, "undecided": FINE, "fallback": NOTHING_WORKED, "partial": INTERRUPTED}[result.status]

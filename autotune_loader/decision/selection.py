@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune_loader.decision.posterior import Posterior
 from autotune_loader.decision.space import Space
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 
 MEMORY_STEP = 0.05
 """Share of the memory limit that makes one configuration dearer than another."""
@@ -24,8 +24,8 @@ def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
     memory = space.memory_need(config)
     if space.limits.memory_bytes:
         memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
-    # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has seen.
-    depth = -(config.prefetch_factor or 0)
+    # Batches in flight take memory, delay the first one and are lost where an epoch ends early; fewer than torch's own are odd.
+    depth = max(config.prefetch_factor or 0, TORCH_PREFETCH_FACTOR)
     return (
         other_batches,
         config.num_workers,

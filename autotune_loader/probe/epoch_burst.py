@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
-from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, epochs_rate
+from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, over_epochs
 from autotune_loader.probe.burst_loop import Announce, Run
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import Failure, Measurement
@@ -66,4 +65,4 @@ def measure_epochs(
         batches.append(count)
     measured = run.measurement()
     samples = run.samples(batches[0], batches[-1])
-    return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
+    return over_epochs(measured, ends, samples)

@@ -26,6 +26,7 @@ from autotune_loader.results.loader_file import (
 )
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Acceleration, Trial
@@ -124,7 +125,12 @@ class TuningResult:
 
     def to_file(self) -> LoaderFile:
         shared = {name: getattr(self, name) for name in _SHARED}
-        shared["trials"] = tuple(_without_traces(trial) for trial in self.trials)
+        shared["trials"] = tuple(
+            replace(trial, measurement=_without_traces(trial.measurement)) for trial in self.trials
+        )
+        shared["finals"] = replace(
+            self.finals, measurements=tuple(_without_traces(each) for each in self.finals.measurements)
+        )
         return LoaderFile(
             schema_version=SCHEMA_VERSION,
             dataloader_kwargs=self.best.to_kwargs(),
@@ -263,7 +269,5 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
     return replace(best, **changes)
 
 
-def _without_traces(trial: Trial) -> Trial:
-    if trial.measurement is None or not trial.measurement.traces:
-        return trial
-    return replace(trial, measurement=replace(trial.measurement, traces=()))
+def _without_traces(measurement: Measurement | None) -> Measurement | None:
+    return measurement if measurement is None or not measurement.traces else replace(measurement, traces=())

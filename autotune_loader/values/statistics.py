@@ -92,6 +92,14 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
 
 
+def mean_share(shares: Sequence[float]) -> Interval | None:
+    """Mean of independent shares, its interval within 0 and 1; None of fewer than two."""
+    if len(shares) < 2:
+        return None
+    mean = mean_interval(shares)
+    return Interval(value=mean.value, low=max(0.0, mean.low), high=min(1.0, mean.high), count=mean.count)
+
+
 def correlated_mean_interval(series: Sequence[float], period: int = 1, confidence: float = 0.95) -> Interval:
     """Mean of a correlated series that may repeat every `period` values, its ends averaged over one period.
 

@@ -43,7 +43,7 @@ def workers_info(result: TuningResult) -> WorkersInfo:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
     top = max((rate.value for rate in fastest.values()), default=None)
-    best, baseline = rate_of(result.best, result), rate_of(result.baseline, result)
+    best, baseline = (rate_of(config, result.finals, result.trials) for config in (result.best, result.baseline))
     return WorkersInfo(
         fastest=tuple(sorted(fastest.items())),
         others=tuple((workers, rate.value) for workers, rate in measured if rate is not fastest[workers]),
