@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune_loader.cli.exits import CONTRADICTORY, FINE
 from autotune_loader.cli.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -27,19 +28,33 @@ def _load(path: str) -> TuningResult:
 
 @click.command("show")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
-def show_command(path: str) -> None:
+@click.option("--check", is_flag=True, help="Only check that no figure or sentence contradicts another.")
+def show_command(path: str, check: bool) -> int:
     """Print what was found, and whether this machine fits.
 
-    The machine that it was found on is shown beside this one.
+    The machine that it was found on is shown beside this one. With --check, the exit code is 1 where the result
+    contradicts itself, which would be a mistake of ours.
 
     \b
-    Example:
+    Examples:
       autotune-loader show loader.json
+      autotune-loader show loader.json --check
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.report.machines import render_machines
 
     result = _load(path)
+    if check:
+        return _checked(result)
     click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
+    return FINE
+
+
+def _checked(result: TuningResult) -> int:
+    from autotune_loader.report.invariants import contradictions
+
+    found = contradictions(result)
+    click.echo("\n".join(found) or "Nothing in it contradicts anything else in it.")
+    return CONTRADICTORY if found else FINE
 
 
 @click.command("report")

@@ -17,7 +17,7 @@ from autotune_loader.report.summary import UNDECIDED
 from autotune_loader.report.units import is_telling, rate_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 ROUNDING = 1e-6
 CLOCKS = 0.05
@@ -86,17 +86,20 @@ def _each_figure_is_that_of_the_table(result: TuningResult) -> Iterator[str]:
     best, baseline, measured = rows.get(result.best), rows.get(result.baseline), result.measured
     pairs: list[tuple[str, float | None, float | None]] = []
     if best is not None:
-        own, rate = best.measurement, measured.samples_per_s
-        pairs.append(("samples_per_s", rate and rate.value, best.rate and best.rate.value))
-        if own is not None:
-            pairs += [(name, getattr(measured, name), getattr(own, name)) for name in ("wait_share", "first_batch_s")]
-            pairs.append(("pss_bytes", measured.pss_bytes, own.memory and own.memory.pss_bytes))
-    if baseline is not None:
-        shown = measured.baseline_samples_per_s
-        pairs.append(("baseline_samples_per_s", shown and shown.value, baseline.rate and baseline.rate.value))
+        pairs.append(("samples_per_s", _value(measured.samples_per_s), _value(best.rate)))
+    if baseline is not None and result.reused is None:
+        pairs.append(("baseline_samples_per_s", _value(measured.baseline_samples_per_s), _value(baseline.rate)))
+    if best is not None and best.measurement is not None:
+        own = best.measurement
+        pairs += [(name, getattr(measured, name), getattr(own, name)) for name in ("wait_share", "first_batch_s")]
+        pairs.append(("pss_bytes", measured.pss_bytes, None if own.memory is None else own.memory.pss_bytes))
     for name, one, other in pairs:
         if one is not None and not _same(one, other):
-            yield f"{name} is {one:g}, in the table {other and f'{other:g}'}"
+            yield f"{name} is {one:g}, in the table {other}"
+
+
+def _value(interval: Interval | None) -> float | None:
+    return None if interval is None else interval.value
 
 
 def _the_chosen_row_is_whole(result: TuningResult) -> Iterator[str]:

@@ -20,8 +20,10 @@ from autotune_loader.cli.recipes import RECIPES
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.results.loader_file import loader_schema
 from autotune_loader.results.result import TuningResult
+from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.statistics import Interval
 from autotune_loader.version import __version__
 
 COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")
@@ -356,6 +358,19 @@ def test_show_prints_report_and_machines_side_by_side(loader_json: str, capsys: 
     assert "Verdict: Decoding binds" in text
     assert "tuned on" in text
     assert "This machine is the same in all that matters." in text
+
+
+def test_show_check_tells_contradictions_by_its_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # GIVEN a result that agrees with itself, and one whose ceiling lies below its rate
+    result = simulated_result(SimulatedMachine(noise_sd=0.03))
+    low = Interval(value=10.0, low=9.0, high=11.0, count=9)
+    result.save("good.json")
+    replace(result, measured=replace(result.measured, ceiling_samples_per_s=low)).save("bad.json")
+    # WHEN each is checked, THEN the exit code tells them apart, and what is wrong is named with both figures
+    assert cli.main(["show", "good.json", "--check"]) == 0
+    assert "Nothing in it contradicts" in capsys.readouterr().out
+    assert cli.main(["show", "bad.json", "--check"]) == 1
+    assert "the ceiling is one: the step alone was measured at 10.0/s, and" in capsys.readouterr().out
 
 
 def test_show_marks_what_is_different_here(
