@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune_loader.cli.exits import CONTRADICTORY, FINE
-from autotune_loader.cli.recipes import RECIPES
+from autotune_loader.cli.recipes import RECIPES, env_recipe
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
@@ -82,7 +82,7 @@ def report_command(path: str, output: str) -> None:
 @click.command("apply")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
 @click.option(
-    "--to", "form", type=click.Choice(tuple(RECIPES)), default="kwargs", show_default=True, help="What to print."
+    "--to", "form", type=click.Choice((*RECIPES, "env")), default="kwargs", show_default=True, help="What to print."
 )
 def apply_command(path: str, form: str) -> None:
     """Print the configuration in the form that a training job takes.
@@ -90,13 +90,14 @@ def apply_command(path: str, form: str) -> None:
     \b
     Examples:
       autotune-loader apply loader.json --to kwargs          JSON: arguments for DataLoader
-      eval "$(autotune-loader apply loader.json --to env)"   environment variables
+      eval "$(autotune-loader apply loader.json --to env)"   where load_config() finds the file
       autotune-loader apply loader.json --to snippet         Python that makes the loader
       autotune-loader apply loader.json --to hf              fields of transformers.TrainingArguments
       autotune-loader apply loader.json --to lightning       for a LightningDataModule
       autotune-loader apply loader.json --to accelerate      for accelerate's Accelerator
     """  # noqa: D301 - click's mark is the character itself
-    click.echo(RECIPES[form](_load(path)))
+    result = _load(path)
+    click.echo(env_recipe(result, path) if form == "env" else RECIPES[form](result))
 
 
 @click.command("schema")

@@ -98,6 +98,9 @@ class Verdict:
     headroom: float | None = None
     """Ceiling over rate, minus one: what a loader that took neither time nor cores would still gain."""
 
+    def __str__(self) -> str:
+        return self.sentence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -109,6 +112,12 @@ class Advice:
     """The measured evidence for it."""
     expected_gain: float | None = None
     """Estimated relative gain in samples/s; None where there is no estimate."""
+
+    def __str__(self) -> str:
+        gain, words = self.expected_gain, ""
+        if gain is not None:
+            words = f" (about {gain * 100:+.0f} %)" if gain < 1 else f" (about {1 + gain:.1f} times the rate)"
+        return f"{self.action.rstrip('.')}{words}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

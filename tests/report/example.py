@@ -111,7 +111,8 @@ def synthetic_result() -> TuningResult:
     truths = [probe.truth(config) for config in last]
     rounds = tuple(tuple(truth * noise.gauss(1, 0.015) for truth in truths) for _ in range(9))
     best = trials[7].measurement
-    assert best is not None and best.memory is not None
+    assert best is not None
+    assert best.memory is not None
     ratios = [each[0] / each[-1] for each in rounds]
     logs = mean_interval([math.log(ratio) for ratio in ratios])
     return TuningResult(

@@ -79,7 +79,11 @@ VERDICTS = [
     ("cpu", evidence(), "100 ms of CPU"),
     ("step", evidence(measured(wait_share=0.02), ceiling=exactly(1020.0)), "98 % of what the step alone could do"),
     ("step", evidence(measured(wait_share=0.01), ceiling=None), "waits for data 1 % of the time"),
-    ("step", evidence(measured(wait_share=0.01, cpu_share=0.2), ceiling=exactly(1100.0)), "waits for data 1 % of the time"),
+    (
+        "step",
+        evidence(measured(wait_share=0.01, cpu_share=0.2), ceiling=exactly(1100.0)),
+        "waits for data 1 % of the time",
+    ),
     ("cpu", evidence(measured(wait_share=0.01, step_s=0.03)), "30 ms of step, and there are 4 cores"),
     ("cpu", evidence(measured(service_cpu_s=0.05, cpu_share=0.97)), "4 cores, 97% in use"),
     ("wait", evidence(measured(service_cpu_s=0.01)), "of 110 ms per batch a fetch computes 10 ms"),
@@ -90,8 +94,16 @@ VERDICTS = [
     # Two witnesses that disagree: both are named, and nothing is concluded.
     ("unknown", evidence(measured(wait_share=0.01, cpu_share=0.2)), "1 % of the time, yet the rate is 50 % of"),
     ("unknown", evidence(measured(wait_share=0.01), on_accelerator=True), "1 % of the time, yet the rate is 50 % of"),
-    ("unknown", evidence(measured(wait_share=0.01, foreign_cpu_share=0.5)), "other processes kept 50 % of the cores busy"),
-    ("unknown", evidence(measured(wait_share=0.5), ceiling=exactly(1020.0)), "50 % of the time, yet the rate is 98 % of"),
+    (
+        "unknown",
+        evidence(measured(wait_share=0.01, foreign_cpu_share=0.5)),
+        "other processes kept 50 % of the cores busy",
+    ),
+    (
+        "unknown",
+        evidence(measured(wait_share=0.5), ceiling=exactly(1020.0)),
+        "50 % of the time, yet the rate is 98 % of",
+    ),
     (
         "unknown",
         evidence(measured(service_cpu_s=0.04, cpu_share=0.45, foreign_cpu_share=0.5)),
@@ -201,7 +213,9 @@ def test_what_a_change_brings_is_one_sentence(changes, words):
 
 def test_a_change_that_is_faster_and_trains_the_same_is_advised_as_far_as_the_loader_keeps_up():
     # GIVEN workers that fetch 20 % more than the step takes, and a step that autocast makes 31 % faster
-    found = evidence(measured(service_s=4 * 32 / 1200.0, wait_share=0.02), ceiling=exactly(1020.0), accelerations=(accelerated(),))
+    found = evidence(
+        measured(service_s=4 * 32 / 1200.0, wait_share=0.02), ceiling=exactly(1020.0), accelerations=(accelerated(),)
+    )
     # WHEN the user asks what to do
     (advice, *_) = advise(found, judge(found))
     # THEN it is autocast, and no more is promised than the workers deliver

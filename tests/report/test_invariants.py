@@ -86,7 +86,8 @@ def broken(good: TuningResult, name: str) -> TuningResult:
     """The result with one mistake of the kind that was seen in real ones."""
     measured, best = good.measured, good.best
     rate = measured.samples_per_s
-    assert rate is not None and measured.wait_share is not None
+    assert rate is not None
+    assert measured.wait_share is not None
     changes: dict[str, dict[str, Any]] = {
         "the ceiling is one": {"measured": replace(measured, ceiling_samples_per_s=exactly(0.5 * rate.value))},
         "the headroom is that of rate and ceiling": {"verdict": replace(good.verdict, headroom=17.0)},

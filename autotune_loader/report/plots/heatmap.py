@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates
+from autotune_loader.report.standings import predicted_rates, rate_of
 from autotune_loader.report.units import number_text
 from autotune_loader.results.result import TuningResult
 
@@ -21,7 +21,7 @@ class Cell:
     """None without workers."""
     state: Literal["measured", "failed", "untried", "impossible"]
     samples_per_s: float | None = None
-    """The fastest burst of the pair, whatever else was set."""
+    """The chosen configuration's rate in its own cell; else the fastest burst of the pair, whatever else was set."""
     predicted_samples_per_s: float | None = None
     """What the twin says of an untried pair, with the chosen configuration's other settings."""
     is_best: bool = False
@@ -41,7 +41,7 @@ class HeatmapInfo:
 
 def heatmap_info(result: TuningResult) -> HeatmapInfo:
     """Gather what `plot_heatmap` draws."""
-    configs = [trial.config for trial in result.trials]
+    configs = [*(trial.config for trial in result.trials), *(c for c in result.finals.configs if c == result.best)]
     workers = tuple(sorted({config.num_workers for config in configs}))
     ahead = sorted({config.prefetch_factor for config in configs if config.prefetch_factor is not None})
     rows = ((None,) if 0 in workers else ()) + tuple(ahead)
@@ -61,6 +61,8 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
     here = [t for t in result.trials if (t.config.num_workers, t.config.prefetch_factor) == (workers, ahead)]
     rates = [trial.samples_per_s for trial in here if trial.samples_per_s is not None]
     is_best = (result.best.num_workers, result.best.prefetch_factor) == (workers, ahead)
+    if is_best and (chosen := rate_of(result.best, result.finals, result.trials)) is not None:
+        rates = [chosen.value]
     if rates:
         return Cell(workers=workers, prefetch_factor=ahead, state="measured", samples_per_s=max(rates), is_best=is_best)
     is_legal = (workers == 0) == (ahead is None)
@@ -75,7 +77,7 @@ def plot_heatmap(result: TuningResult) -> canvas.Figure:
     return canvas.picture(
         "Samples/s by workers and prefetch_factor",
         partial(_draw, info) if is_measured else "No configuration worked, so there is no rate to show.",
-        width=1.6 + 0.8 * max(5, len(info.workers)),
+        width=1.6 + 0.8 * max(7, len(info.workers)),  # wide enough for the label below
         height=1.5 + 0.55 * max(2, len(info.prefetch_factors)),
         legend_columns=0,
     )
