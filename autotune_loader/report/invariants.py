@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import median
 
 from autotune_loader.decision.race import MIN_ROUNDS
 from autotune_loader.report.ceiling import ceiling_doubt
-from autotune_loader.report.standings import standings
+from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.summary import UNDECIDED
 from autotune_loader.report.units import is_telling, rate_text, share_text
 from autotune_loader.results.result import TuningResult
@@ -79,6 +80,9 @@ def _nothing_cheaper_is_as_fast_as_the_choice(result: TuningResult) -> Iterator[
     for row in standings(result):
         if row.ties_with_best and _is_cheaper(row.config, result.best):
             yield f"{row.config} is marked as fast as {result.best}, and costs less"
+        ratios = [ratio for _, ratio in final_ratios(result.finals, row.config, result.best)]
+        if len(ratios) >= MIN_ROUNDS and median(ratios) > 1 and _is_cheaper(row.config, result.best):
+            yield f"{row.config} costs less than {result.best}, and was faster in most of {len(ratios)} rounds"
 
 
 def _each_figure_is_that_of_the_table(result: TuningResult) -> Iterator[str]:

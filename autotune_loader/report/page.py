@@ -25,7 +25,7 @@ _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
     plots.plot_workers: "Where the line stops rising, more workers do not help.",
     plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
-    plots.plot_heatmap: "Each cell is the fastest burst of that pair; hatched ones were predicted and not worth a burst.",
+    plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
     plots.plot_memory: "The cheapest point close to the top is the one to want.",
     plots.plot_history: "The line shows what would have been found had the search stopped there.",
     plots.plot_failures: "Configurations that cannot be used here, and why.",

@@ -108,7 +108,8 @@ def synthetic_result() -> TuningResult:
     noise = random.Random(3)
     rivals = [LoaderConfig(num_workers=workers, prefetch_factor=ahead, consumer_threads=1) for workers, ahead in RIVALS]
     last = (BEST, *rivals, BASELINE)
-    truths = [probe.truth(config) for config in last]
+    # What is cheaper than the best is slower.
+    truths = [probe.truth(config) * (0.97 if config.num_workers == 3 else 1.0) for config in last]
     rounds = tuple(tuple(truth * noise.gauss(1, 0.015) for truth in truths) for _ in range(9))
     best = trials[7].measurement
     assert best is not None

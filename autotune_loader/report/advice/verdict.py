@@ -53,7 +53,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def gain_words(gain: float) -> str:
     """A relative gain for a person: "12 %", and from a doubling on "3.2 times the rate"."""
-    return f"{gain:.0%}" if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
+    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
 
 
 def _binding(evidence: Evidence) -> Binding:

@@ -80,7 +80,7 @@ def labelled(points: tuple[Point, ...]) -> list[Point]:
     for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
         near = (
             abs(point.memory_bytes - other.memory_bytes) < 0.07 * width
-            and abs(point.rate.value - other.rate.value) < 0.06 * height
+            and abs(point.rate.value - other.rate.value) < 0.09 * height
             for other in chosen
         )
         if not any(near):

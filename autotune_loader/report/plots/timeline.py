@@ -19,7 +19,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
 
 Activity = Literal["fetch", "collate", "wait", "step"]
 MAX_BATCHES = 36
@@ -90,7 +90,8 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
     """
     last = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
     end = min([traces[-1].step_end, *last.values()])
-    shown = [trace.requested for trace in traces if trace.requested < end][-MAX_BATCHES:]
+    later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
+    shown = [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]
     if not shown:
         return traces[0].requested, traces[-1].step_end
     return shown[0], end
