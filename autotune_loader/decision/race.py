@@ -96,6 +96,8 @@ class RaceOutcome:
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
     notes: tuple[str, ...] = ()
+    """What to know of the rounds: that some were disturbed, and `failures`."""
+    failures: tuple[str, ...] = ()
 
     @property
     def measurement(self) -> Measurement:
@@ -230,6 +232,7 @@ class Race:
             expected_loss=self._expected_loss(winner),
             speedup=exactly_one if winner == self.baseline else speedup,
             notes=((usable.note,) if usable.note else ()) + failed,
+            failures=failed,
         )
 
     def _usable_bursts(self) -> dict[LoaderConfig, list[Measurement]]:

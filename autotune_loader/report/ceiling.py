@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from autotune_loader.report.standings import standings
 from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.statistics import Interval
 
-ROUNDS_DIFFER = 0.05
+ROUNDS_DIFFER = 0.08
 """Means of rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
 BURSTS_DIFFER = 0.15
 """Single bursts, which were run at another time than the step alone, by so much."""
@@ -25,18 +22,14 @@ def ceiling_doubt(result: TuningResult) -> str | None:
     alone = f"the step alone was measured at {rate_text(ceiling.value)}"
     for row in standings(result):
         margin = ROUNDS_DIFFER if row.source == "finals" and row.rate and row.rate.count > 1 else BURSTS_DIFFER
-        if row.config.batch_size == result.best.batch_size and row.rate and _lies_above(row.rate, ceiling, margin):
+        if row.config.batch_size != result.best.batch_size or row.rate is None:
+            continue
+        if row.rate.value > (1 + margin) * ceiling.value:
             return f"{alone}, and {row.config} reached {rate_text(row.rate.value)} with it"
     if rate is None or wait is None or wait > HARDLY_STEPS or result.finals.whole_epochs:
         return None
-    low = (1 - wait) if result.measured.wait_interval is None else 1 - max(result.measured.wait_interval.low, 0.0)
-    in_loop = Interval(value=rate.value / (1 - wait), low=rate.low / low, high=math.inf, count=rate.count)
-    if _lies_above(in_loop, ceiling, BURSTS_DIFFER):
-        steps = rate_text(in_loop.value)
-        return f"{alone}, and steps in the loop allow {steps} ({rate_text(rate.value)} with {share_text(wait)} waiting)"
+    in_loop = rate.value / (1 - wait)
+    if in_loop > (1 + BURSTS_DIFFER) * ceiling.value:
+        told = f"{rate_text(rate.value)} with {share_text(wait)} waiting"
+        return f"{alone}, and steps in the loop allow {rate_text(in_loop)} ({told})"
     return None
-
-
-def _lies_above(rate: Interval, ceiling: Interval, margin: float) -> bool:
-    low = rate.low if math.isfinite(rate.low) else rate.value * (1 - margin)
-    return rate.value > (1 + margin) * ceiling.value and low > ceiling.high

@@ -42,7 +42,10 @@ class Standing:
 
 def standings(result: TuningResult) -> tuple[Standing, ...]:
     """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed."""
-    configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
+    # What the rounds say of a configuration stands in place of its burst; one round does not.
+    known = {config.key() for config in result.finals.configs if len(result.finals.rates_of(config)) > 1}
+    tried = [trial.config for trial in result.trials if trial.config.key() not in known]
+    configs = dict.fromkeys([*tried, *result.finals.configs])
     found = [_standing(config, result) for config in configs]
     # A finalist that only the twin knew, and for which no time was left, has nothing to stand by: that is no failure.
     found = [each for each in found if each.rate or each.failure or each.is_best or each.is_baseline]

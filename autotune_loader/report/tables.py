@@ -112,10 +112,12 @@ def render_findings(result: TuningResult, width: int = 100) -> str:
 def _facts(result: TuningResult) -> list[str]:
     what = "The safest guess" if result.status == "undecided" else "Chosen"
     facts = [f"{what}: {result.best}."]
-    if result.speedup is not None:
+    if result.best == result.baseline:
+        facts.append("Speed-up: none, as that is the configuration before tuning.")
+    elif result.speedup is not None:
         rounds = f"95 % interval of {counted(result.speedup.count, 'paired round')}"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
-    elif result.finals.rounds and result.best != result.baseline:
+    elif result.finals.rounds:
         rounds = counted(len(result.finals.rounds), "paired round")
         facts.append(f"Speed-up: not proven, {rounds} fitted into the budget.")
     if result.ceiling is not None:

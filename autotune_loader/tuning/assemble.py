@@ -86,7 +86,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         verdict=verdict,
         advice=advise(evidence, verdict) if evidence is not None else (),
         summary=_summary(found, state, verdict, context),
-        warnings=(*_warnings(best, state, context), *([growth] if growth is not None else [])),
+        warnings=(*_warnings(best, state, context, finals), *([growth] if growth is not None else [])),
     )
 
 
@@ -281,10 +281,11 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _warnings(best: LoaderConfig, state: SearchState, context: RunContext) -> tuple[str, ...]:
+def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:
     notes = [*consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
-        notes += state.finals.notes
+        # That the rounds were disturbed is said where the choice is called undecided.
+        notes += state.finals.failures if finals.undecided is not None else state.finals.notes
     failed = [trial for trial in state.trials if trial.failure is not None]
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]

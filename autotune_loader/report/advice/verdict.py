@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.units import share_text
+from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.loader_file import Binding, Verdict
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
@@ -194,7 +194,8 @@ def _cores(evidence: Evidence) -> str:
 def _of_ceiling(evidence: Evidence) -> str:
     if evidence.ceiling is None:
         return "what the step alone could do is unknown"
-    return f"the rate is {share_text(evidence.rate.value / evidence.ceiling.value)} of what the step alone could do"
+    rate, alone = rate_text(evidence.rate.value), rate_text(evidence.ceiling.value)
+    return f"it reaches {rate} where the step alone reaches {alone}"
 
 
 def _hand_over_words(evidence: Evidence) -> str:
