@@ -95,6 +95,11 @@ VERDICTS = [
     ("memory", evidence(trials=(killed(6),)), "6 workers, prefetch 2 ran out of it (oom killed)"),
     ("startup", evidence(measured(first_batch_s=5.0), epoch_batches=100), "of an epoch"),
     ("in_memory", evidence(measured(service_s=0.001), best=LoaderConfig()), "no worker is needed"),
+    (
+        "wait",
+        evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
+        "computes 10 ms, longer than other processes on 50 % of the cores explain",
+    ),
     # Two witnesses that disagree: both are named, and nothing is concluded.
     (
         "unknown",

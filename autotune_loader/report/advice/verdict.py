@@ -113,7 +113,13 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
     if full or evidence.computing_share() > COMPUTING_SHARE:
         return "cpu"
     idle = evidence.idle_share()
-    return "wait" if idle is None or idle > IDLE_SHARE else "unknown"
+    return "wait" if idle is None or idle > IDLE_SHARE or _waits_beside_neighbours(evidence) else "unknown"
+
+
+def _waits_beside_neighbours(evidence: Evidence) -> bool:
+    """Whether a fetch would wait even if all that other processes took of the cores had been taken from it."""
+    own = 1 - (evidence.telling_burst().foreign_cpu_share or 0.0)
+    return evidence.computing_share() <= COMPUTING_SHARE * own
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
@@ -171,7 +177,12 @@ def _fetch_words(evidence: Evidence) -> str:
 
 def _idle_words(evidence: Evidence) -> str:
     idle = evidence.idle_share()
-    return "" if idle is None else f" while {share_text(idle)} of the cores are idle"
+    if idle is None:
+        return ""
+    if idle <= IDLE_SHARE:
+        foreign = share_text(evidence.telling_burst().foreign_cpu_share)
+        return f", longer than other processes on {foreign} of the cores explain"
+    return f" while {share_text(idle)} of the cores are idle"
 
 
 def _more(headroom: float | None) -> str:

@@ -13,6 +13,9 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 
+NARROWEST_BYTES = 16 << 20
+"""A narrower axis would blow up differences of nothing, with ticks that read alike."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -74,7 +77,7 @@ def plot_memory(result: TuningResult) -> canvas.Figure:
 
 def labelled(points: tuple[Point, ...]) -> list[Point]:
     """The points whose labels fit: the chosen one and the baseline first, then by rate; near neighbours go without."""
-    width = max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points) or 1
+    width = max(NARROWEST_BYTES, max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points))
     height = max(p.rate.value for p in points)
     chosen: list[Point] = []
     for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
@@ -112,6 +115,6 @@ def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
     axes.xaxis.set_major_formatter(canvas.thousands)
     canvas.whole_numbers(axes.xaxis)
     least, most = min(p.memory_bytes for p in info.points), max(p.memory_bytes for p in info.points)
-    if most - least < 8 << 20:  # a narrow axis would blow up differences of nothing, with ticks that read alike
-        middle = (least + most) / 2 / 2**20
-        axes.set_xlim(max(0.0, middle - 8), middle + 8)
+    if most - least < NARROWEST_BYTES:
+        left = (least + most - NARROWEST_BYTES) / 2 / 2**20
+        axes.set_xlim(left, left + NARROWEST_BYTES / 2**20)

@@ -25,7 +25,8 @@ class SpeedupInfo:
 
 def speedup_info(result: TuningResult) -> SpeedupInfo:
     """Gather what `plot_speedup` draws."""
-    ratios = final_ratios(result.finals, result.best, result.baseline)
+    is_changed = result.best != result.baseline
+    ratios = final_ratios(result.finals, result.best, result.baseline) if is_changed else []
     numbered = tuple((number + 1, ratio) for number, ratio in ratios)
     return SpeedupInfo(ratios=numbered, speedup=result.speedup, rounds=len(result.finals.rounds))
 
@@ -47,4 +48,4 @@ def _draw(info: SpeedupInfo, axes: canvas.Axes) -> None:
     axes.plot(*zip(*info.ratios, strict=True), "o", color=canvas.BLUE, label="paired round")
     top = max([1.0, *(ratio for _, ratio in info.ratios), *([info.speedup.high] if info.speedup else [])])
     axes.set(xlabel="round of the finals", ylabel="times as fast", ylim=(0, top * 1.15), xlim=(0.5, info.rounds + 0.5))
-    canvas.whole_numbers(axes.xaxis)
+    axes.set_xticks(range(1, info.rounds + 1, 1 + info.rounds // 20))

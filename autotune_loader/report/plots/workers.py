@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of
+from autotune_loader.report.standings import predicted_rates, rate_of, standings, tolerance_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 
@@ -16,9 +16,9 @@ class WorkersInfo:
     """What the picture shows."""
 
     fastest: tuple[tuple[int, Interval], ...]
-    """(workers, samples/s) of the fastest burst at each number of workers, by workers."""
+    """(workers, samples/s) of the fastest configuration with each number of workers, by workers."""
     others: tuple[tuple[int, float], ...]
-    """The other bursts."""
+    """The other configurations."""
     predicted: tuple[tuple[int, float], ...]
     """The twin's highest prediction at each number of workers, made before the burst."""
     curve: tuple[tuple[int, float], ...]
@@ -34,7 +34,7 @@ class WorkersInfo:
 
 def workers_info(result: TuningResult) -> WorkersInfo:
     """Gather what `plot_workers` draws."""
-    measured = [(each.config.num_workers, each.measurement.samples_per_s) for each in result.trials if each.measurement]
+    measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
     fastest: dict[int, Interval] = {}
     for workers, rate in sorted(measured, key=lambda pair: pair[1].value):
         fastest[workers] = rate
@@ -77,8 +77,8 @@ def _draw(info: WorkersInfo, axes: canvas.Axes) -> None:
     if info.plateau:
         axes.axhspan(*info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label="as fast as the chosen one")
     draw_points, purple = partial(canvas.draw_points, axes), canvas.PURPLE
-    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="other bursts")
-    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest burst, 95 % interval")
+    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="others")
+    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest, 95 % interval")
     hollow = {"markerfacecolor": "none", "markersize": 8}
     draw_points(info.predicted, "D", color=purple, label="predicted before the burst", **hollow)
     draw_points(info.curve, ":", color=purple, linewidth=2, label="the twin, chosen settings")
