@@ -250,7 +250,7 @@ def test_prints_the_report_and_what_to_do_next(tune: FakeTune, capsys: pytest.Ca
     assert "autotune-loader apply loader.json --to snippet" in text
 
 
-@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("fallback", 3), ("partial", 130)])
+@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)])
 def test_exit_code_tells_how_it_ended(status: str, code: int, tune: FakeTune) -> None:
     tune.result = replace(tune.result, status=status)
     assert cli.main(["tune", "train:make_numbers"]) == code
