@@ -405,7 +405,8 @@ class _Events:
         if until_whole <= passed:
             self._batch_is_whole(heapq.heappop(self.computing)[1])
             return None
-        _, _, what, index = heapq.heappop(self.timed)
+        when, _, what, index = heapq.heappop(self.timed)
+        self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
         what(index)
         return None
 
