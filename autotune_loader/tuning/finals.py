@@ -10,8 +10,7 @@ from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.posterior import Posterior
-from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.rounds import in_random_order
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
@@ -63,8 +62,9 @@ class Finals:
         candidates = self._candidates(seconds_left())
         if not candidates:
             return None
+        # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
+        believe = self._beliefs.posterior if short is None else lambda: None
         entrants = [self._as_trained(config) for config in candidates]
-        believe = self._beliefs.posterior if short is None else lambda: self._believe_of_epochs(race)
         race = Race(entrants, self._state.baseline, self._rules(short), believe)
         return run_rounds(
             race,
@@ -75,16 +75,6 @@ class Finals:
             learn=lambda gathered: self._learn(race, gathered),
             on_round=on_round,
         )
-
-    def _believe_of_epochs(self, race: Race) -> Posterior | None:
-        """What is believed is believed of steady rates: enough rounds of whole epochs decide alone, and few only add to it."""
-        known = None if len(race.rounds) >= MIN_ROUNDS else self._beliefs.over_epochs(self._as_trained)
-        if known is None:
-            return None
-        where = {config: index for index, config in enumerate(known.configs)}
-        seen = [each for each in self._beliefs.log if each.kind == "epoch" and each.key in where and each.measurement]
-        variances = [race.rules.noise_sd**2 + each.neighbours_sd**2 for each in seen]
-        return known.updated([where[each.key] for each in seen], [each.log_rate for each in seen], variances)
 
     def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
         """Who races, as time allows: best guess first."""
