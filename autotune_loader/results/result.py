@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from autotune_loader.twin import Prediction
 
 
+def _in_a_line(result: TuningResult) -> str:
+    rate, ratio = result.measured.samples_per_s, result.speedup
+    told = [f"{result.status}: {result.best}"]
+    told += [f"{rate} samples/s"] if rate is not None else []
+    told += [f"{ratio} times the rate of {result.baseline}"] if ratio is not None else []
+    return f"<TuningResult {'; '.join(told)}>"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
     """What `tune()` found.
@@ -258,12 +266,7 @@ class TuningResult:
 
         return plot_speedup(self)
 
-    def __repr__(self) -> str:
-        rate, ratio = self.measured.samples_per_s, self.speedup
-        told = [f"{self.status}: {self.best}"]
-        told += [f"{rate} samples/s"] if rate is not None else []
-        told += [f"{ratio} times the rate of {self.baseline}"] if ratio is not None else []
-        return f"<TuningResult {'; '.join(told)}>"
+    __repr__ = _in_a_line
 
     def _repr_html_(self) -> str:
         from autotune_loader.report.page import render_cell
