@@ -30,6 +30,8 @@ MAX_FILE_BYTES = 32 << 20
 _Kind = TypeVar("_Kind")
 _File = TypeVar("_File", bound="LoaderFile")
 Status = Literal["complete", "undecided", "partial", "fallback"]
+ENDED: tuple[Status, ...] = ("complete", "undecided")
+"""A search that came to its end, and found something that works."""
 Binding = Literal["step", "cpu", "wait", "transport", "pinning", "memory", "startup", "in_memory", "unknown"]
 
 

@@ -123,11 +123,13 @@ def assemble_reused(
         rounds=len(seen.rounds),
         seconds=earlier.spent.seconds,
     )
+    doubt = earlier.summary[0] if earlier.status == "undecided" else ""
     summary = (
+        doubt,
         f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
         f"{rate:,.0f} samples/s{paired}.",
         f"Use {earlier.best}: {_rate_words(measured.samples_per_s)}.",
-        _speedup_sentence(earlier.best, baseline, measured.speedup),
+        _speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
         earlier.verdict.sentence,
         f"Step: {context.warmup.step}.",
     )
