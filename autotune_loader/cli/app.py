@@ -38,7 +38,8 @@ def cli(traceback: bool) -> None:
       autotune-loader apply loader.json --to snippet     code for your training script
 
     \b
-    Exit codes: 0 fine, 2 bad input, 3 nothing worked, 130 interrupted (the best so far is written).
+    Exit codes: 0 fine, 1 a result that contradicts itself (show --check), 2 bad input, 3 nothing worked, 130 interrupted
+    (the best so far is written).
 
     \b
     Completion of commands and options in your shell:

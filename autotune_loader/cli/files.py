@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune_loader.cli.recipes import RECIPES
+from autotune_loader.cli.exits import CONTRADICTORY, FINE
+from autotune_loader.cli.recipes import RECIPES, env_recipe
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
@@ -27,19 +28,33 @@ def _load(path: str) -> TuningResult:
 
 @click.command("show")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
-def show_command(path: str) -> None:
+@click.option("--check", is_flag=True, help="Only check that no figure or sentence contradicts another.")
+def show_command(path: str, check: bool) -> int:
     """Print what was found, and whether this machine fits.
 
-    The machine that it was found on is shown beside this one.
+    The machine that it was found on is shown beside this one. With --check, the exit code is 1 where the result
+    contradicts itself, which would be a mistake of ours.
 
     \b
-    Example:
+    Examples:
       autotune-loader show loader.json
+      autotune-loader show loader.json --check
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.report.machines import render_machines
 
     result = _load(path)
+    if check:
+        return _checked(result)
     click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
+    return FINE
+
+
+def _checked(result: TuningResult) -> int:
+    from autotune_loader.report.invariants import contradictions
+
+    found = contradictions(result)
+    click.echo("\n".join(found) or "Nothing in it contradicts anything else in it.")
+    return CONTRADICTORY if found else FINE
 
 
 @click.command("report")
@@ -67,7 +82,7 @@ def report_command(path: str, output: str) -> None:
 @click.command("apply")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
 @click.option(
-    "--to", "form", type=click.Choice(tuple(RECIPES)), default="kwargs", show_default=True, help="What to print."
+    "--to", "form", type=click.Choice((*RECIPES, "env")), default="kwargs", show_default=True, help="What to print."
 )
 def apply_command(path: str, form: str) -> None:
     """Print the configuration in the form that a training job takes.
@@ -75,13 +90,14 @@ def apply_command(path: str, form: str) -> None:
     \b
     Examples:
       autotune-loader apply loader.json --to kwargs          JSON: arguments for DataLoader
-      eval "$(autotune-loader apply loader.json --to env)"   environment variables
+      eval "$(autotune-loader apply loader.json --to env)"   where load_config() finds the file
       autotune-loader apply loader.json --to snippet         Python that makes the loader
       autotune-loader apply loader.json --to hf              fields of transformers.TrainingArguments
       autotune-loader apply loader.json --to lightning       for a LightningDataModule
       autotune-loader apply loader.json --to accelerate      for accelerate's Accelerator
     """  # noqa: D301 - click's mark is the character itself
-    click.echo(RECIPES[form](_load(path)))
+    result = _load(path)
+    click.echo(env_recipe(result, path) if form == "env" else RECIPES[form](result))
 
 
 @click.command("schema")

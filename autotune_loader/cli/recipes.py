@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from autotune_loader.results.load import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
@@ -16,9 +19,9 @@ def kwargs_recipe(result: TuningResult) -> str:
     return json.dumps(_loader_arguments(result), indent=2)
 
 
-def env_recipe(result: TuningResult) -> str:
-    """Lines for a shell: one variable per DataLoader argument, and OMP_NUM_THREADS where the step's threads were tuned."""
-    values = {f"AUTOTUNE_LOADER_{name.upper()}": _env_text(value) for name, value in _loader_arguments(result).items()}
+def env_recipe(result: TuningResult, path: str) -> str:
+    """Lines for a shell: where `load_config()` finds the file, and OMP_NUM_THREADS where the step's threads were tuned."""
+    values = {CONFIG_VARIABLE: str(Path(path).absolute())}
     if result.best.consumer_threads is not None:
         values["OMP_NUM_THREADS"] = str(result.best.consumer_threads)
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
@@ -39,7 +42,10 @@ def snippet_recipe(result: TuningResult) -> str:
         "",
         "def make_loader(dataset, **arguments):",
         '    """A tuned DataLoader; `arguments` such as batch_size and shuffle come on top and win."""',
-        "    return DataLoader(dataset, **{**LOADER_ARGUMENTS, **arguments})",
+        "    arguments = {**LOADER_ARGUMENTS, **arguments}",
+        '    if arguments["num_workers"] == 0:  # what only workers have goes with them',
+        f"        arguments = {{name: value for name, value in arguments.items() if name not in {_OF_WORKERS!r}}}",
+        "    return DataLoader(dataset, **arguments)",
         *(["", "", note] if depth else []),
     ]
     return "\n".join(lines)
@@ -85,14 +91,14 @@ def accelerate_recipe(result: TuningResult) -> str:
     return _after_settings(result, lines, imports=["from accelerate import DataLoaderConfiguration", ""])
 
 
-RECIPES: Mapping[str, Callable[[TuningResult], str]] = {  # what `apply --to` offers
+RECIPES: Mapping[str, Callable[[TuningResult], str]] = {  # what `apply --to` makes of a result; `env` needs its file
     "kwargs": kwargs_recipe,
-    "env": env_recipe,
     "snippet": snippet_recipe,
     "hf": hf_recipe,
     "lightning": lightning_recipe,
     "accelerate": accelerate_recipe,
 }
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "in_order", "multiprocessing_context")
 
 
 def _loader_arguments(result: TuningResult) -> dict[str, Any]:
@@ -118,7 +124,3 @@ def _process_settings(result: TuningResult) -> list[str]:
 
 def _python_dict(values: Mapping[str, Any]) -> str:
     return "{\n" + "".join(f"    {json.dumps(name)}: {value!r},\n" for name, value in values.items()) + "}"
-
-
-def _env_text(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -204,12 +204,18 @@ class Posterior:
         regret_samples: Floats = 1.0 - np.exp(paths - paths.max(axis=1, keepdims=True))
         return regret_samples
 
-    def choice(self, costs: Sequence[tuple[float, ...]], tolerance: float) -> tuple[int, bool]:
-        """Position of the cheapest that is expected to lose hardly more than any must, and whether it is safe."""
+    def as_fast(self, tolerance: float) -> list[int]:
+        """Positions of those that are expected to lose hardly more than any must: what counts as equally fast."""
         short = self.regret_samples()
         loss, within = short.mean(axis=0), (short <= tolerance).mean(axis=0)
         eligible = (loss <= loss.min() + CHEAPNESS_SHARE * tolerance) | (within >= SAFE)
-        best = min(map(int, np.flatnonzero(eligible)), key=lambda i: (costs[i], loss[i]))
+        return [int(index) for index in np.flatnonzero(eligible)]
+
+    def choice(self, costs: Sequence[tuple[float, ...]], tolerance: float) -> tuple[int, bool]:
+        """Position of the cheapest of those that count as equally fast, and whether it is safe."""
+        short = self.regret_samples()
+        loss, within = short.mean(axis=0), (short <= tolerance).mean(axis=0)
+        best = min(self.as_fast(tolerance), key=lambda i: (costs[i], loss[i]))
         return best, bool(within[best] >= SAFE)
 
     def knowledge_gradient(self, incumbent: int) -> Floats:

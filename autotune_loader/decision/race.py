@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
 
 from autotune_loader.decision.posterior import Posterior
-from autotune_loader.decision.rounds import as_round
+from autotune_loader.decision.rounds import as_round, averaged
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import (
@@ -87,11 +87,22 @@ class RaceOutcome:
     winner: LoaderConfig
     rate: Interval
     """Rate of the winner, from these rounds alone."""
-    measurement: Measurement
-    """The winner's latest burst in the race."""
+    bursts: Mapping[LoaderConfig, Sequence[Measurement]]
+    """The bursts of each in these rounds, in order; only the last one with its traces."""
+    as_fast: tuple[LoaderConfig, ...]
+    """Who counts as equally fast as the winner, by the rule that chose it; none of them is cheaper."""
+    expected_loss: float
+    """What the winner is expected to lose against the best of the candidates, relatively."""
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
     notes: tuple[str, ...] = ()
+    """What to know of the rounds: that some were disturbed, and `failures`."""
+    failures: tuple[str, ...] = ()
+
+    @property
+    def measurement(self) -> Measurement:
+        """What the winner's bursts say together."""
+        return averaged(self.bursts[self.winner])
 
 
 class Race:
@@ -119,7 +130,7 @@ class Race:
         self.baseline = baseline
         self.configs = list(dict.fromkeys([*candidates, *([baseline] if baseline_runs else [])]))
         self.rounds: list[Round] = []
-        self.latest: dict[LoaderConfig, Measurement] = {}
+        self._bursts: dict[LoaderConfig, dict[int, Measurement]] = {}
         self.spent_s = 0.0
         self.bursts = 0
         self._believe = believe
@@ -135,7 +146,8 @@ class Race:
                 self._failures.setdefault(config, []).append(outcome)
             else:
                 self._first_rates.setdefault(config, outcome.samples_per_s.value)
-                self.latest[config] = outcome
+                earlier = {number: replace(each, traces=()) for number, each in self._bursts.get(config, {}).items()}
+                self._bursts[config] = {**earlier, len(self.rounds): outcome}
         self.rounds.append(done)
         self.bursts += len(done.rates)
         self.spent_s += max(seconds, 1e-9)
@@ -209,7 +221,7 @@ class Race:
         if incumbent is None:
             return None
         winner = self._cheapest_unbeaten(incumbent)
-        rates = _rates(usable.rounds, winner)
+        rates, bursts = _rates(usable.rounds, winner), self._usable_bursts()
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
         speedup = paired_ratio(usable.rounds, winner, self.baseline, STOPPED_CONFIDENCE) if len(logs) > 1 else None
@@ -221,11 +233,32 @@ class Race:
             configs=tuple(self.configs),
             rounds=usable.rounds,
             winner=winner,
-            rate=mean_interval(rates) if len(rates) > 1 else self.latest[winner].samples_per_s,
-            measurement=self.latest[winner],
+            rate=mean_interval(rates) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
+            bursts=bursts,
+            as_fast=tuple(self._as_fast(winner)),
+            expected_loss=self._expected_loss(winner),
             speedup=exactly_one if winner == self.baseline else speedup,
             notes=((usable.note,) if usable.note else ()) + failed,
+            failures=failed,
         )
+
+    def _usable_bursts(self) -> dict[LoaderConfig, list[Measurement]]:
+        left_out = self.disturbed()
+        kept = {
+            config: [burst for number, burst in bursts.items() if number not in left_out]
+            for config, bursts in self._bursts.items()
+        }
+        return {config: bursts for config, bursts in kept.items() if bursts}
+
+    def _as_fast(self, winner: LoaderConfig) -> list[LoaderConfig]:
+        """Who counts as equally fast, of those that ran and cost no less: rounds may have shown cheaper ones to be slower."""
+        ran = [config for config in self.configs if _rates(self.usable(), config)]
+        equal = [ran[index] for index in self._belief(ran).as_fast(self.rules.tolerance)]
+        return [config for config in equal if config != winner and self.rules.cost(config) >= self.rules.cost(winner)]
+
+    def _expected_loss(self, winner: LoaderConfig) -> float:
+        ran = [config for config in self.configs if _rates(self.usable(), config)]
+        return float(self._belief(ran).regret_samples()[:, ran.index(winner)].mean())
 
     def _belief(self, configs: Sequence[LoaderConfig]) -> Posterior:
         """What is believed of some candidates, in their order: with what is known of everything, or by the rounds alone."""
@@ -264,7 +297,9 @@ class Race:
         """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps."""
         ratios = {config: log_ratios(self.usable(), config, incumbent) for config in self.active()}
         unbeaten = [config for config, logs in ratios.items() if len(logs) >= MIN_ROUNDS and median(logs) >= 0]
-        return min([incumbent, *unbeaten], key=self.rules.cost)
+        cheapest = min([incumbent, *unbeaten], key=self.rules.cost)
+        # Each step down is one of cost: the one that is chosen has no cheaper candidate beside it that was not slower.
+        return cheapest if cheapest == incumbent else self._cheapest_unbeaten(cheapest)
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from statistics import fmean, median
 from typing import TypeVar
 
 from autotune_loader.values.measurement import Failure, Measurement
@@ -25,6 +27,30 @@ def in_turning_order(
 ) -> list[tuple[_Key, _Outcome]]:
     """One round of a few: A B, B A, A B ... by the number of the round, so that each is as often first."""
     return [(entrant, observe(entrant)) for entrant in (entrants if number % 2 == 0 else reversed(entrants))]
+
+
+def averaged(bursts: Sequence[Measurement]) -> Measurement:
+    """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
+    last = bursts[-1]
+    memory = [each.memory for each in bursts if each.memory is not None]
+    largest = max(memory, key=lambda each: each.pss_bytes or each.rss_bytes, default=None)
+    return replace(
+        last,
+        first_batch_s=median(each.first_batch_s for each in bursts),
+        wait_share=fmean(each.wait_share for each in bursts),
+        service_s=fmean(each.service_s for each in bursts),
+        service_cpu_s=fmean(each.service_cpu_s for each in bursts),
+        receive_s=fmean(each.receive_s for each in bursts),
+        step_s=fmean(each.step_s for each in bursts),
+        cpu_share=_mean_of_known(each.cpu_share for each in bursts),
+        foreign_cpu_share=_mean_of_known(each.foreign_cpu_share for each in bursts),
+        memory=largest,
+    )
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def as_round(outcomes: Sequence[tuple[Hashable, Measurement | Failure]]) -> Round:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
+from autotune_loader.pipeline.throughput import wait_share
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, mean_interval
 
@@ -28,3 +31,15 @@ def epochs_rate(ends: Sequence[float], samples: int) -> Interval:
     half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
     value = samples / (ends[-1] - ends[0])
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=seconds.count)
+
+
+def over_epochs(measured: Measurement, ends: Sequence[float], samples: int) -> Measurement:
+    """The measurement of a burst with the rate of its epochs, and the waiting that start-up and gaps are."""
+    rate = epochs_rate(ends, samples)
+    return replace(
+        measured,
+        samples_per_s=rate,
+        samples=samples,
+        window_s=ends[-1] - ends[0],
+        wait_share=wait_share(rate, measured.step_s, measured.batch_size),
+    )

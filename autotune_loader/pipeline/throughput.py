@@ -66,13 +66,9 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     window = _open(traces, workers)
     inside = traces[window.first :]
     window_s = inside[-1].step_end - traces[window.first - 1].step_end
-    rate, binds = _sustained(traces, workers, window)
+    rate = _sustained(traces, workers, window)
     step_s = _mean([trace.step_s for trace in inside])
     batch_size = _mean([trace.samples for trace in inside])
-    wait_share = sum(trace.wait_s for trace in inside) / window_s
-    if binds:
-        # The loop will wait once the stock is gone, though it has not yet.
-        wait_share = max(wait_share, 1 - rate.value / batch_size * step_s)
     return Measurement(
         samples_per_s=rate,
         samples=sum(trace.samples for trace in inside),
@@ -80,12 +76,20 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
         batch_size=batch_size,
         # A batch that lay ready when it was first asked for was there before.
         first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
-        wait_share=min(wait_share, 1.0),
+        wait_share=wait_share(rate, step_s, batch_size),
         service_s=_mean([trace.service_s for trace in inside]),
         service_cpu_s=_mean([trace.cpu_s for trace in inside]),
         receive_s=_mean([trace.receive_s for trace in inside]),
         step_s=step_s,
     )
+
+
+def wait_share(rate: Interval, step_s: float, batch_size: float) -> float:
+    """Share of the time in which a loop at this rate does not step: what it waits for batches in the long run.
+
+    Summed up over a short window instead, waiting depends on how full the queues were when it opened.
+    """
+    return min(max(0.0, 1 - rate.value / batch_size * step_s), 1.0)
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
@@ -135,22 +139,22 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, no
     return error is not None and error <= plan.relative_error
 
 
-def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> tuple[Interval, bool]:
-    """The rate, and whether it is that of workers which will hold the loop up once the stock is gone."""
+def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> Interval:
+    """The rate; while there is stock, that of workers which will hold the loop up once it is gone."""
     rate = _consumed(traces, workers, window.first)
     if not workers:
-        return rate, False
+        return rate
     made = _made_at_best(traces, workers)
     if window.stock == "left" and made.value < rate.value:
-        return replace(made, count=rate.count), True
+        return replace(made, count=rate.count)
     inside = traces[window.first :]
     consumer_s = _mean([trace.receive_s + trace.step_s for trace in inside])
     # Workers hold the loop up when they make less than 0.9 of what it could take.
     if made.value * consumer_s > 0.9 * _mean([trace.samples for trace in inside]):
-        return rate, False
+        return rate
     if window.stock == "none":
         made = _made(traces, workers, _mean(_pauses_s(traces, since=inside[0].requested)))
-    return _pooled(rate, made, traces, _stocked(inside, workers)), False
+    return _pooled(rate, made, traces, _stocked(inside, workers))
 
 
 def _pooled(consumed: Interval, made: Interval, traces: Sequence[BatchTrace], stocked: float) -> Interval:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, epochs_rate
+from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, over_epochs
 from autotune_loader.probe.burst_loop import Announce, Run
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import Failure, Measurement
@@ -64,12 +64,6 @@ def measure_epochs(
             return Failure(kind="no_data", phase="first_batch", message="an epoch ended before it delivered a batch")
         ends.append(run.now())
         batches.append(count)
-    measured, samples = run.measurement(), run.samples(batches[0], batches[-1])
-    ends = run.step_ends(batches)
-    return replace(
-        measured,
-        samples_per_s=epochs_rate(ends, samples),
-        samples=samples,
-        window_s=ends[-1] - ends[0],
-        gpu=run.gpu_use(ends[0], ends[-1]),
-    )
+    measured, ends = run.measurement(), run.step_ends(batches)
+    found = over_epochs(measured, ends, run.samples(batches[0], batches[-1]))
+    return replace(found, gpu=run.gpu_use(ends[0], ends[-1]))

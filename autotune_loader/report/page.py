@@ -6,12 +6,15 @@ import base64
 import html
 import json
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.tables import STATUS_SENTENCES, render_findings, render_trials
+from autotune_loader.report.tables import render_findings, render_trials
+from autotune_loader.report.units import bytes_text, counted
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
@@ -19,14 +22,16 @@ if TYPE_CHECKING:
 
 # Each with its caption, in the order of a reader's questions.
 _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
-    plots.plot_workers: "Where the line stops rising, more workers do not help. No loader gets above the dashed line.",
+    plots.plot_workers: "Where the line stops rising, more workers do not help.",
     plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
-    plots.plot_heatmap: "Each cell is the fastest burst of that pair; hatched ones were predicted and not worth a burst.",
+    plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
     plots.plot_memory: "The cheapest point close to the top is the one to want.",
     plots.plot_history: "The line shows what would have been found had the search stopped there.",
     plots.plot_failures: "Configurations that cannot be used here, and why.",
 }
+FEW_FAILURES = 2
+"""So many are told by the table; a picture of them says nothing more."""
 # One column that is read on a screen and on paper.
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -35,7 +40,6 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 0.8rem; line-height: 1.35; }
 pre.prose { white-space: pre-wrap; background: none; padding: 0; font: inherit; }
 figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: 0.9rem; }
-footer { color: #777; font-size: 0.85rem; margin-top: 3rem; }
 """
 
 
@@ -48,17 +52,40 @@ def render_html(result: TuningResult) -> str:
     pictures = [
         _picture(draw, caption, result) for draw, caption in _PICTURES.items() if _has_something_to_show(draw, result)
     ]
-    sentences = [sentence for sentence in (STATUS_SENTENCES[result.status], *result.summary) if sentence]
+    first = result.summary[:1] if result.status == "undecided" else ()
     body = [
         "<h1>DataLoader tuning report</h1>",
-        "".join(f"<p><strong>{html.escape(sentence)}</strong></p>" for sentence in sentences),
+        f"<p>{html.escape(_where_and_when(result))}</p>",
+        "".join(f"<p><strong>{html.escape(sentence)}</strong></p>" for sentence in first),
         f'<pre class="prose">{html.escape(render_findings(result, width=10_000))}</pre>',
         f"<h2>What was tried</h2><pre>{html.escape(render_trials(result, width=120))}</pre>",
         f"<h2>Pictures</h2>{''.join(pictures)}",
         f"<h2>Configuration</h2><pre>{html.escape(configuration_json(result))}</pre>",
-        f"<footer>Written by autotune_loader {html.escape(__version__)}.</footer>",
     ]
     return _document("\n".join(body))
+
+
+def render_cell(result: TuningResult) -> str:
+    """What a notebook shows of a result: what was found, the table and, with matplotlib, how many workers help."""
+    try:
+        picture = _picture(plots.plot_workers, _PICTURES[plots.plot_workers], result)
+    except MissingExtraError:
+        picture = ""
+    found = html.escape("\n".join(result.summary))
+    table = html.escape(render_trials(result, width=120))
+    return f'<div><pre style="white-space: pre-wrap; font: inherit">{found}</pre><pre>{table}</pre>{picture}</div>'
+
+
+def _where_and_when(result: TuningResult) -> str:
+    """Dataset and machine that the result is of, and the day of the page."""
+    machine = result.fingerprint
+    told = [f"Written on {datetime.now(timezone.utc).date().isoformat()} by autotune_loader {__version__}"]
+    if machine is not None:
+        gpus = ", ".join(machine.gpus) or "no GPU"
+        told.append(f"dataset {machine.dataset}" if machine.dataset else "")
+        told.append(f"{counted(machine.usable_cores, 'core')}, {bytes_text(machine.memory_bytes)}, {gpus}")
+        told.append(f"torch {machine.torch}, {machine.platform or ''}".rstrip(", ") if machine.torch else "")
+    return "; ".join(each for each in told if each) + "."
 
 
 def configuration_json(result: TuningResult) -> str:
@@ -85,9 +112,11 @@ def _document(body: str) -> str:
 
 def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: TuningResult) -> bool:
     if draw is plots.plot_timeline:
-        return any(trial.measurement and trial.measurement.traces for trial in result.trials)
-    if draw is plots.plot_failures:
-        return any(trial.failure for trial in result.trials)
+        chosen = result.finals.measurement_of(result.best)
+        bursts = [chosen, *(trial.measurement for trial in result.trials)]
+        return any(burst is not None and burst.traces for burst in bursts)
+    if draw is plots.plot_failures:  # the table has the few
+        return sum(trial.failure is not None for trial in result.trials) > FEW_FAILURES
     if draw is plots.plot_speedup:
         return bool(result.finals.rounds) and result.best != result.baseline
     return True

@@ -56,8 +56,7 @@ class Progress:
     def finals_round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
         """A round of the finals is over; failed configurations are not in `rates`."""
         self._say(round_line(number, rates, seconds_left))
-        leader = max(rates, key=lambda config: rates[config], default=None)
-        self._redraw(standing_line(leader, rates[leader] if leader else None, seconds_left))
+        self._redraw(f"paired rounds: {number} so far, {_left(seconds_left)}")
 
     def close(self) -> None:
         """Nothing follows."""
@@ -146,10 +145,10 @@ def round_line(number: int, rates: Mapping[LoaderConfig, float], seconds_left: f
     if not rates:
         return f"round {number:3d}  nothing worked  {_left(seconds_left)}"
     leader = max(rates, key=lambda config: rates[config])
-    spread = f"{len(rates)} configurations, slowest {rate_text(min(rates.values()))}" if len(rates) > 1 else "alone"
-    return (
-        f"round {number:3d}  {leader!s:<{_CONFIG_WIDTH}}  {rate_text(rates[leader])} of {spread}  {_left(seconds_left)}"
-    )
+    others = ""
+    if len(rates) > 1:
+        others = f", fastest of {len(rates)}; slowest {rate_text(min(rates.values()))}"
+    return f"round {number:3d}  {leader!s:<{_CONFIG_WIDTH}}  {rate_text(rates[leader])}{others}  {_left(seconds_left)}"
 
 
 def standing_line(config: LoaderConfig | None, samples_per_s: float | None, seconds_left: float) -> str:

@@ -7,17 +7,19 @@ standings and compute nothing of their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.report.units import is_telling
 from autotune_loader.results.loader_file import Finals
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.trial import Trial
+
+DEFAULT_TOLERANCE = 0.02
+"""Of `tune()`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +31,21 @@ class Standing:
     """Samples/s: mean of the finals, or else of its last burst; None where every burst failed."""
     source: Literal["finals", "trial", "failure"]
     measurement: Measurement | None
-    """The last burst that worked."""
+    """What its bursts in the finals say together, or else its last burst that worked."""
     failure: Failure | None
     """Why it has no rate."""
     is_best: bool
     is_baseline: bool
     ties_with_best: bool
-    """Whether the evidence does not tell it from the best, or only by less than the tolerance."""
+    """Whether it counts as equally fast, by the rule that made the choice."""
 
 
 def standings(result: TuningResult) -> tuple[Standing, ...]:
     """Every configuration once: those of the finals and the others that worked, fastest first; then those that failed."""
-    configs = dict.fromkeys([*(trial.config for trial in result.trials), *result.finals.configs])
+    # What the rounds say of a configuration stands in place of its burst; one round does not.
+    known = {config.key() for config in result.finals.configs if len(result.finals.rates_of(config)) > 1}
+    tried = [trial.config for trial in result.trials if trial.config.key() not in known]
+    configs = dict.fromkeys([*tried, *result.finals.configs])
     found = [_standing(config, result) for config in configs]
     # A finalist that only the twin knew, and for which no time was left, has nothing to stand by: that is no failure.
     found = [each for each in found if each.rate or each.failure or each.is_best or each.is_baseline]
@@ -50,32 +55,44 @@ def standings(result: TuningResult) -> tuple[Standing, ...]:
 
 def tolerance_of(result: TuningResult) -> float:
     """Rates this close count as equal: as the result was tuned, or the default of `tune()` where it does not tell."""
-    return 0.02 if result.tolerance is None else result.tolerance
+    return DEFAULT_TOLERANCE if result.tolerance is None else result.tolerance
 
 
 def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
-    rate, measurement = rate_of(config, result), _last_measurement(config, result)
+    rate = rate_of(config, result.finals, result.trials)
     failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
-    is_best = config == result.best
     return Standing(
         config=config,
         rate=rate,
-        source="failure" if rate is None else "finals" if _final_rates(result.finals, config) else "trial",
-        measurement=measurement,
+        source="failure" if rate is None else "finals" if result.finals.rates_of(config) else "trial",
+        measurement=measurement_of(config, result.finals, result.trials),
         failure=next(failures, None) if rate is None else None,
-        is_best=is_best,
+        is_best=config == result.best,
         is_baseline=config == result.baseline,
-        ties_with_best=not is_best and _is_tie(config, result),
+        ties_with_best=config in result.finals.as_fast,
     )
 
 
-def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
-    """Samples/s of a configuration: from the finals where it ran in them, or else from its last burst that worked."""
-    final = _final_rates(result.finals, config)
-    if final:
-        return mean_interval(final)
-    measurement = _last_measurement(config, result)
-    return measurement.samples_per_s if measurement else None
+def rate_of(config: LoaderConfig, finals: Finals, trials: Sequence[Trial]) -> Interval | None:
+    """Samples/s of a configuration: from the finals where it ran in them, or else from its last burst that worked.
+
+    Of a single round, that of its burst; with less than a mean's interval.
+    """
+    rates, measurement = finals.rates_of(config), measurement_of(config, finals, trials)
+    if len(rates) == 1 and measurement is not None and measurement.samples_per_s.value == rates[0]:
+        return replace(measurement.samples_per_s, count=1)
+    if rates:
+        return mean_interval(rates)
+    return measurement.samples_per_s if measurement is not None else None
+
+
+def measurement_of(config: LoaderConfig, finals: Finals, trials: Sequence[Trial]) -> Measurement | None:
+    """What is known of a configuration beyond its rate, from the same bursts; whether workers live on shows in none."""
+    final = finals.measurement_of(config)
+    if final is not None:
+        return final
+    own = [trial.measurement for trial in trials if trial.measurement and trial.config.key() == config.key()]
+    return own[-1] if own else None
 
 
 def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple[int, float]]:
@@ -85,35 +102,6 @@ def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple
     first, second = finals.configs.index(a), finals.configs.index(b)
     pairs = [(number, rates[first], rates[second]) for number, rates in enumerate(finals.rounds)]
     return [(number, one / other) for number, one, other in pairs if one and other]
-
-
-def _is_tie(config: LoaderConfig, result: TuningResult) -> bool:
-    tolerance = tolerance_of(result)
-    ratios = [ratio for _, ratio in final_ratios(result.finals, config, result.best)]
-    if len(ratios) == 1:
-        return abs(ratios[0] - 1) <= tolerance
-    if ratios:
-        logs = mean_interval([math.log(ratio) for ratio in ratios])
-        return logs.low <= 0 <= logs.high or abs(math.expm1(logs.value)) <= tolerance
-    burst, best_burst = _last_measurement(config, result), _last_measurement(result.best, result)
-    if burst is None or best_burst is None:
-        return False
-    rate, best = burst.samples_per_s, best_burst.samples_per_s
-    # An interval that tells nothing overlaps everything and shows nothing.
-    overlap = is_telling(rate) and is_telling(best) and rate.low <= best.high and best.low <= rate.high
-    return overlap or abs(rate.value / best.value - 1) <= tolerance
-
-
-def _final_rates(finals: Finals, config: LoaderConfig) -> Sequence[float]:
-    if config not in finals.configs:
-        return ()
-    column = finals.configs.index(config)
-    return [rate for rates in finals.rounds if (rate := rates[column])]
-
-
-def _last_measurement(config: LoaderConfig, result: TuningResult) -> Measurement | None:
-    measured = [trial.measurement for trial in result.trials if trial.config == config and trial.measurement]
-    return measured[-1] if measured else None
 
 
 def predicted_rates(result: TuningResult, configs: Sequence[LoaderConfig]) -> list[float]:

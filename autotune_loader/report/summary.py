@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.report.units import is_telling
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
+UNDECIDED = "Not decided"
+"""How a summary begins whose choice is a guess."""
 # A speed-up is claimed in words only above this, and only when its interval lies above one.
 WORTH_CLAIMING = 1.005
 
@@ -24,6 +27,32 @@ def why_it_ended(reason: StopReason | None) -> str:
     return f"Search ended because {because[reason] if reason is not None else 'it was asked to'}."
 
 
+def why_undecided(outcome: RaceOutcome | None, tolerance: float) -> str | None:
+    """Why the paired rounds do not decide, and what would decide it; None where they do.
+
+    Args:
+        outcome: of the rounds; None where none could be completed.
+        tolerance: relative difference that counts as equally fast.
+    """
+    if outcome is None:
+        return "no paired round fitted into the budget; a larger budget would decide it"
+    if len({config.key() for config in outcome.configs}) < 2:
+        return None
+    count = len(outcome.rounds)
+    busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)
+    if busy > MAX_DISCARDED_SHARE * count:
+        quiet = "tuning again while the machine is quiet would decide it"
+        return f"other processes kept the cores busy in {busy} of {counted_rounds(count)}; {quiet}"
+    if count < MIN_ROUNDS:
+        return f"only {counted_rounds(count)} fitted into the budget; a larger budget would decide it"
+    if outcome.expected_loss > tolerance:
+        return (
+            f"after {counted_rounds(count)} something else may be faster by more than the tolerance "
+            f"({outcome.expected_loss:.1%} are expected to be lost); a larger budget would decide it"
+        )
+    return None
+
+
 def counted_rounds(count: int) -> str:
     return f"{count} paired round" + ("" if count == 1 else "s")
 
@@ -36,10 +65,13 @@ def _rate_words(rate: Interval | None) -> str:
     return f"{rate.value:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
-def _speedup_sentence(best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None) -> str:
+def _speedup_sentence(
+    best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
+) -> str:
     whose = f"the baseline ({baseline})"
     if best == baseline:
-        return f"That is {whose} itself: nothing else is worth its cost."
+        found = "nothing else is worth its cost" if is_decided else "nothing else was shown to be worth its cost"
+        return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
     interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {speedup.count} paired rounds"

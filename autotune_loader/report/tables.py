@@ -22,7 +22,6 @@ from autotune_loader.report.units import (
     seconds_text,
     share_text,
 )
-from autotune_loader.results.loader_file import Advice
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.measurement import Measurement
 
@@ -32,6 +31,7 @@ BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
 STATUS_SENTENCES = {  # what a reader has to know before the rest
     "complete": "",
+    "undecided": "",  # the summary's first sentence says why
     "partial": "Interrupted: this is the best so far.",
     "fallback": "Nothing worked, so torch's defaults are given.",
 }
@@ -39,7 +39,8 @@ STATUS_SENTENCES = {  # what a reader has to know before the rest
 
 def render_report(result: TuningResult, width: int = 100) -> str:
     """The whole result as text of at most `width` columns: table, speed-up, verdict, advice, warnings."""
-    return f"{render_trials(result, width)}\n\n{render_findings(result, width)}"
+    doubt = f"{_wrapped(result.summary[0], width)}\n\n" if result.status == "undecided" else ""
+    return f"{doubt}{render_trials(result, width)}\n\n{render_findings(result, width)}"
 
 
 def render_trials(result: TuningResult, width: int = 100) -> str:
@@ -102,22 +103,27 @@ def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
     facts = [_wrapped(sentence, width) for sentence in (STATUS_SENTENCES[result.status], *_facts(result)) if sentence]
-    advice = [_wrapped(_advice_line(each), width) for each in result.advice]
+    advice = [_wrapped(f"- {each}", width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
     blocks = [facts, verdict, ["Next:", *advice] if advice else [], warnings]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _facts(result: TuningResult) -> list[str]:
-    facts = [f"Chosen: {result.best}."]
-    if result.speedup is not None:
+    what = "The safest guess" if result.status == "undecided" else "Chosen"
+    facts = [f"{what}: {result.best}."]
+    if result.best == result.baseline:
+        facts.append("Speed-up: none, as that is the configuration before tuning.")
+    elif result.speedup is not None:
         rounds = f"95 % interval of {counted(result.speedup.count, 'paired round')}"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
-    elif result.finals.rounds and result.best != result.baseline:
+    elif result.finals.rounds:
         rounds = counted(len(result.finals.rounds), "paired round")
         facts.append(f"Speed-up: not proven, {rounds} fitted into the budget.")
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
+    elif result.measured.ceiling_doubt is not None:
+        facts.append(f"Ceiling: unknown; {result.measured.ceiling_doubt}.")
     if result.measured.gpu_busy_share is not None:
         util = result.measured.gpu_util
         nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
@@ -126,13 +132,6 @@ def _facts(result: TuningResult) -> list[str]:
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts
-
-
-def _advice_line(advice: Advice) -> str:
-    gain, words = advice.expected_gain, ""
-    if gain is not None:
-        words = f" (about {gain * 100:+.0f} %)" if gain < 1 else f" (about {1 + gain:.1f} times the rate)"
-    return f"- {advice.action.rstrip('.')}{words}: {advice.reason}"
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> str:

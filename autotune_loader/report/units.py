@@ -26,7 +26,7 @@ def number_text(value: float) -> str:
 
 def is_telling(interval: Interval) -> bool:
     """Whether an interval narrows anything down: not that of one observation, nor one wider than twice its value."""
-    return math.isfinite(interval.low) and interval.high - interval.low <= 2 * abs(interval.value)
+    return interval.is_telling
 
 
 def range_text(interval: Interval | None) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.results.loader_file import LoaderFile, checked, read_loader_json
+from autotune_loader.results.loader_file import ENDED, LoaderFile, checked, read_loader_json
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.serialization import to_plain, write_json
 
@@ -161,7 +161,7 @@ def keep(
     max_trials: int | None = None,
     cut_short: bool = False,
 ) -> None:
-    """Keep a complete result for the next call with this identity, in place of an older one.
+    """Keep a result whose search came to its end for the next call with this identity, in place of an older one.
 
     Args:
         identity: what was tuned, where, within which limits.
@@ -171,7 +171,7 @@ def keep(
         max_trials: trials that it had; None for any number.
         cut_short: whether it ended for want of these.
     """
-    if folder is None or result.status != "complete":
+    if folder is None or result.status not in ENDED:
         return
     note = Note(
         identity=identity,
@@ -196,7 +196,7 @@ def _read(path: Path, status: os.stat_result) -> Entry:
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
     file = read_loader_json(path, lambda raw: checked(raw, _EntryFile))
-    if file.cache is None or file.status != "complete" or file.measured.samples_per_s is None:
+    if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
         raise ValueError("it is no complete result of a cache")
     return Entry(result=TuningResult.from_file(file), note=file.cache)
 

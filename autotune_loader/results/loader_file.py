@@ -17,6 +17,7 @@ from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import from_plain
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Acceleration, Trial
@@ -29,7 +30,9 @@ MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""
 _Kind = TypeVar("_Kind")
 _File = TypeVar("_File", bound="LoaderFile")
-Status = Literal["complete", "partial", "fallback"]
+Status = Literal["complete", "undecided", "partial", "fallback"]
+ENDED: tuple[Status, ...] = ("complete", "undecided")
+"""A search that came to its end, and found something that works."""
 Binding = Literal["step", "cpu", "wait", "transport", "pinning", "memory", "startup", "in_memory", "unknown"]
 
 
@@ -51,9 +54,13 @@ class Measured:
     speedup: Interval | None = None
     """Best over baseline, from paired rounds."""
     ceiling_samples_per_s: Interval | None = None
-    """Rate of the training step on a cached batch: no loader can exceed it."""
+    """Rate of the training step on a cached batch: no loader can exceed it. Null also where a rate was seen above it."""
+    ceiling_doubt: str | None = None
+    """Why the ceiling is null although it was measured."""
     wait_share: float | None = None
     """Share of the time in which the training loop waited for data."""
+    wait_interval: Interval | None = None
+    """The same with its interval over the paired rounds; null before two of them."""
     first_batch_s: float | None = None
     cpu_share: float | None = None
     gpu_busy_share: float | None = None
@@ -97,6 +104,9 @@ class Verdict:
     headroom: float | None = None
     """Ceiling over rate, minus one: what a loader that took neither time nor cores would still gain."""
 
+    def __str__(self) -> str:
+        return self.sentence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -109,6 +119,12 @@ class Advice:
     expected_gain: float | None = None
     """Estimated relative gain in samples/s; None where there is no estimate."""
 
+    def __str__(self) -> str:
+        gain, words = self.expected_gain, ""
+        if gain is not None:
+            words = f" (about {gain * 100:+.0f} %)" if gain < 1 else f" (about {1 + gain:.1f} times the rate)"
+        return f"{self.action.rstrip('.')}{words}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finals:
@@ -119,10 +135,33 @@ class Finals:
     """Samples/s of each configuration in each round; null where its burst failed."""
     whole_epochs: bool = False
     """Whether whole epochs were run, as these are short: the rates include start-up and the gaps between epochs."""
+    foreign_cpu_share: tuple[float | None, ...] = ()
+    """Largest share of the CPUs that processes of others kept busy in each round; null where it was not measured."""
+    measurements: tuple[Measurement | None, ...] = ()
+    """What the bursts of each configuration say together; null where it ran in no round that counts."""
+    as_fast: tuple[LoaderConfig, ...] = ()
+    """Who counts as equally fast as the chosen one, by the rule that chose it: none of them is cheaper."""
+    undecided: str | None = None
+    """Why the choice is not decided, and what would decide it; null where it is."""
 
     def __post_init__(self) -> None:
         if any(len(rates) != len(self.configs) for rates in self.rounds):
             raise ValueError(f"every round of the finals needs {len(self.configs)} rates, one for each configuration")
+        if len(self.measurements) not in (0, len(self.configs)):
+            raise ValueError(f"the finals need {len(self.configs)} measurements or none, one for each configuration")
+
+    def rates_of(self, config: LoaderConfig) -> tuple[float, ...]:
+        """Samples/s of a configuration in each round that it ran in."""
+        if config not in self.configs:
+            return ()
+        column = self.configs.index(config)
+        return tuple(rate for rates in self.rounds if (rate := rates[column]))
+
+    def measurement_of(self, config: LoaderConfig) -> Measurement | None:
+        """What the bursts of a configuration say together; None where it did not run, or the file is an older one."""
+        if config not in self.configs or not self.measurements:
+            return None
+        return self.measurements[self.configs.index(config)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +186,8 @@ class LoaderFile:
 
     schema_version: str
     status: Status
-    """`complete`; `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
+    """`complete`; `undecided` when too little, or too disturbed, was measured to choose, so that the configuration is a guess;
+    `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
     dataloader_kwargs: dict[str, Any]
     """Arguments for `torch.utils.data.DataLoader`, splat-able as they stand."""
     scope: Literal["per_process"] = "per_process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,6 +27,7 @@ from autotune_loader.results.loader_file import (
 )
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Acceleration, Trial
@@ -39,9 +41,21 @@ if TYPE_CHECKING:
     from autotune_loader.twin import Prediction
 
 
+def _in_a_line(result: TuningResult) -> str:
+    rate, ratio = result.measured.samples_per_s, result.speedup
+    told = [f"{result.status}: {result.best}"]
+    told += [f"{rate} samples/s"] if rate is not None else []
+    told += [f"{ratio} times the rate of {result.baseline}"] if ratio is not None else []
+    return f"<TuningResult {'; '.join(told)}>"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What `tune()` found. `save()` and `load()` are inverse, but for the study, which stays in memory or its storage."""
+    """What `tune()` found.
+
+    `save()` and `load()` are inverse: `TuningResult.load(saved) == result`. Not in the file, and not compared, are the study,
+    which stays in memory or its storage, the histories of single batches, and `parts`.
+    """
 
     best: LoaderConfig
     """The cheapest configuration within tolerance of the fastest."""
@@ -124,7 +138,12 @@ class TuningResult:
 
     def to_file(self) -> LoaderFile:
         shared = {name: getattr(self, name) for name in _SHARED}
-        shared["trials"] = tuple(_without_traces(trial) for trial in self.trials)
+        shared["trials"] = tuple(
+            replace(trial, measurement=_without_traces(trial.measurement)) for trial in self.trials
+        )
+        shared["finals"] = replace(
+            self.finals, measurements=tuple(_without_traces(each) for each in self.finals.measurements)
+        )
         return LoaderFile(
             schema_version=SCHEMA_VERSION,
             dataloader_kwargs=self.best.to_kwargs(),
@@ -160,7 +179,7 @@ class TuningResult:
 
         Raises:
             TypeError: a knob that `LoaderConfig` does not have.
-            ValueError: no burst succeeded, so there is nothing to predict from.
+            ValueError: no burst succeeded, so there is nothing to predict from; or `cores` is not positive.
         """
         named = (("num_workers", num_workers), ("prefetch_factor", prefetch_factor))
         changes = {name: value for name, value in named if value is not None} | knobs
@@ -175,6 +194,8 @@ class TuningResult:
         from autotune_loader.decision.belief import fit_twin
         from autotune_loader.twin.memory import MemoryModel
 
+        if cores is not None and not cores > 0:
+            raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
         context = self.twin
         observed = [(each.config, each.measurement) for each in self.trials if each.measurement is not None]
         if context is None or (twin := fit_twin(observed, context)) is None:
@@ -245,6 +266,13 @@ class TuningResult:
 
         return plot_speedup(self)
 
+    __repr__ = _in_a_line
+
+    def _repr_html_(self) -> str:
+        from autotune_loader.report.page import render_cell
+
+        return render_cell(self)
+
     def __str__(self) -> str:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
 
@@ -257,13 +285,13 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
     known = [each.name for each in fields(LoaderConfig)]
     for name in changes:
         if name not in known:
-            raise TypeError(f"{name}={changes[name]!r} is no knob; one of {', '.join(known)} would work")
+            near = difflib.get_close_matches(name, known, n=1)
+            which = near[0] if near else f"one of {', '.join(known)}"
+            raise TypeError(f"{name}={changes[name]!r} is no knob; {which} would work")
     if changes.get("num_workers") == 0:  # what only workers have goes with them
         changes = {**WITHOUT_WORKERS, **changes, "multiprocessing_context": None}
     return replace(best, **changes)
 
 
-def _without_traces(trial: Trial) -> Trial:
-    if trial.measurement is None or not trial.measurement.traces:
-        return trial
-    return replace(trial, measurement=replace(trial.measurement, traces=()))
+def _without_traces(measurement: Measurement | None) -> Measurement | None:
+    return measurement if measurement is None or not measurement.traces else replace(measurement, traces=())

@@ -13,6 +13,7 @@ from autotune_loader.testing.gpus import (
 )
 from autotune_loader.testing.machine import SimulatedMachine
 from autotune_loader.testing.replay import ReplayProbe
+from autotune_loader.testing.searching import simulated_result
 from autotune_loader.testing.simulation import Clock, SimulatedProbe
 from autotune_loader.testing.source import SimulatedSource
 
@@ -28,4 +29,5 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedProbe",
     "SimulatedSource",
+    "simulated_result",
 ]

@@ -58,5 +58,9 @@ class SimulatedMachine:
     """Share of bursts that something disturbs."""
     spike_factor: float = 1.5
     """How much slower a disturbed burst is."""
+    neighbours: float | None = None
+    """Cores that processes of others want. None: the machine has no meter of CPU use, and nobody else runs on it."""
+    neighbours_share: float = 1.0
+    """Share of bursts beside which they run."""
     fails: Callable[[LoaderConfig], Failure | None] | None = None
     """Configurations that fail, and how."""

@@ -7,11 +7,11 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, epochs_rate
+from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, over_epochs
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.testing.machine import SimulatedMachine
 from autotune_loader.values.config import LoaderConfig
@@ -57,7 +57,8 @@ class SimulatedProbe:
             return failure
         if plan.whole_epochs:
             return self._burst_of_epochs(config, plan)
-        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s)
+        disturbed = self._disturbed()
+        run = _Events(disturbed, config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s)
         begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():
@@ -70,7 +71,7 @@ class SimulatedProbe:
                 if is_enough(traces, plan, workers=config.num_workers, now=now):
                     break
         self._clock.advance(traces[-1].step_end - begun)
-        return self._measurement(config, traces, begun)
+        return self._measurement(config, traces, begun, disturbed)
 
     def _past_deadline(self, plan: BurstPlan) -> Failure:
         self._clock.advance(plan.deadline_s)
@@ -78,8 +79,8 @@ class SimulatedProbe:
 
     def _burst_of_epochs(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         begun = self._clock()
-        ends, traces = list[float](), list[BatchTrace]()
-        for epoch in self._epochs(self._disturbed(), config, plan.seed, begun):
+        ends, traces, disturbed = list[float](), list[BatchTrace](), self._disturbed()
+        for epoch in self._epochs(disturbed, config, plan.seed, begun):
             traces += epoch
             ends.append(epoch[-1].step_end)
             if ends[-1] - begun > plan.deadline_s:
@@ -88,8 +89,8 @@ class SimulatedProbe:
                 break
         self._clock.advance(ends[-1] - begun)
         samples = (len(ends) - 1) * len(epoch) * self.machine.batch_size
-        measured = self._measurement(config, traces, begun)
-        return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
+        measured = self._measurement(config, traces, begun, disturbed)
+        return over_epochs(measured, ends, samples)
 
     def _epochs(
         self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float
@@ -116,15 +117,15 @@ class SimulatedProbe:
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
-        machine = self._disturbed()
+        disturbed = self._disturbed()
         begun = now = self._clock()
         traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:
-            end = now + machine.step_seconds(consumer_threads)
+            end = now + disturbed.step_seconds(consumer_threads) / disturbed.step_speed(consumer_threads)
             traces.append(_trace(MAIN_PROCESS, (now, now), 0.0, now, now, end, self.machine.batch_size))
             now = end
         self._clock.advance(now - begun)
-        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun)
+        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun, disturbed)
 
     def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
         """Samples per second that `config` sustains in the long run, without noise, drift and spikes.
@@ -158,7 +159,8 @@ class SimulatedProbe:
         slower *= 1.0 + machine.drift_per_hour * self._clock() / 3600.0
         if self._rng.random() < machine.spike_share:
             slower *= machine.spike_factor
-        return _Disturbed(machine, slower)
+        are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
+        return _Disturbed(machine, slower, (machine.neighbours or 0.0) if are_there else 0.0)
 
     def _rss_bytes(self, config: LoaderConfig) -> int:
         queued = config.num_workers * (config.prefetch_factor or 0) * self.machine.batch_bytes
@@ -171,9 +173,14 @@ class SimulatedProbe:
         message = f"the burst needs {needed} bytes of {limit}; use fewer workers"
         return Failure(kind="memory_guard", phase="batches", message=message)
 
-    def _measurement(self, config: LoaderConfig, traces: list[BatchTrace], begun: float) -> Measurement:
+    def _measurement(
+        self, config: LoaderConfig, traces: list[BatchTrace], begun: float, disturbed: _Disturbed
+    ) -> Measurement:
+        own, foreign = disturbed.cpu_shares(traces, config.consumer_threads)
         return replace(
             summarise(traces, workers=config.num_workers, started=begun),
+            cpu_share=own,
+            foreign_cpu_share=foreign,
             batch_bytes=self.machine.batch_bytes,
             batch_tensors=2,
             memory=MemoryUse(rss_bytes=self._rss_bytes(config)),
@@ -187,6 +194,30 @@ class _Disturbed:
 
     machine: SimulatedMachine
     slower: float
+    neighbours: float = 0.0
+    """Cores that others want."""
+
+    def step_cores(self, consumer_threads: int | None) -> float:
+        threads = math.inf if consumer_threads is None else consumer_threads
+        return min(self.machine.step_cores, threads, self.machine.cores)
+
+    def step_speed(self, consumer_threads: int | None) -> float:
+        """Of its own speed, what a step gets beside neighbours."""
+        demand = self.step_cores(consumer_threads) + self.neighbours
+        return min(1.0, self.machine.cores / demand) if self.step_cores(consumer_threads) else 1.0
+
+    def cpu_shares(
+        self, traces: Sequence[BatchTrace], consumer_threads: int | None
+    ) -> tuple[float | None, float | None]:
+        """What our processes and others took of the cores; None where the machine has no meter."""
+        if self.machine.neighbours is None:
+            return None, None
+        cores_s = self.machine.cores * (traces[-1].step_end - traces[0].requested)
+        stepped_s = len(traces) * self.step_seconds(consumer_threads) * self.step_cores(consumer_threads)
+        own = min(1.0, (sum(trace.cpu_s for trace in traces) + stepped_s) / cores_s)
+        wanted = self.neighbours / self.machine.cores
+        fair = wanted / max(1.0, wanted + own)
+        return own, min(wanted, max(fair, 1.0 - own))
 
     def step_seconds(self, consumer_threads: int | None) -> float:
         seconds = self.machine.step_s
@@ -250,8 +281,7 @@ class _Events:
         self.disturbed, self.machine, self.config = disturbed, disturbed.machine, config
         self.order = order
         self.numbers: list[int] = []  # of the batches handed out
-        threads = math.inf if config.consumer_threads is None else config.consumer_threads
-        self.step_cores = min(self.machine.step_cores, threads, self.machine.cores)
+        self.step_cores = disturbed.step_cores(config.consumer_threads)
         self.step_s = disturbed.step_seconds(config.consumer_threads)
         self.now = begun
         if not is_running:
@@ -296,8 +326,9 @@ class _Events:
         self.now = self.asked_from
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self._work(number, first=index in self.fresh)
-            requested, fetched = self.now, self.now + cpu_s + wait_s
-            self.now = fetched + self._step_seconds(index)
+            crowding = max(1.0, (1.0 + self.disturbed.neighbours) / self.machine.cores)
+            requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
+            self.now = fetched + self._step_seconds(index) / self.disturbed.step_speed(self.config.consumer_threads)
             span = (requested, fetched)
             yield _trace(MAIN_PROCESS, span, cpu_s, requested, fetched, self.now, self.machine.batch_size)
 
@@ -337,7 +368,7 @@ class _Events:
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
         computing, cores = len(self.computing), self.machine.cores
-        demand = computing + (self.step_cores if self.stepping is not None else 0.0)
+        demand = computing + (self.step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
         fair = min(1.0, cores / demand) if demand else 1.0
         more = max(0, min(computing, cores) - 1)
         return fair / (1.0 + self.machine.alpha * more + self.machine.beta * more * (more + 1)), fair
@@ -374,7 +405,8 @@ class _Events:
         if until_whole <= passed:
             self._batch_is_whole(heapq.heappop(self.computing)[1])
             return None
-        _, _, what, index = heapq.heappop(self.timed)
+        when, _, what, index = heapq.heappop(self.timed)
+        self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
         what(index)
         return None
 

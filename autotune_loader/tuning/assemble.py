@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
+from autotune_loader.decision.rounds import averaged
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
+from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
-from autotune_loader.report.summary import _rate_words, _speedup_sentence, counted_rounds, why_it_ended
+from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
+from autotune_loader.report.summary import (
+    UNDECIDED,
+    _rate_words,
+    _speedup_sentence,
+    counted_rounds,
+    why_it_ended,
+    why_undecided,
+)
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -33,8 +42,9 @@ from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Measurement
-from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.statistics import Interval, mean_share
+
+NO_VERDICT = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
 
 MOST_NAMED = 4
 """Bad samples of one kind."""
@@ -49,38 +59,17 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         seconds: wall seconds since the call.
         final: whether the search has ended; an unfinished or interrupted one gives status "partial".
     """
-    best = _best(state)
-    measurement = state.finals.measurement if state.finals is not None else _measurement_of(best, state.trials)
-    status = _status(state, final)
-    rate = _rate(state, measurement)
-    verdict = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
-    advice: tuple[Any, ...] = ()
-    growth: str | None = None
-    if measurement is not None and rate is not None:
-        evidence = _evidence(best, measurement, rate, state, context)
-        verdict = judge(evidence)
-        advice = advise(evidence, verdict)
-        growth = growth_warning(evidence)
-    measured = _measured(best, state, measurement, rate)
-    return TuningResult(
+    best, finals, trials = _best(state), _finals(state, context), tuple(state.trials)
+    data = context.workload.data
+    found = TuningResult(
         best=best,
-        status=status,
+        status=_status(state, finals, final),
         baseline=state.baseline,
-        trials=tuple(state.trials),
-        batch_size=BatchSizeChoice(
-            value=best.batch_size or context.workload.data.batch_size, tuned=best.batch_size is not None
-        ),
-        measured=measured,
+        trials=trials,
+        batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
+        measured=_measured(best, state, finals),
         predicted=_predicted(best, state, context),
-        verdict=verdict,
-        advice=advice,
-        summary=_summary(best, state, measured, verdict, status, context),
-        warnings=(
-            *_bad_samples(state, context),
-            *_warnings(best, state, context),
-            *([growth] if growth is not None else []),
-        ),
-        finals=_finals(state),
+        finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
@@ -89,6 +78,23 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         accelerations=state.accelerations,
         study=state.study,
         parts=loader_parts(context.workload),
+    )
+    doubt = ceiling_doubt(found)
+    if doubt is not None:
+        found = replace(found, measured=replace(found.measured, ceiling_samples_per_s=None, ceiling_doubt=doubt))
+    evidence = _evidence(found, state, context)
+    verdict = judge(evidence) if evidence is not None else NO_VERDICT
+    growth = growth_warning(evidence) if evidence is not None else None
+    return replace(
+        found,
+        verdict=verdict,
+        advice=advise(evidence, verdict) if evidence is not None else (),
+        summary=_summary(found, state, verdict, context),
+        warnings=(
+            *_bad_samples(state, context),
+            *_warnings(best, state, context, finals),
+            *([growth] if growth is not None else []),
+        ),
     )
 
 
@@ -125,11 +131,13 @@ def assemble_reused(
         rounds=len(seen.rounds),
         seconds=earlier.spent.seconds,
     )
+    doubt = earlier.summary[0] if earlier.status == "undecided" else ""
     summary = (
+        doubt,
         f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
         f"{rate:,.0f} samples/s{paired}.",
         f"Use {earlier.best}: {_rate_words(measured.samples_per_s)}.",
-        _speedup_sentence(earlier.best, baseline, measured.speedup),
+        _speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
         earlier.verdict.sentence,
         f"Step: {context.warmup.step}.",
     )
@@ -155,35 +163,26 @@ def _best(state: SearchState) -> LoaderConfig:
     return fastest.config if fastest is not None else LoaderConfig()
 
 
-def _status(state: SearchState, final: bool) -> Status:
-    if final and not state.interrupted and state.fastest() is None:
+def _status(state: SearchState, finals: Finals, final: bool) -> Status:
+    if not final or state.interrupted:
+        return "partial"
+    if state.fastest() is None:
         return "fallback"
-    return "complete" if final and not state.interrupted else "partial"
+    return "complete" if finals.undecided is None else "undecided"
 
 
-def _measurement_of(config: LoaderConfig, trials: Sequence[Trial]) -> Measurement | None:
-    """The search's measurement of a configuration, whatever its persistent_workers, which no burst can see."""
-    for trial in reversed(trials):
-        if trial.measurement is not None and trial.config.key() == config.key():
-            return trial.measurement
-    return None
-
-
-def _rate(state: SearchState, measurement: Measurement | None) -> Interval | None:
-    if state.finals is not None:
-        return state.finals.rate
-    return None if measurement is None else measurement.samples_per_s
-
-
-def _evidence(
-    best: LoaderConfig, measurement: Measurement, rate: Interval, state: SearchState, context: RunContext
-) -> Evidence:
-    data = context.workload.data
+def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> Evidence | None:
+    """What the verdict rests on; None where nothing worked."""
+    data, best, rate = context.workload.data, found.best, found.measured.samples_per_s
+    measurement = measurement_of(best, found.finals, found.trials)
+    if measurement is None or rate is None:
+        return None
     return Evidence(
         best=best,
         measurement=measurement,
         rate=rate,
-        ceiling=state.ceiling_of(best),
+        ceiling=found.ceiling,
+        ceiling_doubt=found.measured.ceiling_doubt,
         usable_cores=context.usable_cores,
         on_accelerator=not context.workload.on_cpu,
         epoch_batches=data.batches_per_epoch(best.batch_size),
@@ -204,35 +203,32 @@ def _cached_steps(best: LoaderConfig, state: SearchState) -> tuple[Measurement, 
     return () if measured is None else (measured,)
 
 
-def _measured(
-    best: LoaderConfig, state: SearchState, measurement: Measurement | None, rate: Interval | None
-) -> Measured:
-    baseline = _measurement_of(state.baseline, state.trials)
-    values: dict[str, Any] = {
-        "samples_per_s": rate,
-        "baseline_samples_per_s": None if baseline is None else baseline.samples_per_s,
-        "speedup": None if state.finals is None else state.finals.speedup,
-        "ceiling_samples_per_s": state.ceiling_of(best),
-    }
-    if measurement is not None:
-        values |= {
-            "wait_share": measurement.wait_share,
-            "first_batch_s": measurement.first_batch_s,
-            "cpu_share": measurement.cpu_share,
-            "gpu_busy_share": measurement.gpu.busy_share,
-            "gpu_util": measurement.gpu.util,
-            "gpu_util_reason": measurement.gpu.reason,
-            "gpu_memory_bytes": measurement.gpu.memory_bytes,
-        }
-        if measurement.memory is not None:
-            memory = measurement.memory
-            values |= {
-                "rss_bytes": memory.rss_bytes,
-                "pss_bytes": memory.pss_bytes,
-                "pss_slope_bytes_per_s": memory.pss_slope_bytes_per_s,
-                "shm_bytes": memory.shm_bytes,
-            }
-    return Measured(**values)
+def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
+    """Every figure from where the table has it, too."""
+    before = rate_of(state.baseline, finals, state.trials)
+    measurement = measurement_of(best, finals, state.trials)
+    if measurement is None:
+        return Measured(baseline_samples_per_s=before)
+    memory = measurement.memory
+    bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
+    return Measured(
+        samples_per_s=rate_of(best, finals, state.trials),
+        baseline_samples_per_s=before,
+        speedup=None if state.finals is None else state.finals.speedup,
+        ceiling_samples_per_s=state.ceiling_of(best),
+        wait_share=measurement.wait_share,
+        wait_interval=mean_share([each.wait_share for each in bursts]),
+        first_batch_s=measurement.first_batch_s,
+        cpu_share=measurement.cpu_share,
+        gpu_busy_share=measurement.gpu.busy_share,
+        gpu_util=measurement.gpu.util,
+        gpu_util_reason=measurement.gpu.reason,
+        gpu_memory_bytes=measurement.gpu.memory_bytes,
+        rss_bytes=None if memory is None else memory.rss_bytes,
+        pss_bytes=None if memory is None else memory.pss_bytes,
+        pss_slope_bytes_per_s=None if memory is None else memory.pss_slope_bytes_per_s,
+        shm_bytes=None if memory is None else memory.shm_bytes,
+    )
 
 
 def _predicted(best: LoaderConfig, state: SearchState, context: RunContext) -> Predicted:
@@ -255,22 +251,37 @@ def _twin(state: SearchState) -> Twin | None:
     return fit_twin([(t.config, t.measurement) for t in state.trials if t.measurement is not None], state.context)
 
 
-def _finals(state: SearchState) -> Finals:
-    if state.finals is None:
-        return Finals()
-    configs = state.finals.configs
-    rounds = tuple(tuple(each.rates.get(config) for config in configs) for each in state.finals.rounds)
-    return Finals(configs=configs, rounds=rounds, whole_epochs=state.whole_epochs)
+def _finals(state: SearchState, context: RunContext) -> Finals:
+    outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
+    if outcome is None:
+        tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
+        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else None)
+    return Finals(
+        configs=outcome.configs,
+        rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
+        whole_epochs=state.whole_epochs,
+        foreign_cpu_share=tuple(each.foreign_cpu_share for each in outcome.rounds),
+        measurements=tuple(
+            averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
+        ),
+        as_fast=outcome.as_fast,
+        undecided=why_undecided(outcome, tolerance),
+    )
 
 
-def _summary(
-    best: LoaderConfig, state: SearchState, measured: Measured, verdict: Verdict, status: Status, context: RunContext
-) -> tuple[str, ...]:
-    if status == "fallback":
+def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context: RunContext) -> tuple[str, ...]:
+    best, measured = found.best, found.measured
+    if found.status == "fallback":
         kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
         return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
-    sentences = [f"Use {best}: {_rate_words(measured.samples_per_s)}."]
-    sentences.append(_speedup_sentence(best, state.baseline, measured.speedup))
+    sentences = []
+    if found.status == "partial":
+        sentences.append("Interrupted: this is the best state so far.")
+    if found.status == "undecided":
+        sentences.append(f"{UNDECIDED}: {found.finals.undecided}. Until then this is the safest guess.")
+    is_decided = found.status == "complete"
+    sentences.append(f"Use {best}: {_rate_words(measured.samples_per_s)}.")
+    sentences.append(_speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
     sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
@@ -278,15 +289,14 @@ def _summary(
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
         )
-    if status == "partial":
-        sentences.insert(0, "Interrupted: this is the best state so far.")
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _warnings(best: LoaderConfig, state: SearchState, context: RunContext) -> tuple[str, ...]:
+def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:
     notes = [*consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
-        notes += state.finals.notes
+        # That the rounds were disturbed is said where the choice is called undecided.
+        notes += state.finals.failures if finals.undecided is not None else state.finals.notes
     notes += _about_slow_batches(state, context)
     failed = [trial for trial in state.trials if trial.failure is not None]
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):

@@ -14,6 +14,7 @@ from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, 
 from autotune_loader.decision.rounds import in_random_order
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
+from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import (
     FINALS_PATIENCE_S,
@@ -23,6 +24,10 @@ from autotune_loader.tuning.schedule import (
 )
 from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+
+CEILINGS = 3
+"""So often the step alone is timed between the rounds: once after each of the first."""
 
 MOST_OVERRUN, LEAST_OVERRUN_S = 0.1, 2.0
 """A first round that would overrun the budget by more than this share, and by more than these seconds, is not begun."""
@@ -40,7 +45,7 @@ class Finals:
     """
 
     def __init__(
-        self, source: EvidenceSource, beliefs: Beliefs, state: SearchState, options: TuneOptions, job: Job
+        self, source: BurstSource, beliefs: Beliefs, state: SearchState, options: TuneOptions, job: Job
     ) -> None:
         self._source = source
         self._beliefs = beliefs
@@ -60,7 +65,7 @@ class Finals:
         candidates = self._candidates(seconds_left())
         if not candidates:
             return None
-        # What is believed is believed of steady rates.
+        # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
         believe = self._beliefs.posterior if short is None else lambda: None
         entrants = [self._as_trained(config) for config in candidates]
         baseline = self._state.baseline
@@ -107,11 +112,24 @@ class Finals:
         """What a round adds to the beliefs, and who else becomes a candidate by it."""
         for evidence in gathered:
             self._beliefs.log.add(evidence)
+        self._time_step_alone(race)
         self._beliefs.log.leave_out(race.disturbed())
         known = None if self._state.whole_epochs else self._beliefs.posterior()
         if known is not None and race.is_admitting():
             nominated = shortlist(known, self._beliefs.space, self._options.tolerance)
             race.admit([self._name_in(race, config) for config in nominated])
+
+    def _time_step_alone(self, race: Race) -> None:
+        """The step alone once more, under the load that the rounds run under."""
+        incumbent = race.incumbent()
+        if not self._job.has_step or incumbent is None:
+            return
+        beside = self._state.ceilings_beside.setdefault(incumbent.batch_size, [])
+        if len(beside) < CEILINGS:
+            threads = incumbent.consumer_threads if incumbent.batch_size is not None else self._state.best_threads
+            measured = self._source.step_ceiling(threads, incumbent.batch_size)
+            if not isinstance(measured, Failure):
+                beside.append(measured)
 
     def _name_in(self, race: Race, config: LoaderConfig) -> LoaderConfig:
         """As what a nominated configuration races: as the one that cannot be told from it, if that races already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from autotune_loader.decision.evidence import Kind
@@ -99,6 +100,8 @@ class SearchState:
     """The step on a cached batch, by `consumer_threads`."""
     ceilings_by_batch: dict[int, Measurement] = field(default_factory=dict)
     """The step on a cached batch of another size, by that size."""
+    ceilings_beside: dict[int | None, list[Measurement]] = field(default_factory=dict)
+    """The step on a cached batch again, between the paired rounds and so under their load, by batch size."""
     finals: RaceOutcome | None = None
     whole_epochs: bool = False
     """Whether the rounds ran whole epochs, as these are short: their rates include start-up."""
@@ -118,13 +121,28 @@ class SearchState:
         return self.stop_reason is StopReason.INTERRUPTED
 
     @property
+    def best_threads(self) -> int | None:
+        """The step's threads with which it was fastest alone."""
+        return max(self.ceilings, key=lambda threads: self.ceilings[threads].samples_per_s.value, default=None)
+
+    @property
     def ceiling(self) -> Interval | None:
         """Rate of the step on a cached batch with the best thread count: no loader can exceed it."""
         rates = [measured.samples_per_s for measured in self.ceilings.values()]
         return max(rates, key=lambda rate: rate.value, default=None)
 
     def ceiling_of(self, config: LoaderConfig) -> Interval | None:
-        """Rate of the step on a cached batch of the size that a configuration has."""
+        """Rate of the step on a cached batch of the size that a configuration has; between the rounds, if timed there."""
+        beside = self.ceilings_beside.get(config.batch_size)
+        if beside:
+            rates = [measured.samples_per_s for measured in beside]
+            # No mean's interval: two or three of them bound nothing, and the machine may have changed in between.
+            return Interval(
+                value=fmean(rate.value for rate in rates),
+                low=min(rate.low for rate in rates),
+                high=max(rate.high for rate in rates),
+                count=sum(rate.count for rate in rates),
+            )
         if config.batch_size is None:
             return self.ceiling
         measured = self.ceilings_by_batch.get(config.batch_size)

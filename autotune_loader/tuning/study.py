@@ -85,9 +85,9 @@ class OptunaStudy:
         _drop_zombies(self.study)
 
     def _opened(self, storage: str | None) -> optuna.Study:
-        import optuna
-
         with quiet_optuna():
+            import optuna
+
             opened = _open_storage(storage)
             return patiently(
                 lambda: optuna.create_study(
@@ -409,7 +409,9 @@ def _set_constraint(trial: optuna.trial.Trial, name: str, violation: float) -> N
 @contextlib.contextmanager
 def quiet_optuna() -> Iterator[None]:
     """Optuna without its chatter and experimental warnings; its verbosity is global, so it is put back."""
-    import optuna
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in notebooks without ipywidgets
+        import optuna
 
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

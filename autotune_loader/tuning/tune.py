@@ -126,7 +126,8 @@ def tune(
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 
     Returns:
-        The result; its `status` is "fallback" when no configuration worked, and then `best` is torch's default.
+        The result; its `status` is "undecided" when too little, or too disturbed, was measured to choose, so that `best` is a
+        guess, and "fallback" when no configuration worked, and then `best` is torch's default.
 
     Raises:
         TypeError, ValueError: a wrong argument, named with a value that would work.

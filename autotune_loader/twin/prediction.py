@@ -41,6 +41,10 @@ class Prediction:
     pss_bytes: int | None = None
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
+    def __str__(self) -> str:
+        memory = "" if self.pss_bytes is None else f", {self.pss_bytes / 2**20:,.0f} MiB"
+        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by the {self.binding}{memory}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:

@@ -18,7 +18,9 @@ class WorkloadError(TunerError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         self.user_traceback = without_secrets(user_traceback)
-        super().__init__(f"{without_secrets(message)}\n\n{self.user_traceback}".rstrip())
+        message = without_secrets(message)
+        # A traceback ends with what the message says: once is enough.
+        super().__init__(f"{message}\n\n{self.user_traceback.rstrip().removesuffix(message)}".rstrip())
 
 
 class ConfigFileError(TunerError):

@@ -111,7 +111,7 @@ class Measurement:
     """Tensors in one batch; each takes a descriptor while it travels."""
     memory: MemoryUse | None = None
     gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
-    traces: tuple[BatchTrace, ...] = ()
+    traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
     """Every batch of the burst from its very first, window or not."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and had others in their place, in this burst and in those before."""

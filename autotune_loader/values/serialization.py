@@ -46,7 +46,6 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     trial = _temporary_beside(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         trial.touch(exist_ok=False)

@@ -41,6 +41,16 @@ class Interval:
     high: float
     count: int
 
+    def __str__(self) -> str:
+        """As words: "4.10 (3.89 to 4.33)", and without limits where these tell nothing."""
+        limits = f" ({_number_text(self.low)} to {_number_text(self.high)})" if self.is_telling else ""
+        return f"{_number_text(self.value)}{limits}"
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether it narrows anything down: not that of one observation, nor one wider than twice its value."""
+        return math.isfinite(self.low) and self.high - self.low <= 2 * abs(self.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -90,6 +100,14 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     error = math.hypot(*(value - mean for value in values)) / math.sqrt((count - 1) * count)
     half = student_t_quantile(1 - tail, count - 1) * error
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
+
+
+def mean_share(shares: Sequence[float]) -> Interval | None:
+    """Mean of independent shares, its interval within 0 and 1; None of fewer than two."""
+    if len(shares) < 2:
+        return None
+    mean = mean_interval(shares)
+    return Interval(value=mean.value, low=max(0.0, mean.low), high=min(1.0, mean.high), count=mean.count)
 
 
 def correlated_mean_interval(series: Sequence[float], period: int = 1, confidence: float = 0.95) -> Interval:
@@ -197,6 +215,10 @@ def _central_probability(angle: float, freedom: int) -> float:
 def _slope(totals: list[float], smooth: int) -> float:
     """Rise per step of cumulative totals, each end averaged over `smooth` points."""
     return (math.fsum(totals[-smooth:]) - math.fsum(totals[:smooth])) / smooth / (len(totals) - smooth)
+
+
+def _number_text(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def _tail(confidence: float) -> float:

@@ -158,7 +158,7 @@ def trials_in(path: Path, figures: Figures) -> int:
 
 
 def is_complete(path: Path) -> bool:
-    return path.exists() and json.loads(path.read_text())["status"] == "complete"
+    return path.exists() and json.loads(path.read_text())["status"] in ("complete", "undecided")
 
 
 def tear(journal: Path) -> bool:

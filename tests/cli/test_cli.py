@@ -18,10 +18,13 @@ import autotune_loader.tuning.tune
 from autotune_loader import cli
 from autotune_loader.cli.recipes import RECIPES
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.results.load import find_loader_file
 from autotune_loader.results.loader_file import loader_schema
 from autotune_loader.results.result import TuningResult
+from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.statistics import Interval
 from autotune_loader.version import __version__
 
 COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")
@@ -247,7 +250,7 @@ def test_prints_the_report_and_what_to_do_next(tune: FakeTune, capsys: pytest.Ca
     assert "autotune-loader apply loader.json --to snippet" in text
 
 
-@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("fallback", 3), ("partial", 130)])
+@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)])
 def test_exit_code_tells_how_it_ended(status: str, code: int, tune: FakeTune) -> None:
     tune.result = replace(tune.result, status=status)
     assert cli.main(["tune", "train:make_numbers"]) == code
@@ -358,6 +361,19 @@ def test_show_prints_report_and_machines_side_by_side(loader_json: str, capsys: 
     assert "This machine is the same in all that matters." in text
 
 
+def test_show_check_tells_contradictions_by_its_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # GIVEN a result that agrees with itself, and one whose ceiling lies below its rate
+    result = simulated_result(SimulatedMachine(noise_sd=0.03))
+    low = Interval(value=10.0, low=9.0, high=11.0, count=9)
+    result.save("good.json")
+    replace(result, measured=replace(result.measured, ceiling_samples_per_s=low)).save("bad.json")
+    # WHEN each is checked, THEN the exit code tells them apart, and what is wrong is named with both figures
+    assert cli.main(["show", "good.json", "--check"]) == 0
+    assert "Nothing in it contradicts" in capsys.readouterr().out
+    assert cli.main(["show", "bad.json", "--check"]) == 1
+    assert "the ceiling is one: the step alone was measured at 10.0/s, and" in capsys.readouterr().out
+
+
 def test_show_marks_what_is_different_here(
     folder: Path, result: TuningResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,10 +422,12 @@ def test_apply_kwargs_is_json(loader_json: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.process
 def test_apply_env_can_be_evaluated_by_a_shell(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = apply("env", capsys)
-    assert "export AUTOTUNE_LOADER_NUM_WORKERS=4\n" in lines
-    script = f'{lines}\necho "$AUTOTUNE_LOADER_PREFETCH_FACTOR $AUTOTUNE_LOADER_PIN_MEMORY $OMP_NUM_THREADS"'
+    # THEN the variables are those that something reads: load_config() and OpenMP
+    script = f'{lines}\necho "$AUTOTUNE_LOADER_CONFIG $OMP_NUM_THREADS"'
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "4 0 1\n"
+    path, threads = done.stdout.split()
+    assert find_loader_file({"AUTOTUNE_LOADER_CONFIG": path}).samefile("loader.json")
+    assert threads == "1"
 
 
 CONFIGS = [

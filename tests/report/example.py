@@ -108,10 +108,12 @@ def synthetic_result() -> TuningResult:
     noise = random.Random(3)
     rivals = [LoaderConfig(num_workers=workers, prefetch_factor=ahead, consumer_threads=1) for workers, ahead in RIVALS]
     last = (BEST, *rivals, BASELINE)
-    truths = [probe.truth(config) for config in last]
+    # What is cheaper than the best is slower.
+    truths = [probe.truth(config) * (0.97 if config.num_workers == 3 else 1.0) for config in last]
     rounds = tuple(tuple(truth * noise.gauss(1, 0.015) for truth in truths) for _ in range(9))
     best = trials[7].measurement
     assert best is not None
+    assert best.memory is not None
     ratios = [each[0] / each[-1] for each in rounds]
     logs = mean_interval([math.log(ratio) for ratio in ratios])
     return TuningResult(
@@ -129,21 +131,21 @@ def synthetic_result() -> TuningResult:
             first_batch_s=best.first_batch_s,
             cpu_share=0.6,
             gpu_util_reason="no NVIDIA driver on this machine",
-            rss_bytes=900 << 20,
-            pss_bytes=630 << 20,
-            shm_bytes=108 << 20,
+            rss_bytes=best.memory.rss_bytes,
+            pss_bytes=best.memory.pss_bytes,
+            shm_bytes=best.memory.shm_bytes,
         ),
         predicted=Predicted(samples_per_s=Interval(value=1310.0, low=1250.0, high=1370.0, count=60), epoch_s=41.0),
         verdict=Verdict(
             binding="cpu",
-            sentence="Decoding binds: the workers use 3.0 of 4 cores, and the step could take 9 % more.",
-            headroom=0.09,
+            sentence="Decoding binds: the workers use 3.0 of 4 cores, and the step could take 11 % more.",
+            headroom=1450.0 / (sum(each[0] for each in rounds) / 9) - 1,
         ),
         advice=(
             Advice(
                 action="Implement __getitems__ to decode a batch at once.",
-                reason="12 % of a worker's time passes between samples.",
-                expected_gain=0.12,
+                reason="10 % of a worker's time passes between samples.",
+                expected_gain=0.1,
             ),
         ),
         summary=("4 workers, prefetch 4 is 3.4 times as fast as torch's defaults.",),

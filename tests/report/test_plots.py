@@ -20,9 +20,12 @@ from autotune_loader.report.plots.memory import labelled, memory_info
 from autotune_loader.report.plots.speedup import speedup_info
 from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
 from autotune_loader.report.plots.workers import workers_info
+from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.results.result import TuningResult
+from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
+from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS
 
@@ -92,12 +95,12 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
         plots.plot_workers(result)
 
 
-def test_workers_shows_the_fastest_burst_at_each_number_of_workers(result: TuningResult) -> None:
+def test_workers_shows_the_fastest_at_each_number_of_workers_as_the_table_has_it(result: TuningResult) -> None:
     info = workers_info(result)
     rates = {}
-    for trial in result.trials:
-        if trial.samples_per_s:
-            rates.setdefault(trial.config.num_workers, []).append(trial.samples_per_s)
+    for row in standings(result):
+        if row.rate is not None:
+            rates.setdefault(row.config.num_workers, []).append(row.rate.value)
     assert [(workers, rate.value) for workers, rate in info.fastest] == [(w, max(r)) for w, r in sorted(rates.items())]
     assert len(info.others) + len(info.fastest) == sum(map(len, rates.values()))
 
@@ -105,6 +108,52 @@ def test_workers_shows_the_fastest_burst_at_each_number_of_workers(result: Tunin
 def test_workers_marks_the_chosen_one_with_its_rate_from_the_finals(result: TuningResult) -> None:
     workers, rate = workers_info(result).best
     assert (workers, rate.count) == (BEST.num_workers, len(result.finals.rounds))
+
+
+def chosen_in_the_finals_alone() -> TuningResult:
+    """A search that chose a configuration of which it had run no burst before the rounds."""
+    for seed in range(20):
+        found = simulated_result(
+            SimulatedMachine(cores=4, wait_s=0.1, cpu_s=0.001, step_s=0.003, noise_sd=0.03), seed=seed
+        )
+        if all(trial.config.key() != found.best.key() for trial in found.trials):
+            return found
+    raise AssertionError("no search chose what it had not tried")
+
+
+@pytest.fixture(scope="module")
+def surprising() -> TuningResult:
+    return chosen_in_the_finals_alone()
+
+
+def test_what_ran_in_the_finals_alone_is_in_every_picture(surprising: TuningResult) -> None:
+    # THEN the star lies in the band, the frame and the point are there, and the timeline is of its own burst
+    info = workers_info(surprising)
+    assert info.plateau[0] < info.best[1].value < info.plateau[1]
+    assert [cell.samples_per_s for cell in heatmap_info(surprising).cells if cell.is_best] == [info.best[1].value]
+    assert sum(point.is_best for point in memory_info(surprising).points) == 1
+    assert timeline_info(surprising).config == surprising.best
+    assert timeline_info(surprising).wait_share == surprising.measured.wait_share
+
+
+def test_the_axis_of_rounds_has_a_tick_for_each_and_room_for_the_whole_interval(surprising: TuningResult) -> None:
+    paired = final_ratios(surprising.finals, surprising.best, surprising.baseline)[0][0]
+    for finals in (surprising.finals, replace(surprising.finals, rounds=surprising.finals.rounds[paired : paired + 1])):
+        told = replace(surprising, finals=finals)
+        axes = plots.plot_speedup(told).axes[0]
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+        assert axes.get_xlim() == (0.5, len(finals.rounds) + 0.5)
+        assert axes.get_ylim()[1] > told.speedup.high
+
+
+def test_ticks_of_memory_differ_where_all_take_the_same(result: TuningResult) -> None:
+    # GIVEN configurations that take the same memory
+    same = MemoryUse(rss_bytes=(250 << 20) + 1000, pss_bytes=(250 << 20) + 1000)
+    trials = [t if t.failure else replace(t, measurement=replace(t.measurement, memory=same)) for t in result.trials]
+    figure = plots.plot_memory(replace(result, trials=tuple(trials)))
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert len(labels) == len(set(labels)) > 2
 
 
 def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) -> None:
@@ -126,8 +175,8 @@ def test_memory_falls_back_to_rss_for_all_when_one_burst_lacks_pss(result: Tunin
     info = memory_info(replace(result, trials=(changed, *result.trials[1:])))
     # THEN all are RSS, so that they can be compared
     assert info.meter == "rss"
-    rss = [trial.measurement.memory.rss_bytes for trial in result.trials if trial.measurement]
-    assert [point.memory_bytes for point in info.points] == rss
+    rss = {trial.measurement.memory.rss_bytes for trial in result.trials if trial.measurement}
+    assert {point.memory_bytes for point in info.points} == rss
 
 
 def test_memory_labels_do_not_lie_on_each_other(result: TuningResult) -> None:
@@ -186,7 +235,7 @@ def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: Tu
 
 def test_timeline_of_a_given_trial_and_without_workers(result: TuningResult) -> None:
     info = timeline_info(result, trial=0)
-    assert (info.number, info.config, info.workers) == (0, BASELINE, ())
+    assert (info.config, info.workers) == (BASELINE, ())
     assert {bar.activity for bar in info.bars} == {"wait", "step", "fetch", "collate"}
 
 

@@ -61,7 +61,7 @@ Loss inferred: cross_entropy
 trial   0  0 workers                                           389/s ± 2.0 %         best 389/s      55 s left
 trial   1  4 workers, prefetch 4, 1 step thread                1,308/s ± 2.0 %       best 1,308/s    53 s left
 trial   3  16 workers, prefetch 2                              failed: oom_killed    best 1,308/s    50 s left
-round   1  4 workers, prefetch 4, 1 step thread                1,300/s of 2 configurations, slowest 390/s  20 s left
+round   1  4 workers, prefetch 4, 1 step thread                1,300/s, fastest of 2; slowest 390/s  20 s left
 """
 
 
@@ -80,6 +80,7 @@ def test_live_progress_prints_the_same_lines_and_redraws_the_best_so_far() -> No
     written = terminal.getvalue()
     assert all(line in written for line in LINES.splitlines())
     assert "best so far 1,308/s with 4 workers, prefetch 4, 1 step thread, 53 s left" in written
+    assert "paired rounds: 1 so far, 20 s left" in written
     assert "\x1b[2K" in written
 
 

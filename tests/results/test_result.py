@@ -34,7 +34,7 @@ from autotune_loader.results.loader_file import (
     loader_schema,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 from autotune_loader.values.measurement import Failure
@@ -578,3 +578,31 @@ def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():
 def test_a_result_prints_its_summary():
     assert str(finished_run()) == "Use 3 workers."
     assert str(replace(finished_run(), summary=())) == f"complete: {BEST}"
+
+
+def test_a_result_prints_as_words_in_a_line_and_its_parts_do_too() -> None:
+    result = simulated_result(SimulatedMachine(noise_sd=0.03))
+    assert repr(result).startswith(f"<TuningResult complete: {result.best}; ")
+    assert "\n" not in repr(result)
+    assert str(Interval(value=4.1, low=3.89, high=4.33, count=7)) == "4.10 (3.89 to 4.33)"
+    assert str(Interval(value=1304.7, low=-math.inf, high=math.inf, count=1)) == "1,305"
+    assert str(result.verdict) == result.verdict.sentence
+    assert str(result.predict(num_workers=2, prefetch_factor=2)).startswith("2 workers, prefetch 2: ")
+    assert str(Advice(action="Do less.", reason="it is much", expected_gain=0.5)) == "Do less (about +50 %): it is much"
+
+
+def test_what_is_loaded_equals_what_was_saved(tmp_path: Path) -> None:
+    # GIVEN the result of a search, histories of batches and all
+    result = simulated_result(SimulatedMachine(noise_sd=0.03))
+    assert any(trial.measurement and trial.measurement.traces for trial in result.trials)
+    # WHEN it is saved and loaded, THEN it is the same
+    result.save(tmp_path / "loader.json")
+    assert TuningResult.load(tmp_path / "loader.json") == result
+
+
+def test_predictions_refuse_what_makes_no_sense_and_suggest_what_does() -> None:
+    result = simulated_result(SimulatedMachine(noise_sd=0.03))
+    with pytest.raises(ValueError, match="cores=0 must be more than 0"):
+        result.predict(cores=0)
+    with pytest.raises(TypeError, match="num_worker=2 is no knob; num_workers would work"):
+        result.predict(num_worker=2)

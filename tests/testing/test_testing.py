@@ -223,3 +223,21 @@ def test_replay_refuses_what_was_not_recorded():
         probe.burst(workers(2), PLAN)
     with pytest.raises(LookupError, match="no step ceiling of 1"):
         probe.step_ceiling(1, PLAN)
+
+
+@pytest.mark.parametrize(("count", "depth"), [(1, 8), (2, 8), (2, 2)])
+def test_the_share_of_waiting_is_that_of_the_long_run_however_full_the_queues_were(count, depth):
+    config = LoaderConfig(num_workers=count, prefetch_factor=depth)
+    # GIVEN a job that sleeps, and the share of the time in which its loop waits in the long run
+    machine = steady(cores=2, cpu_s=0.001, wait_s=0.05, step_s=0.02, receive_s=1e-4, service_cv=0.1)
+    in_the_long_run = 1 - probe_on(machine).truth(config) * machine.step_s / machine.batch_size
+    # WHEN bursts of half a second begin with empty and with full queues
+    seen = [
+        probe_on(machine).burst(config, BurstPlan(max_s=0.5, min_s=0.3, seed=seed, prefill_s=prefill_s)).wait_share
+        for seed in range(4)
+        for prefill_s in (0.0, 0.75)
+    ]
+    # THEN each of them tells it; summed up over the window it read half as much from full queues
+    assert in_the_long_run > 0.15
+    assert all(share == pytest.approx(in_the_long_run, abs=0.12) for share in seen)
+    assert sum(seen) / len(seen) == pytest.approx(in_the_long_run, abs=0.05)

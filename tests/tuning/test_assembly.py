@@ -1,13 +1,23 @@
-"""The sentences of a result."""
+"""The sentences of a result, and where its figures come from."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from autotune_loader.decision.race import RaceOutcome
+from autotune_loader.decision.space import Space
+from autotune_loader.report.standings import standings
+from autotune_loader.report.summary import why_undecided
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.tuning import assemble as assembly
-from autotune_loader.values.statistics import Interval
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.session import TuningSession
+from autotune_loader.tuning.state import Job
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval, Round
 
 
 @pytest.mark.parametrize(
@@ -20,3 +30,85 @@ from autotune_loader.values.statistics import Interval
 )
 def test_a_rate_has_an_interval_only_where_it_tells_something(low: float, high: float, words: str) -> None:
     assert assembly._rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
+
+
+def outcome(rates: float, *, rounds: int, foreign: float = 0.0, expected_loss: float = 0.0) -> RaceOutcome:
+    one, two = LoaderConfig(), LoaderConfig(num_workers=1)
+    measured = Round(rates={one: rates, two: 2 * rates}, foreign_cpu_share=foreign)
+    return RaceOutcome(
+        configs=(one, two),
+        rounds=(measured,) * rounds,
+        winner=two,
+        rate=Interval(value=2 * rates, low=2 * rates, high=2 * rates, count=rounds),
+        bursts={},
+        as_fast=(),
+        expected_loss=expected_loss,
+        speedup=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "no paired round fitted into the budget"),
+        (outcome(100.0, rounds=1), "only 1 paired round fitted into the budget; a larger budget would decide it"),
+        (
+            outcome(100.0, rounds=5, foreign=0.5),
+            "busy in 5 of 5 paired rounds; tuning again while the machine is quiet",
+        ),
+        (outcome(100.0, rounds=5, expected_loss=0.05), "something else may be faster by more than the tolerance"),
+    ],
+)
+def test_what_was_not_decided_is_told_with_what_would_decide_it(found: RaceOutcome | None, words: str) -> None:
+    assert words in (why_undecided(found, 0.02) or "")
+
+
+def test_enough_quiet_rounds_decide_and_so_does_having_no_choice() -> None:
+    assert why_undecided(outcome(100.0, rounds=5), 0.02) is None
+    alone = replace(outcome(100.0, rounds=1), configs=(LoaderConfig(),))
+    assert why_undecided(alone, 0.02) is None
+
+
+BUSY = SimulatedMachine(cores=2, cpu_s=0.06, step_s=0.06, step_cores=2.0, noise_sd=0.1, neighbours=2.0)
+
+
+def test_a_choice_beside_busy_processes_says_first_that_it_is_a_guess() -> None:
+    found = simulated_result(BUSY, budget_s=20.0)
+    assert found.status == "undecided"
+    assert str(found).startswith("Not decided: other processes kept the cores busy in ")
+    assert found.report().startswith("Not decided: other processes kept the cores busy in ")
+    assert "nothing else is worth its cost" not in found.report() + str(found)
+
+
+def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
+    # GIVEN neighbours that come after the step was timed alone and take half of its speed
+    machine = SimulatedMachine(cores=2, cpu_s=0.004, step_s=0.03, step_cores=2.0, neighbours=0.0)
+    clock = FakeClock()
+    probe = SimulatedProbe(machine, clock)
+    job = Job(usable_cores=2, default_threads=2, step_uses_cores=True, epoch_batches=10_000)
+
+    class Coming:
+        def trial(self, *_: object) -> None:
+            probe.machine = replace(machine, neighbours=2.0)
+
+        def finals_round(self, *_: object) -> None: ...
+
+    state = TuningSession(
+        probe, Space(max_workers=4), TuneOptions(budget_s=40.0), job, clock=clock, started=0.0, listener=Coming()
+    ).run()
+    # THEN the ceiling is that of the step under the load that the rounds ran under
+    alone = max(each.samples_per_s.value for each in state.ceilings.values())
+    ceiling = state.ceiling_of(state.finals.winner)
+    assert ceiling.value == pytest.approx(alone / 2, rel=0.1)
+    assert state.finals.rate.value < 1.08 * ceiling.value
+
+
+def test_every_figure_of_the_chosen_one_is_from_its_rounds() -> None:
+    found = simulated_result(SimulatedMachine(noise_sd=0.03))
+    row = next(row for row in standings(found) if row.is_best)
+    before = next(row for row in standings(found) if row.is_baseline)
+    assert row.rate == found.measured.samples_per_s
+    assert before.rate == found.measured.baseline_samples_per_s
+    assert row.measurement.wait_share == found.measured.wait_share
+    assert found.measured.wait_interval.low < found.measured.wait_share < found.measured.wait_interval.high
+    assert found.measured.wait_interval.count == row.rate.count

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
+from autotune_loader.results.loader_file import ENDED
 
 pytestmark = pytest.mark.process
 
@@ -48,7 +49,7 @@ def test_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
     # WHEN it is started again
     result = quick(path)
     # THEN its trial is the one that was measured then
-    assert result.status == "complete"
+    assert result.status in ENDED
     assert (result.trials[0].seconds, result.trials[0].config) == (first.seconds, first.config)
 
 
@@ -58,5 +59,5 @@ def test_a_run_that_came_to_its_end_is_not_resumed(tmp_path: Path) -> None:
 
     second = quick(path, reuse=False)
 
-    assert (first.status, second.status) == ("complete", "complete")
+    assert {first.status, second.status} <= set(ENDED)
     assert first.trials[0].seconds != second.trials[0].seconds

@@ -186,9 +186,9 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) 
     assert first.reused is None
     assert second.reused is not None
     assert second.reused.rounds >= ROUNDS
-    assert (second.best, second.status, len(second.trials)) == (first.best, "complete", len(first.trials))
+    assert (second.best, second.status, len(second.trials)) == (first.best, first.status, len(first.trials))
     assert second.spent.bursts <= 2 * MOST_ROUNDS
-    assert second.summary[0].startswith("Reused: tuned at ")
+    assert any(sentence.startswith("Reused: tuned at ") for sentence in second.summary[:2])
     assert second.study is not None
     assert len(second.study.trials) == len(first.trials)
     # AND the file is written, and makes a loader

@@ -362,8 +362,9 @@ def test_a_failure_that_may_pass_is_tried_once_more():
     )
     found, probe, _ = run_on(machine)
     assert all(trial.measurement for trial in found.trials)
-    # THEN all of its bursts are counted, and that of the step on a cached batch
-    assert found.bursts == len(probe.bursts) + len(found.ceilings)
+    # THEN all of its bursts are counted, and those of the step on a cached batch
+    beside = sum(len(each) for each in found.ceilings_beside.values())
+    assert found.bursts == len(probe.bursts) + len(found.ceilings) + beside
 
 
 @pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])

@@ -89,7 +89,7 @@ def test_an_epoch_pays_for_its_start(result: TuningResult) -> None:
 
 
 def test_a_knob_that_does_not_exist_is_answered_with_those_that_do(result: TuningResult) -> None:
-    with pytest.raises(TypeError, match=r"workers=3 is no knob; one of num_workers, prefetch_factor.* would work"):
+    with pytest.raises(TypeError, match=r"workers=3 is no knob; num_workers would work"):
         result.predict(workers=3)
 
 

@@ -12,7 +12,7 @@ from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 from autotune_loader.values.trial import Acceleration, Trial
 
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
@@ -29,11 +29,13 @@ class Evidence:
     measurement: Measurement
     rate: Interval
     ceiling: Interval | None
+    """None also where something speaks against it; then `ceiling_doubt` says what."""
     usable_cores: int
     on_accelerator: bool
     epoch_batches: int | None
     trials: Sequence[Trial]
     has_batched_fetch: bool
+    ceiling_doubt: str | None = None
     twin: Twin | None = None
     cached_steps: Sequence[Measurement] = ()
     """The step on a cached batch, with any number of threads."""
@@ -53,12 +55,27 @@ class Evidence:
         return worked or [(self.best, self.measurement)]
 
     def computing_share(self) -> float:
-        """Share of a fetch that is spent on a CPU, where nothing else wants it; above 1 where a fetch uses several cores.
-
-        The burst with the fewest workers tells: there a worker that waits does so for its data and not for a core.
-        """
-        burst = min(self.measured_trials(), key=lambda each: each[0].num_workers)[1]
+        """Share of a fetch that is spent on a CPU, where nothing else wants it; above 1 where a fetch uses several cores."""
+        burst = self.telling_burst()
         return burst.service_cpu_s / burst.service_s if burst.service_s > 0 else 1.0
+
+    def telling_burst(self) -> Measurement:
+        """The burst with the fewest workers and a quiet machine: there a worker that waits does so for its data, not a core.
+
+        Where the machine was never quiet, the one in which fetches had the CPU for most of their time.
+        """
+        bursts = self.measured_trials()
+        quiet = [each for each in bursts if (each[1].foreign_cpu_share or 0.0) <= FOREIGN_CPU_LIMIT]
+        if quiet:
+            return min(quiet, key=lambda each: each[0].num_workers)[1]
+        return max((burst for _, burst in bursts), key=lambda each: each.service_cpu_s / max(each.service_s, 1e-9))
+
+    def idle_share(self) -> float | None:
+        """Share of the cores that nobody used during that burst: what a fetch did not wait for; None without a meter."""
+        burst = self.telling_burst()
+        if burst.cpu_share is None or burst.foreign_cpu_share is None:
+            return None
+        return max(0.0, 1 - burst.cpu_share - burst.foreign_cpu_share)
 
     def cores_per_worker(self) -> float:
         """Cores that one worker keeps busy while it fetches: above 1 its libraries start threads of their own."""

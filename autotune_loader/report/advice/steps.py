@@ -13,6 +13,7 @@ from autotune_loader.report.advice.acceleration import advise_on
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
+from autotune_loader.report.units import share_text
 from autotune_loader.results.loader_file import Advice, Verdict
 
 # A gain below this is not worth anybody's time.
@@ -46,7 +47,7 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
-    waits = f"the loop waits for data only {evidence.measurement.wait_share:.0%} of the time"
+    waits = f"the loop waits for data only {share_text(evidence.measurement.wait_share)} of the time"
     measured = [each for each in evidence.accelerations if each.speedup is not None]
     worth = [advice for each in measured if (advice := advise_on(each, evidence.loaders_gain())) is not None]
     yield from worth
@@ -68,10 +69,14 @@ def _on_cpu(evidence: Evidence) -> Iterator[Advice]:
         yield Advice(
             action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
             reason=f"each sample takes {measured.service_cpu_s / measured.batch_size * 1e3:.2g} ms of CPU"
-            + ("" if gain is None else f"; with half of that the rate would rise by about {gain_words(gain)}"),
+            + ("" if gain is None else f"; with half of that {_rise_words(gain)}"),
             expected_gain=gain,
         )
     yield from _more_cores(evidence)
+
+
+def _rise_words(gain: float) -> str:
+    return f"the rate would rise {'by' if gain < 1 else 'to'} about {gain_words(gain)}"
 
 
 def _step_on_cpu_s(evidence: Evidence) -> float:
@@ -268,5 +273,8 @@ def _believable(evidence: Evidence, gain: float | None) -> float | None:
         return None
     limit = evidence.cores_limit() if evidence.computing_share() < 0.5 else None
     allowed = [bound.value / evidence.rate.value - 1 for bound in (evidence.ceiling, limit) if bound is not None]
+    if evidence.ceiling is None and evidence.measurement.wait_share < 1:
+        # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
+        allowed.append(1 / (1 - evidence.measurement.wait_share) - 1)
     gain = min([gain, *allowed])
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None

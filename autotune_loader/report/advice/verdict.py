@@ -1,24 +1,28 @@
 """Which resource binds the best configuration, with its evidence in one sentence.
 
-The first that holds is the verdict:
+The first that holds is the verdict. Each rests on a clock or a count that shows it; where two of them disagree, or nothing
+shows it, the verdict is `unknown`, with both figures.
 
     start-up    an epoch is so short that starting workers is a good part of it
-    step        the rate is the cached batch's rate, or the loop hardly ever waits
+    step        the rate is the cached batch's rate, or the loop hardly ever waits and steps as fast as alone
     memory      more workers would be faster, and ran out of memory, or would by what they were measured to take
     in memory   no worker is the best number of workers, and fetching costs next to nothing
     pinning     one thread copies into page-locked memory, and is always busy
     transport   taking a batch over costs a good part of the loop
-    cpu         a fetch computes, or the cores are full
-    wait        what is left: storage, network, sleep
+    cpu         a fetch has the CPU for most of its time, or our processes keep the cores full
+    wait        a fetch does without the CPU for most of its time while cores are idle: storage, network, sleep
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
+from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.loader_file import Binding, Verdict
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
 # A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
@@ -26,6 +30,16 @@ COMPUTING_SHARE = 0.6
 CORES_FULL_SHARE = 0.85
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
+# The loop has its batches in time, as far as clocks tell.
+HARDLY_WAITS = 0.05
+# As fast as the step alone, within noise.
+NEAR_CEILING = 0.95
+# A step that has its batches in time and is slower than this share of what it does alone is held up by something.
+MUCH_SLOWER = 0.8
+# More of the cores idle than this: a fetch that does not compute waits for something else than a core.
+IDLE_SHARE = 0.15
+# Less than this of the cores is what any machine does beside.
+LITTLE_FOREIGN = 0.05
 # Below this size the fixed cost of a hand-over counts, not the bytes.
 LARGE_BATCH_BYTES = 1 << 20
 
@@ -39,19 +53,17 @@ def judge(evidence: Evidence) -> Verdict:
 
 def gain_words(gain: float) -> str:
     """A relative gain for a person: "12 %", and from a doubling on "3.2 times the rate"."""
-    return f"{gain:.0%}" if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
+    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
 
 
 def _binding(evidence: Evidence) -> Binding:
+    waits = evidence.measurement.wait_share
     if evidence.startup_share() > 0.1:
         return "startup"
-    if evidence.ceiling is not None and evidence.rate.value >= 0.95 * evidence.ceiling.value:
-        return "step"
-    if evidence.ceiling is not None and evidence.measurement.wait_share < 0.05:
-        # The loop never waits, yet the step runs slower than alone: because workers share its cores, or by chance.
-        # With half of the cores idle, workers take none from it.
-        share = evidence.measurement.cpu_share
-        return "cpu" if not evidence.on_accelerator and (share is None or share >= 0.5) else "step"
+    if evidence.ceiling is not None and evidence.rate.value >= NEAR_CEILING * evidence.ceiling.value:
+        return "step" if waits <= 2 * HARDLY_WAITS else "unknown"
+    if waits < HARDLY_WAITS:
+        return _never_waiting(evidence)
     if evidence.stopped_by_memory() or shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
@@ -62,6 +74,18 @@ def _binding(evidence: Evidence) -> Binding:
     if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
         return "transport"
     return _cpu_or_wait(evidence)
+
+
+def _never_waiting(evidence: Evidence) -> Binding:
+    """What slows a step that has its batches in time: nothing, or workers that share its cores."""
+    own, foreign = evidence.measurement.cpu_share, evidence.measurement.foreign_cpu_share or 0.0
+    if evidence.ceiling is None:
+        return "step" if evidence.ceiling_doubt is None else "unknown"
+    if evidence.on_accelerator or (own is not None and own < 0.5):
+        # With half of the cores idle, workers take none from it.
+        alone_s = evidence.measurement.batch_size / evidence.ceiling.value + (evidence.measurement.gpu.copy_s or 0.0)
+        return "step" if alone_s >= MUCH_SLOWER * evidence.period_s else "unknown"
+    return "unknown" if foreign > FOREIGN_CPU_LIMIT else "cpu"
 
 
 def _only_moves_bytes(evidence: Evidence) -> bool:
@@ -86,13 +110,22 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
     limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
     full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
-    return "cpu" if full or evidence.computing_share() > COMPUTING_SHARE else "wait"
+    if full or evidence.computing_share() > COMPUTING_SHARE:
+        return "cpu"
+    idle = evidence.idle_share()
+    return "wait" if idle is None or idle > IDLE_SHARE or _waits_beside_neighbours(evidence) else "unknown"
+
+
+def _waits_beside_neighbours(evidence: Evidence) -> bool:
+    """Whether a fetch would wait even if all that other processes took of the cores had been taken from it."""
+    own = 1 - (evidence.telling_burst().foreign_cpu_share or 0.0)
+    return evidence.computing_share() <= COMPUTING_SHARE * own
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
     measured = evidence.measurement
-    waits = f"the loop waits for data {measured.wait_share:.0%} of the time"
-    more = _more(headroom)
+    waits = f"the loop waits for data {share_text(measured.wait_share)} of the time"
+    more = _more(headroom) if evidence.ceiling_doubt is None else "; what the step alone could do is unknown"
     sentences: dict[Binding, Callable[[], str]] = {
         "step": lambda: (
             f"The training step binds: {waits}, and {_of_ceiling(evidence)}; the loader is not the place to gain."
@@ -102,8 +135,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             f"step, and there {_cores(evidence)}; {waits}{more}."
         ),
         "wait": lambda: (
-            f"Waiting for storage, network or sleep binds: of {_ms(measured.service_s)} per batch a worker computes "
-            f"{_ms(measured.service_cpu_s)}; {waits}{more}."
+            f"Waiting for storage, network or sleep binds: {_fetch_words(evidence)}{_idle_words(evidence)}; {waits}{more}."
         ),
         "transport": lambda: f"Handing batches over binds: {_hand_over_words(evidence)}{more}.",
         "pinning": lambda: (
@@ -115,9 +147,42 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             f"The data is in memory: fetching a batch takes {_ms(measured.service_s)}, less than handing it over from a "
             "worker would cost, so no worker is needed."
         ),
-        "unknown": lambda: "Nothing was measured, so nothing can be said.",
+        "unknown": lambda: f"What binds could not be told: {_disagreement(evidence)}.",
     }
     return sentences[binding]()
+
+
+def _disagreement(evidence: Evidence) -> str:
+    """Two figures of which one must be wrong, or of which each would explain the other."""
+    measured = evidence.measurement
+    waits = f"the loop waits for data {share_text(measured.wait_share)} of the time"
+    foreign = measured.foreign_cpu_share or 0.0
+    others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
+    if measured.wait_share < HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
+        return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}{others}"
+    return (
+        f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
+        f"may have waited for a core as well as for data{others}; {waits}"
+    )
+
+
+def _value(ceiling: Interval | None) -> float:
+    return math.inf if ceiling is None else ceiling.value
+
+
+def _fetch_words(evidence: Evidence) -> str:
+    burst = evidence.telling_burst()
+    return f"of {_ms(burst.service_s)} per batch a fetch computes {_ms(burst.service_cpu_s)}"
+
+
+def _idle_words(evidence: Evidence) -> str:
+    idle = evidence.idle_share()
+    if idle is None:
+        return ""
+    if idle <= IDLE_SHARE:
+        foreign = share_text(evidence.telling_burst().foreign_cpu_share)
+        return f", longer than other processes on {foreign} of the cores explain"
+    return f" while {share_text(idle)} of the cores are idle"
 
 
 def _more(headroom: float | None) -> str:
@@ -139,8 +204,9 @@ def _cores(evidence: Evidence) -> str:
 
 def _of_ceiling(evidence: Evidence) -> str:
     if evidence.ceiling is None:
-        return "there is no ceiling to compare with"
-    return f"the rate is {min(1.0, evidence.rate.value / evidence.ceiling.value):.0%} of what the step alone could do"
+        return "what the step alone could do is unknown"
+    rate, alone = rate_text(evidence.rate.value), rate_text(evidence.ceiling.value)
+    return f"it reaches {rate} where the step alone reaches {alone}"
 
 
 def _hand_over_words(evidence: Evidence) -> str:

@@ -139,4 +139,4 @@ def whole_numbers(axis: Any) -> None:
     """Ticks at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates
+from autotune_loader.report.standings import Standing, predicted_rates, standings
 from autotune_loader.report.units import number_text
 from autotune_loader.results.result import TuningResult
 
@@ -21,7 +22,7 @@ class Cell:
     """None without workers."""
     state: Literal["measured", "failed", "untried", "impossible"]
     samples_per_s: float | None = None
-    """The fastest burst of the pair, whatever else was set."""
+    """As the table has it: of the chosen configuration in its own cell, else of the fastest of the pair."""
     predicted_samples_per_s: float | None = None
     """What the twin says of an untried pair, with the chosen configuration's other settings."""
     is_best: bool = False
@@ -41,11 +42,12 @@ class HeatmapInfo:
 
 def heatmap_info(result: TuningResult) -> HeatmapInfo:
     """Gather what `plot_heatmap` draws."""
-    configs = [trial.config for trial in result.trials]
+    configs = [*(trial.config for trial in result.trials), *(c for c in result.finals.configs if c == result.best)]
     workers = tuple(sorted({config.num_workers for config in configs}))
     ahead = sorted({config.prefetch_factor for config in configs if config.prefetch_factor is not None})
     rows = ((None,) if 0 in workers else ()) + tuple(ahead)
-    cells = [_cell(result, column, row) for row in rows for column in workers]
+    known = standings(result)
+    cells = [_cell(known, column, ahead) for ahead in rows for column in workers]
     return HeatmapInfo(workers=workers, prefetch_factors=rows, cells=tuple(_predicted(cells, result)))
 
 
@@ -57,10 +59,10 @@ def _predicted(cells: list[Cell], result: TuningResult) -> list[Cell]:
     return [replace(cell, predicted_samples_per_s=rates.get(cell)) for cell in cells]
 
 
-def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
-    here = [t for t in result.trials if (t.config.num_workers, t.config.prefetch_factor) == (workers, ahead)]
-    rates = [trial.samples_per_s for trial in here if trial.samples_per_s is not None]
-    is_best = (result.best.num_workers, result.best.prefetch_factor) == (workers, ahead)
+def _cell(rows: Sequence[Standing], workers: int, ahead: int | None) -> Cell:
+    here = [row for row in rows if (row.config.num_workers, row.config.prefetch_factor) == (workers, ahead)]
+    is_best = any(row.is_best for row in here)
+    rates = [row.rate.value for row in here if row.rate is not None and (row.is_best or not is_best)]
     if rates:
         return Cell(workers=workers, prefetch_factor=ahead, state="measured", samples_per_s=max(rates), is_best=is_best)
     is_legal = (workers == 0) == (ahead is None)
@@ -69,13 +71,13 @@ def _cell(result: TuningResult, workers: int, ahead: int | None) -> Cell:
 
 
 def plot_heatmap(result: TuningResult) -> canvas.Figure:
-    """The fastest burst of each pair of workers and prefetch_factor; hatched, with a prediction, where there is none."""
+    """The fastest of each pair of workers and prefetch_factor; hatched, with a prediction, where there is none."""
     info = heatmap_info(result)
     is_measured = any(cell.state == "measured" for cell in info.cells)
     return canvas.picture(
         "Samples/s by workers and prefetch_factor",
         partial(_draw, info) if is_measured else "No configuration worked, so there is no rate to show.",
-        width=1.6 + 0.8 * max(5, len(info.workers)),
+        width=1.6 + 0.8 * max(7, len(info.workers)),  # wide enough for the label below
         height=1.5 + 0.55 * max(2, len(info.prefetch_factors)),
         legend_columns=0,
     )

@@ -7,14 +7,19 @@ from functools import partial
 from typing import Literal
 
 from autotune_loader.report.plots import canvas
+from autotune_loader.report.standings import standings
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
+
+NARROWEST_BYTES = 16 << 20
+"""A narrower axis would blow up differences of nothing, with ticks that read alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One burst."""
+    """One configuration, as the table has it."""
 
     memory_bytes: int
     rate: Interval
@@ -35,24 +40,28 @@ class MemoryInfo:
 
 
 def memory_info(result: TuningResult) -> MemoryInfo:
-    """Gather what `plot_memory` draws; bursts whose memory was not measured are left out."""
-    bursts = [
-        (trial.config, trial.measurement.samples_per_s, trial.measurement.memory)
-        for trial in result.trials
-        if trial.measurement is not None and trial.measurement.memory is not None
+    """Gather what `plot_memory` draws; configurations whose memory was not measured are left out."""
+    rows = [
+        (row, row.rate, row.measurement.memory)
+        for row in standings(result)
+        if row.rate is not None and row.measurement is not None and row.measurement.memory is not None
     ]
-    meter: Literal["pss", "rss"] = "pss" if all(memory.pss_bytes is not None for _, _, memory in bursts) else "rss"
+    meter: Literal["pss", "rss"] = "pss" if all(memory.pss_bytes is not None for _, _, memory in rows) else "rss"
     points = tuple(
         Point(
             memory_bytes=_bytes(memory, meter),
             rate=rate,
-            label=f"{config.num_workers}" + ("" if config.prefetch_factor is None else f"×{config.prefetch_factor}"),
-            is_best=config == result.best,
-            is_baseline=config == result.baseline,
+            label=_label(row.config),
+            is_best=row.is_best,
+            is_baseline=row.is_baseline,
         )
-        for config, rate, memory in bursts
+        for row, rate, memory in rows
     )
     return MemoryInfo(points=points, meter=meter, ceiling=result.ceiling)
+
+
+def _label(config: LoaderConfig) -> str:
+    return f"{config.num_workers}" + ("" if config.prefetch_factor is None else f"×{config.prefetch_factor}")
 
 
 def _bytes(memory: MemoryUse, meter: str) -> int:
@@ -60,7 +69,7 @@ def _bytes(memory: MemoryUse, meter: str) -> int:
 
 
 def plot_memory(result: TuningResult) -> canvas.Figure:
-    """Samples/s against the memory of the whole process tree, each burst labelled workers x prefetch_factor."""
+    """Samples/s against the memory of the whole process tree, each configuration labelled workers x prefetch_factor."""
     info = memory_info(result)
     content = partial(_draw, info) if info.points else "Memory was not measured in any burst."
     return canvas.picture("What speed costs in memory", content)
@@ -68,13 +77,13 @@ def plot_memory(result: TuningResult) -> canvas.Figure:
 
 def labelled(points: tuple[Point, ...]) -> list[Point]:
     """The points whose labels fit: the chosen one and the baseline first, then by rate; near neighbours go without."""
-    width = max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points) or 1
+    width = max(NARROWEST_BYTES, max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points))
     height = max(p.rate.value for p in points)
     chosen: list[Point] = []
     for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
         near = (
             abs(point.memory_bytes - other.memory_bytes) < 0.07 * width
-            and abs(point.rate.value - other.rate.value) < 0.06 * height
+            and abs(point.rate.value - other.rate.value) < 0.09 * height
             for other in chosen
         )
         if not any(near):
@@ -90,7 +99,7 @@ def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
             "o",
             canvas.BLUE,
             6,
-            "burst: workers×prefetch_factor",
+            "workers×prefetch_factor",
         ),
         ([p for p in info.points if p.is_baseline and not p.is_best], "s", canvas.BLACK, 8, "before tuning"),
         ([p for p in info.points if p.is_best], "*", canvas.VERMILLION, 15, "chosen"),
@@ -104,3 +113,8 @@ def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
     axes.margins(x=0.08)
     canvas.label_rates(axes, f"peak {name} of all processes in MiB")
     axes.xaxis.set_major_formatter(canvas.thousands)
+    canvas.whole_numbers(axes.xaxis)
+    least, most = min(p.memory_bytes for p in info.points), max(p.memory_bytes for p in info.points)
+    if most - least < NARROWEST_BYTES:
+        left = (least + most - NARROWEST_BYTES) / 2 / 2**20
+        axes.set_xlim(left, left + NARROWEST_BYTES / 2**20)

@@ -19,12 +19,16 @@ class SpeedupInfo:
     ratios: tuple[tuple[int, float], ...]
     """(round from 1, rate of the chosen over rate of the baseline)."""
     speedup: Interval | None
+    rounds: int
+    """All rounds; the baseline sits out once it is known."""
 
 
 def speedup_info(result: TuningResult) -> SpeedupInfo:
     """Gather what `plot_speedup` draws."""
-    ratios = final_ratios(result.finals, result.best, result.baseline)
-    return SpeedupInfo(ratios=tuple((number + 1, ratio) for number, ratio in ratios), speedup=result.speedup)
+    is_changed = result.best != result.baseline
+    ratios = final_ratios(result.finals, result.best, result.baseline) if is_changed else []
+    numbered = tuple((number + 1, ratio) for number, ratio in ratios)
+    return SpeedupInfo(ratios=numbered, speedup=result.speedup, rounds=len(result.finals.rounds))
 
 
 def plot_speedup(result: TuningResult) -> canvas.Figure:
@@ -42,6 +46,6 @@ def _draw(info: SpeedupInfo, axes: canvas.Axes) -> None:
         label = f"mean {ratio_text(info.speedup)}, 95 %"
         axes.axhline(info.speedup.value, color=canvas.GREEN, linewidth=2, label=label)
     axes.plot(*zip(*info.ratios, strict=True), "o", color=canvas.BLUE, label="paired round")
-    top = max(ratio for _, ratio in info.ratios)
-    axes.set(xlabel="round of the finals", ylabel="times as fast", ylim=(0, max(1.0, top) * 1.15))
-    canvas.whole_numbers(axes.xaxis)
+    top = max([1.0, *(ratio for _, ratio in info.ratios), *([info.speedup.high] if info.speedup else [])])
+    axes.set(xlabel="round of the finals", ylabel="times as fast", ylim=(0, top * 1.15), xlim=(0.5, info.rounds + 0.5))
+    axes.set_xticks(range(1, info.rounds + 1, 1 + info.rounds // 20))

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Literal
 
 from autotune_loader.report.plots import canvas
+from autotune_loader.report.standings import measurement_of
 from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
 
 Activity = Literal["fetch", "collate", "wait", "step"]
 MAX_BATCHES = 36
@@ -47,15 +48,13 @@ class Bar:
 class TimelineInfo:
     """What the picture shows."""
 
-    number: int
-    """The trial."""
     config: LoaderConfig
     bars: tuple[Bar, ...]
     workers: tuple[int, ...]
     """Rows below the training loop's."""
     length_s: float
     wait_share: float
-    """Of the time shown."""
+    """Of that burst, or where they were run, of all bursts of the finals."""
 
 
 def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInfo:
@@ -65,9 +64,8 @@ def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInf
         ValueError: there is no such trial, or it failed.
         TunerError: no trace is there any more; they are not saved in `loader.json`.
     """
-    chosen = _trial(result, trial)
-    assert chosen.measurement is not None
-    traces = chosen.measurement.traces
+    config, measurement = _burst(result, trial)
+    traces = measurement.traces
     start, end = _window(traces)
     bars = tuple(
         Bar(row=row, activity=activity, start_s=max(begun, start) - start, end_s=min(ended, end) - start)
@@ -75,14 +73,12 @@ def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInf
         if ended > start and begun < end and ended > begun
     )
     shortest_s = 0.002 * (end - start)  # shorter waits are hand-overs, not stalls, and would only be a hairline
-    waits = [bar.end_s - bar.start_s for bar in bars if bar.activity == "wait"]
     return TimelineInfo(
-        number=chosen.number,
-        config=chosen.config,
+        config=config,
         bars=tuple(each for each in bars if each.activity != "wait" or each.end_s - each.start_s > shortest_s),
         workers=tuple(sorted({trace.worker for trace in traces} - {MAIN_PROCESS})),
         length_s=end - start,
-        wait_share=sum(waits) / (end - start),
+        wait_share=measurement.wait_share,
     )
 
 
@@ -94,7 +90,8 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
     """
     last = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
     end = min([traces[-1].step_end, *last.values()])
-    shown = [trace.requested for trace in traces if trace.requested < end][-MAX_BATCHES:]
+    later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
+    shown = [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]
     if not shown:
         return traces[0].requested, traces[-1].step_end
     return shown[0], end
@@ -109,21 +106,23 @@ def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, f
         yield trace.worker, "collate", trace.fetch_end, trace.collate_end
 
 
-def _trial(result: TuningResult, number: int | None) -> Trial:
-    """The trial asked for; of the best configuration if None, or else the fastest that has traces."""
+def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
+    """The trial asked for; if None, the chosen configuration's burst, or else the fastest of those that have traces."""
     traced = {trial.number: trial for trial in result.trials if trial.measurement and trial.measurement.traces}
+    chosen = measurement_of(result.best, result.finals, result.trials)
+    if number is None and chosen is not None and chosen.traces:
+        return result.best, chosen
     if not traced:
         raise TunerError(
             "no trace of a burst is there: they are kept in memory, not in loader.json. "
             "Call plot_timeline() on the result of tune(..., reuse=False), in the process that tuned"
         )
-    if number is None:
-        best = [trial for trial in traced.values() if trial.config == result.best]
-        return max(best or traced.values(), key=lambda trial: trial.samples_per_s or 0.0)
-    if number not in traced:
+    if number is not None and number not in traced:
         known = ", ".join(map(str, sorted(traced)))
         raise ValueError(f"trial={number!r} has no trace; these have one: {known}")
-    return traced[number]
+    trial = max(traced.values(), key=lambda trial: trial.samples_per_s or 0.0) if number is None else traced[number]
+    assert trial.measurement is not None
+    return trial.config, trial.measurement
 
 
 def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
@@ -135,7 +134,7 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figu
     """
     info = timeline_info(result, trial)
     title = (
-        f"One burst, its last batches: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
+        f"The last batches of a burst: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
     )
     return canvas.picture(
         title, partial(_draw, info), width=9.0, height=1.8 + 0.36 * (1 + len(info.workers)), legend_columns=4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates, rate_of, tolerance_of
+from autotune_loader.report.standings import predicted_rates, rate_of, standings, tolerance_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 
@@ -16,24 +16,25 @@ class WorkersInfo:
     """What the picture shows."""
 
     fastest: tuple[tuple[int, Interval], ...]
-    """(workers, samples/s) of the fastest burst at each number of workers, by workers."""
+    """(workers, samples/s) of the fastest configuration with each number of workers, by workers."""
     others: tuple[tuple[int, float], ...]
-    """The other bursts."""
+    """The other configurations."""
     predicted: tuple[tuple[int, float], ...]
     """The twin's highest prediction at each number of workers, made before the burst."""
     curve: tuple[tuple[int, float], ...]
     """What the twin says after the last burst, for the chosen configuration with any number of workers."""
     best: tuple[int, Interval] | None
     """The chosen configuration; its rate is that of the finals, where it ran in them."""
+    best_from_finals: bool
     baseline: tuple[int, Interval] | None
     plateau: tuple[float, float] | None
-    """Rates that count as equal to the fastest burst."""
+    """Rates within the tolerance of the chosen configuration's."""
     ceiling: Interval | None
 
 
 def workers_info(result: TuningResult) -> WorkersInfo:
     """Gather what `plot_workers` draws."""
-    measured = [(each.config.num_workers, each.measurement.samples_per_s) for each in result.trials if each.measurement]
+    measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
     fastest: dict[int, Interval] = {}
     for workers, rate in sorted(measured, key=lambda pair: pair[1].value):
         fastest[workers] = rate
@@ -42,16 +43,17 @@ def workers_info(result: TuningResult) -> WorkersInfo:
         if trial.predicted_samples_per_s is not None:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
-    top = max((rate.value for rate in fastest.values()), default=None)
-    best, baseline = rate_of(result.best, result), rate_of(result.baseline, result)
+    best, baseline = (rate_of(config, result.finals, result.trials) for config in (result.best, result.baseline))
+    tolerance = tolerance_of(result)
     return WorkersInfo(
         fastest=tuple(sorted(fastest.items())),
         others=tuple((workers, rate.value) for workers, rate in measured if rate is not fastest[workers]),
         predicted=tuple(sorted(predicted.items())),
-        curve=_curve(result, max(fastest, default=-1)),
+        curve=_curve(result, max([*fastest, result.best.num_workers]) if fastest else -1),
         best=(result.best.num_workers, best) if best else None,
+        best_from_finals=bool(result.finals.rates_of(result.best)),
         baseline=(result.baseline.num_workers, baseline) if baseline else None,
-        plateau=None if top is None else ((1 - tolerance_of(result)) * top, top),
+        plateau=None if best is None else (best.value * (1 - tolerance), best.value / (1 - tolerance)),
         ceiling=result.ceiling,
     )
 
@@ -70,20 +72,22 @@ def plot_workers(result: TuningResult) -> canvas.Figure:
 
 
 def _draw(info: WorkersInfo, axes: canvas.Axes) -> None:
-    canvas.draw_ceiling(axes, info.ceiling, max(rate.value for _, rate in info.fastest))
+    chosen = info.best[1].value if info.best else 0.0
+    canvas.draw_ceiling(axes, info.ceiling, max([chosen, *(rate.value for _, rate in info.fastest)]))
     if info.plateau:
-        axes.axhspan(*info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label="as fast as the fastest burst")
+        axes.axhspan(*info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label="as fast as the chosen one")
     draw_points, purple = partial(canvas.draw_points, axes), canvas.PURPLE
-    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="other bursts")
-    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest burst, 95 % interval")
+    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="others")
+    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest, 95 % interval")
     hollow = {"markerfacecolor": "none", "markersize": 8}
     draw_points(info.predicted, "D", color=purple, label="predicted before the burst", **hollow)
     draw_points(info.curve, ":", color=purple, linewidth=2, label="the twin, chosen settings")
     for point, marker, colour, size, label in (
         (info.baseline, "s", canvas.BLACK, 8, "before tuning"),
-        (info.best, "*", canvas.VERMILLION, 15, "chosen"),
+        (info.best, "*", canvas.VERMILLION, 15, "chosen, in the paired rounds" if info.best_from_finals else "chosen"),
     ):
-        if point:
-            axes.plot(point[0], point[1].value, marker, color=colour, markersize=size, label=label, zorder=5)
+        canvas.draw_rates(
+            axes, [point] if point else [], marker, color=colour, markersize=size, capsize=3, label=label, zorder=5
+        )
     canvas.label_rates(axes, "worker processes")
     canvas.whole_numbers(axes.xaxis)
