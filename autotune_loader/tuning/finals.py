@@ -77,7 +77,7 @@ class Finals:
             self._state.kind,
             seconds_left=seconds_left,
             seed=self._options.seed,
-            learn=lambda gathered: self._learn(race, gathered),
+            learn=lambda gathered: self._learn(race, gathered, seconds_left()),
             on_round=on_round,
         )
 
@@ -108,11 +108,12 @@ class Finals:
             noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
         )
 
-    def _learn(self, race: Race, gathered: Sequence[Evidence]) -> None:
+    def _learn(self, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:
         """What a round adds to the beliefs, and who else becomes a candidate by it."""
         for evidence in gathered:
             self._beliefs.log.add(evidence)
-        self._time_step_alone(race)
+        if seconds_left > 0:
+            self._time_step_alone(race)
         self._beliefs.log.leave_out(race.disturbed())
         known = None if self._state.whole_epochs else self._beliefs.posterior()
         if known is not None and race.is_admitting():
