@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.machine.gpus import Gpus
+from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
@@ -18,6 +19,7 @@ from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.null_data import null_data, pausing_step
+from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
@@ -37,6 +39,10 @@ SECOND_LOOK_S = 0.5
 # warm when two steps in a row take the same time, and not before the second.
 MOST_WARM_UP_STEPS = 10
 SETTLED = 1.2
+BATCHES_COUNTED = (
+    "how many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension; "
+    "every batch counts as one sample, so rates are batches/s"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,8 @@ class WarmupReport:
     first_fetch_s: float
     """Wall seconds of a first batch, fetched in the main process."""
     first_fetch_cpu_s: float
+    counts_batches: bool = False
+    """Whether a batch counts as one sample, because nothing tells how many it has."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True
@@ -132,6 +140,9 @@ class Bench:
             self._batch, fetch = next(batches)
             self._samples = fetch[5]
             times = _one_or_two(FetchTime(time.monotonic() - begun, fetch[4]), batches)
+            if goes_on(self._private_data):
+                message = READ_ONCE.format(dataset=type(private.dataset).__name__)
+                return Failure(kind="no_data", phase=phase, message=message)
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -146,6 +157,7 @@ class Bench:
             forget_open_batch()
         shape = BatchShape.of(self._batch)
         data = self._data()
+        counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
         repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
         sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
@@ -160,11 +172,12 @@ class Bench:
             on_accelerator=shape.on_accelerator,
             first_fetch_s=typical.wall_s,
             first_fetch_cpu_s=typical.cpu_s,
+            counts_batches=counts_batches,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(self._step.device),
-            notes=tuple(self._step.notes),
+            notes=(*self._step.notes, *([BATCHES_COUNTED] if counts_batches else [])),
         )
 
     def burst(

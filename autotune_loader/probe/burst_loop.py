@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune_loader.pipeline.batches import tensors_in
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import History
-from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.probe.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
 from autotune_loader.probe.stand_in_trainer import is_lightning_module
 

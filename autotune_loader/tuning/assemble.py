@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
-from autotune_loader.pipeline.workload import Workload
+from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
@@ -232,9 +232,16 @@ def _predicted(best: LoaderConfig, state: SearchState, context: RunContext) -> P
         return Predicted()
     epoch_batches = context.workload.data.batches_per_epoch(best.batch_size)
     prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
-    samples = context.workload.data.samples_per_epoch()
+    samples = _samples_per_epoch(context.workload.data, epoch_batches, _measurement_of(best, state.trials))
     epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
     return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
+
+
+def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measurement | None) -> float | None:
+    """Where the dataset makes the batches, its length is that of batches."""
+    if data.batch_size is not None or batches is None or measured is None:
+        return data.samples_per_epoch()
+    return batches * measured.batch_size
 
 
 def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
@@ -260,7 +267,8 @@ def _summary(
     if status == "fallback":
         kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
         return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
-    sentences = [f"Use {best}: {_rate_words(measured.samples_per_s)}."]
+    unit = "batches/s" if context.warmup.counts_batches else "samples/s"
+    sentences = [f"Use {best}: {_rate_words(measured.samples_per_s, unit)}."]
     sentences.append(_speedup_sentence(best, state.baseline, measured.speedup))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
@@ -290,4 +298,7 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     """What a loader made from the result takes over from the tuned one."""
     data = workload.data
     parts = {"collate_fn": data.collate_fn, "worker_init_fn": data.worker_init_fn, "generator": data.generator}
+    if data.has_own_order:
+        order = "sampler" if data.batch_sampler is None else "batch_sampler"
+        parts |= {order: getattr(data, order), "dataset": data.dataset}
     return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}

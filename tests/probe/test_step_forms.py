@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from autotune_loader import tune
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.batches import tensors_in
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inference import StepInferenceError
 from autotune_loader.probe.losses import customary_loss
