@@ -9,11 +9,13 @@ import copy
 import inspect
 import random
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.tracing import (
     EndlessBatches,
@@ -70,12 +72,13 @@ def _arguments_of_subclass(loader: Any) -> dict[str, Any] | None:
     """What a class of its own was called with beside DataLoader's arguments; None where the loader does not tell."""
     known = inspect.signature(DataLoader).parameters
     named = inspect.signature(type(loader)).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
-    if "dataset" not in named or not (takes_any or known.keys() <= named.keys()):
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in named.values())
+    passes_on = {each.kind for each in named.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+    if not passes_on and ("dataset" not in named or not (takes_any or known.keys() <= named.keys())):
         return None
     values = {}
     for name, parameter in named.items():
-        if name in known or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if name in known or parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
             continue
         attribute = next((each for each in (name, f"_{name}") if each in vars(loader)), None)
         if attribute is None:
@@ -88,9 +91,8 @@ def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
     """The loader itself, once more, with what is tuned as in `made`: for classes that cannot be called again."""
     changed = copy.copy(loader)
     tuned = {name: value for name, value in vars(made).items() if name not in UNTUNED}
-    vars(changed).update(
-        tuned, _iterator=None
-    )  # past DataLoader's guard of what must not change once there are workers
+    running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
+    vars(changed).update(tuned, **running)  # past DataLoader's guard of what must not change once there are workers
     return changed
 
 
@@ -100,7 +102,7 @@ def _batching(loader: Any, config: LoaderConfig) -> dict[str, Any]:
         return {"batch_size": config.batch_size or loader.batch_size, "drop_last": drop_last}
     if loader.batch_size is None and loader.batch_sampler is None:
         return {"batch_size": None, "sampler": loader.sampler}
-    if loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+    if loader.batch_size is not None:
         size = config.batch_size or loader.batch_size
         return {"batch_size": size, "sampler": loader.sampler, "drop_last": drop_last}
     if config.batch_size is not None:

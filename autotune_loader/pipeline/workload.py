@@ -105,6 +105,17 @@ class DataSide:
         return any(_has_any(each, EPOCH_NAMES) for each in wrapped_datasets(self.dataset))
 
     @property
+    def reads_by_itself(self) -> bool:
+        """Whether the dataset reads through a DataLoader of its own (torchio's Queue): workers of another cannot share that."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        held = list(getattr(self.dataset, "__dict__", {}).items())
+        has_workers = not self.is_iterable and any(
+            name == "num_workers" and isinstance(value, int) for name, value in held
+        )
+        return has_workers or any(isinstance(value, _BaseDataLoaderIter) for _, value in held)
+
+    @property
     def shards(self) -> int | None:
         """How many workers an IterableDataset can feed, where it says so (Hugging Face datasets do)."""
         for name in ("num_shards", "n_shards"):

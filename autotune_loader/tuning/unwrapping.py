@@ -36,9 +36,6 @@ ANSWERS = (
     ("do_item", "tune(AsDataset(dl), model, batch_size=dl.bs, collate_fn=dl.do_batch), where AsDataset is a map-style dataset "
      "with `__len__` = dl.n and `__getitem__` = dl.do_item,"),
 )  # fmt: skip
-OTHERWISE = (
-    "a DataLoader, an IterableDataset, or a map-style dataset with __getitem__ and __len__ (a list of samples, say)"
-)
 
 
 def unwrapped(given: Any) -> tuple[Any, list[str]]:
@@ -49,29 +46,36 @@ def unwrapped(given: Any) -> tuple[Any, list[str]]:
     """
     from torch.utils.data import DataLoader
 
+    if (answer := _answer_by_ability(given)) is not None:
+        raise _neither(given, answer)
     is_group = isinstance(given, (list, tuple, Mapping))
     if isinstance(given, DataLoader) or (
         hasattr(given, "__getitem__") and not is_group and not is_iterable_dataset(given)
     ):
         return given, []
     name = type(given).__name__
-    found = dict(_loaders_in(given, depth=1 if is_group else SEARCH_DEPTH))
+    by_identity = {id(each): (path, each) for path, each in _loaders_in(given, depth=1 if is_group else SEARCH_DEPTH)}
+    found = dict(by_identity.values())
     if len(found) == 1:
         ((path, loader),) = found.items()
         return loader, [
             f"dataset_or_loader={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
             f"that. What {name} itself does to batches is no part of the measurement"
         ]
-    if (is_group and not found) or is_iterable_dataset(given) or isinstance(given, Iterator):
+    if is_iterable_dataset(given) or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
     if found:
         raise TypeError(
             f"dataset_or_loader={name} holds {len(found)} DataLoaders ({', '.join(found)}); one at a time would work: "
             "tune(loader, model)"
         )
-    raise TypeError(
+    raise _neither(given, answer_for(given))
+
+
+def _neither(given: Any, answer: str) -> TypeError:
+    return TypeError(
         f"dataset_or_loader={_shown(given)} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
-        f"__getitem__ and __len__; {answer_for(given)} would work"
+        f"__getitem__ and __len__; {answer} would work"
     )
 
 
@@ -101,13 +105,17 @@ def _name_of_stage(stage: Any) -> str:
 
 def answer_for(given: Any) -> str:
     """The call, or the kind of argument, that would work instead."""
-    for what in (given, getattr(given, "train", None)):
-        for ability, answer in ANSWERS:
-            if callable(getattr(what, ability, None)) or (ability == "fit_loop" and hasattr(what, ability)):
-                return answer if what is given else answer.replace("dl", "dls.train")
     if hasattr(getattr(given, "dataset", None), "__getitem__"):
         return f"its dataset, tune({type(given).__name__.lower()}.dataset, model, batch_size=..., collate_fn=...),"
-    return OTHERWISE
+    return "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
+
+
+def _answer_by_ability(given: Any) -> str | None:
+    for what in (given, getattr(given, "train", None)):
+        for ability, answer in ANSWERS:
+            if hasattr(type(what), ability) or ability in getattr(what, "__dict__", {}):
+                return answer if what is given else answer.replace("dl", "dls.train")
+    return None
 
 
 def _loaders_in(value: Any, path: str = "", depth: int = SEARCH_DEPTH) -> Iterator[tuple[str, DataLoader[Any]]]:

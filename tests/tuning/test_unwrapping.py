@@ -39,9 +39,12 @@ class PrefetchLoader:
 
 class CombinedLoader:
     def __init__(self, iterables: Any) -> None:
-        self._iterables = iterables
+        self._iterables, self._flat = iterables, [iterables["a"]] if isinstance(iterables, dict) else iterables
 
     def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def __next__(self) -> Any:
         raise NotImplementedError
 
 
