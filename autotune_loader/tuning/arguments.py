@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, is_iterable_dataset
-from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, unwrapped
+from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_count
 
@@ -208,6 +208,7 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
                 f"{name}=None would work, or pass loader.dataset instead of the loader"
             )
     _check_again("dataset_or_loader", loader.dataset)
+    _check_shared_memory(loader.dataset)
     data = DataSide.from_loader(loader)
     for name in ("sampler", "batch_sampler"):
         _check_again(name, getattr(data, name))
@@ -216,6 +217,7 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
 
 def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
     _check_again("dataset_or_loader", dataset)
+    _check_shared_memory(dataset)
     for name in ("sampler", "batch_sampler"):
         _check_again(name, parts[name])
     if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
@@ -278,6 +280,21 @@ def _check_map_style(dataset: Any, parts: dict[str, Any]) -> None:
         first = next(iter(dataset))
         raise TypeError(
             f"dataset_or_loader={name} looks up {first!r}, not sample 0; dataset_or_loader=data[{first!r}] would work"
+        )
+
+
+def _check_shared_memory(dataset: Any) -> None:
+    """Refuse a stream that coordinates its workers through named shared memory: a copy of it would move the original on."""
+    if not is_iterable_dataset(dataset):
+        return
+    from multiprocessing.shared_memory import SharedMemory
+
+    found = next(parts_of_type(dataset, SharedMemory), None)
+    if found is not None:
+        raise TypeError(
+            f"dataset_or_loader={type(dataset).__name__} coordinates its workers by shared memory ({found[0]}), which "
+            "bursts would change under your hands; a map-style dataset over the same files would work (for MosaicML streaming: "
+            "LocalDataset(folder)), and its configuration serves this one"
         )
 
 

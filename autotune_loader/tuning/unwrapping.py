@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune_loader.pipeline.workload import is_iterable_dataset
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+_Part = TypeVar("_Part")
 # How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them.
 SEARCH_DEPTH = 3
 MOST_PARTS = 64
@@ -53,8 +54,8 @@ def unwrapped(given: Any) -> tuple[Any, list[str]]:
         hasattr(given, "__getitem__") and not is_group and not is_iterable_dataset(given)
     ):
         return given, []
-    name = type(given).__name__
-    by_identity = {id(each): (path, each) for path, each in _loaders_in(given, depth=1 if is_group else SEARCH_DEPTH)}
+    name, depth = type(given).__name__, 1 if is_group else SEARCH_DEPTH
+    by_identity = {id(each): (path, each) for path, each in parts_of_type(given, DataLoader, depth=depth)}
     found = dict(by_identity.values())
     if len(found) == 1:
         ((path, loader),) = found.items()
@@ -118,16 +119,16 @@ def _answer_by_ability(given: Any) -> str | None:
     return None
 
 
-def _loaders_in(value: Any, path: str = "", depth: int = SEARCH_DEPTH) -> Iterator[tuple[str, DataLoader[Any]]]:
-    from torch.utils.data import DataLoader
-
-    if isinstance(value, DataLoader):
+def parts_of_type(
+    value: Any, kind: type[_Part], path: str = "", depth: int = SEARCH_DEPTH
+) -> Iterator[tuple[str, _Part]]:
+    """What an object holds of a kind, in attributes, lists and dicts, with its path."""
+    if isinstance(value, kind):
         yield path, value
     elif depth:
         for name, part in islice(_parts_of(value), MOST_PARTS):
-            yield from _loaders_in(
-                part, f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}", depth - 1
-            )
+            joined = f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}"
+            yield from parts_of_type(part, kind, joined, depth - 1)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -161,6 +163,42 @@ class StreamWithoutLength(IterableDataset[int]):
 def test_a_stream_whose_length_raises_has_none() -> None:
     workload, _ = make_workload(StreamWithoutLength(), batch_size=2)
     assert workload.data.batches_per_epoch() is None
+
+
+class Coordinated(IterableDataset[int]):
+    """A stream whose copies tell each other what comes next, as MosaicML's do."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.shared = {"epoch": memory}
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class Cached(Dataset[torch.Tensor]):
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(self.memory.buf[index])])
+
+
+@pytest.mark.process
+def test_named_shared_memory_of_the_users_outlives_tuning() -> None:
+    memory = SharedMemory(create=True, size=16)
+    try:
+        # WHEN a stream coordinates its workers through it THEN it is refused
+        with pytest.raises(TypeError, match=r"Coordinated .* shared memory \(shared\['epoch'\]\).* would work"):
+            make_workload(Coordinated(memory))
+        # WHEN it is a cache THEN no other process attaches to it, which would remove it at its end
+        result = tune(Cached(memory), batch_size=2, budget=2, max_trials=1, reuse=False, progress=False)
+        assert any("dataset.memory" in note and "remove at its end" in note for note in result.warnings)
+        assert Path("/dev/shm", memory.name).exists()
+    finally:
+        memory.close()
+        memory.unlink()
 
 
 def batched(samples: Any) -> Any: ...
