@@ -162,9 +162,18 @@ def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
     return Form(
         run=run,
         name=scored if loss_fn is not None or call.target is not None else f"{call.text}.loss",
-        example=f"lambda model, batch: {given}({call.example}, {target})",
+        example=f"lambda model, batch: {given}({_with_bytes_as_floats(call.example, batch)}, {target})",
         described=described(batch),
     )
+
+
+def _with_bytes_as_floats(example: str, batch: Any) -> str:
+    """The call of a model that fails on pictures of bytes, which some loader's own iteration would have made floats."""
+    named = enumerate(batch) if isinstance(batch, (tuple, list)) else fields_of(batch).items()
+    for key, value in named:
+        if isinstance(value, torch.Tensor) and value.dtype is torch.uint8:
+            example = example.replace(f"batch[{key!r}]", f"batch[{key!r}].float()")
+    return example
 
 
 def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:

@@ -41,6 +41,40 @@ class ThreadLoader(DataLoader[Any]):
         super().__init__(dataset, **kwargs)
 
 
+class Repeated:
+    """A sampler of batches that never ends."""
+
+    def __init__(self, batches: Any) -> None:
+        self.sampler = batches
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+class EndlessLoader(DataLoader[Any]):
+    """As timm's and ultralytics': it passes all arguments on, and keeps one iterator for all epochs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_a_loader_that_is_running_is_not_shared() -> None:
+    own = EndlessLoader(ROWS, batch_size=4)
+    made = rebuild(own, LoaderConfig())
+    assert [batch[0].tolist() for batch in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert next(iter(own))[0].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("own", "kept"),
     [

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.search_space import make_space
 
@@ -40,6 +41,25 @@ class Rows(Dataset[torch.Tensor]):
 class ToldItsEpoch(Rows):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class Queue(Rows):
+    """As torchio's: it reads by workers of its own, which no worker of another loader may use."""
+
+    num_workers: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_workers = 4
+
+
+def test_a_dataset_that_reads_by_itself_gets_no_workers() -> None:
+    holding = Rows()
+    holding.batches = iter(DataLoader(Rows()))  # type: ignore[attr-defined]
+    for dataset in (Queue(), holding):
+        assert space_of(dataset).max_workers == 0
+        _, notes = make_workload(dataset, batch_size=8)
+        assert any("reads by a DataLoader of its own" in note for note in notes)
 
 
 def space_of(dataset: Any, *allow: str) -> Space:
