@@ -106,14 +106,10 @@ class DataSide:
 
     @property
     def reads_by_itself(self) -> bool:
-        """Whether the dataset reads through a DataLoader of its own (torchio's Queue): workers of another cannot share that."""
+        """Whether the dataset, once it has been read from, holds a running loader of its own (as torchio's Queue does)."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        held = list(getattr(self.dataset, "__dict__", {}).items())
-        has_workers = not self.is_iterable and any(
-            name == "num_workers" and isinstance(value, int) for name, value in held
-        )
-        return has_workers or any(isinstance(value, _BaseDataLoaderIter) for _, value in held)
+        return any(isinstance(value, _BaseDataLoaderIter) for value in getattr(self.dataset, "__dict__", {}).values())
 
     @property
     def shards(self) -> int | None:

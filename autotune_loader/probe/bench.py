@@ -39,6 +39,10 @@ SECOND_LOOK_S = 0.5
 # warm when two steps in a row take the same time, and not before the second.
 MOST_WARM_UP_STEPS = 10
 SETTLED = 1.2
+READS_BY_ITSELF = (
+    "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
+    "num_workers to try is the dataset's own"
+)
 BATCHES_COUNTED = (
     "how many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension; "
     "every batch counts as one sample, so rates are batches/s"
@@ -62,6 +66,8 @@ class WarmupReport:
     first_fetch_cpu_s: float
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
+    reads_by_itself: bool = False
+    """Whether the dataset reads by a loader of its own, which the workers of another cannot share."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True
@@ -158,10 +164,11 @@ class Bench:
         shape = BatchShape.of(self._batch)
         data = self._data()
         counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
-        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, times[0].wall_s)
+        alone = shape.on_accelerator or data.reads_by_itself or private.reads_by_itself
+        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
         sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
-        differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
+        differs = not alone and workers_read_otherwise(data, private, sample_s)
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
         return WarmupReport(
@@ -173,11 +180,16 @@ class Bench:
             first_fetch_s=typical.wall_s,
             first_fetch_cpu_s=typical.cpu_s,
             counts_batches=counts_batches,
+            reads_by_itself=alone and not shape.on_accelerator,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(self._step.device),
-            notes=(*self._step.notes, *([BATCHES_COUNTED] if counts_batches else [])),
+            notes=(
+                *self._step.notes,
+                *([BATCHES_COUNTED] if counts_batches else []),
+                *([READS_BY_ITSELF] if alone and not shape.on_accelerator else []),
+            ),
         )
 
     def burst(

@@ -254,8 +254,21 @@ def _call_with_fields(
     chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
     if chosen is None or (target is None and not wants_output):
         # Torch's own complaint names what is missing; it is explained when it comes.
-        return Call(lambda batch: model(**batch), "model(**batch)", f"model({show(next(iter(fields)))})", **found)
+        example = f"model({_first_tensor(fields, show)})"
+        return Call(lambda batch: model(**batch), "model(**batch)", example, **found)
     return Call(lambda batch: model(get(batch, chosen)), f"model({show(chosen)})", f"model({show(chosen)})", **found)
+
+
+def _first_tensor(fields: Mapping[Any, Any], show: Callable[[Any], str]) -> str:
+    """How the first tensor is reached, which may be in a dict of its own (torchio's pictures are)."""
+    for key, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            return show(key)
+        inner = value.items() if isinstance(value, Mapping) else ()
+        for name, each in inner:
+            if isinstance(each, torch.Tensor):
+                return f"{show(key)}[{name!r}]"
+    return show(next(iter(fields)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,8 @@ class InlineProbe:
         beside = {name: getattr(data, name) for name in ("sampler", "batch_sampler", "generator")}
         names = ("dataset", "collate_fn", "worker_init_fn")
         try:
+            if data.reads_by_itself:  # the end of a copy of its loader would be the end of its workers
+                raise NotCopiedError("because it reads by a loader of its own")
             parts, shared = copied({**beside, **{name: getattr(data, name) for name in names}}, MAX_COPY_BYTES)
         except NotCopiedError as error:
             self._note(f"inline: the dataset is used as it is, {error}; bursts without workers may fill its caches")

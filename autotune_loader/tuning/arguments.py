@@ -85,11 +85,6 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
         data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
         workload = Workload(data=data, training=training)
     notes += [*unwrapping, *_check_epoch(data)]
-    if data.reads_by_itself:
-        notes.append(
-            f"{type(data.dataset).__name__} reads by a DataLoader of its own, which other workers cannot share: none are tried "
-            "(num_workers=0); the num_workers to try is that of the dataset itself"
-        )
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
     return workload, notes

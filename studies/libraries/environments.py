@@ -71,7 +71,7 @@ SCIKIT = ("scikit-learn", "scipy", "joblib", "threadpoolctl")
 # What a library for cloud storage imports, used or not.
 BOTO = ("boto3", "botocore", "jmespath", "s3transfer")
 MOSAIC = ("mosaicml-streaming", "brotli", "zstd", "python-snappy", "cramjam", "catalogue", *BOTO)
-FASTAI = ("fastcore", "fastdownload", "fastprogress", "fasttransform", "plum-dispatch", "beartype")
+FASTAI = ("fastcore", "fastdownload", "fastprogress<1.1", "fasttransform", "plum-dispatch", "beartype")
 TORCHVISION = "torchvision==0.28.0"  # the one that was built for the torch in constraints.txt
 # Its wheel is built for CUDA: beside a torch for CPUs its operators are missing, and declaring them is enough to import it.
 DECLARE_OPERATORS = """
@@ -124,7 +124,7 @@ ENVIRONMENTS = (
         NO_DEPS,
     ),
     Environment(
-        "nvidia-dali-cuda120", ("nvidia-dali-cuda120", "optree", "makefun", "dm-tree", "nvidia-ml-py"), NO_DEPS
+        "nvidia-dali-cuda120", ("nvidia-dali-cuda120", "optree", "gast", "makefun", "dm-tree", "nvidia-ml-py"), NO_DEPS
     ),
     Environment("ray", ("ray",)),
 )

@@ -503,6 +503,7 @@ def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
         ({"image": X, "label": Y}, nn.Linear(9, CLASSES)),
         ({"image": X.byte(), "label": Y}, linear()),
         ((X.byte(), Y), linear()),
+        ({"ct": {"path": "a.nii", "data": X}, "label": Y}, linear()),
     ],
 )
 def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.search_space import make_space
 
@@ -43,25 +43,6 @@ class ToldItsEpoch(Rows):
         self.epoch = epoch
 
 
-class Queue(Rows):
-    """As torchio's: it reads by workers of its own, which no worker of another loader may use."""
-
-    num_workers: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_workers = 4
-
-
-def test_a_dataset_that_reads_by_itself_gets_no_workers() -> None:
-    holding = Rows()
-    holding.batches = iter(DataLoader(Rows()))  # type: ignore[attr-defined]
-    for dataset in (Queue(), holding):
-        assert space_of(dataset).max_workers == 0
-        _, notes = make_workload(dataset, batch_size=8)
-        assert any("reads by a DataLoader of its own" in note for note in notes)
-
-
 def space_of(dataset: Any, *allow: str) -> Space:
     data = DataSide.from_dataset(dataset, batch_size=8)
     workload = Workload(data=data, training=TrainingSide())
@@ -78,6 +59,12 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
 def test_workers_are_kept_where_starting_them_is_a_large_part_of_an_epoch() -> None:
     assert space_of(Rows(64)).persistent_workers
     assert not space_of(Rows(10_000_000)).persistent_workers
+
+
+def test_a_dataset_that_reads_by_itself_gets_no_workers() -> None:
+    workload = Workload(data=DataSide.from_dataset(Rows(), batch_size=8), training=TrainingSide())
+    space = make_space(workload, replace(READY, reads_by_itself=True), inspect_machine(), TuneOptions())
+    assert space.max_workers == 0
 
 
 def test_batches_out_of_order_are_searched_only_when_allowed() -> None:
