@@ -271,7 +271,7 @@ def _check_map_style(dataset: Any, parts: dict[str, Any]) -> None:
             raise ValueError(
                 "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
             )
-    if isinstance(dataset, Mapping) and not has_order and 0 not in dataset:
+    if isinstance(dataset, dict) and not has_order and 0 not in dataset:
         first = next(iter(dataset))
         raise TypeError(
             f"dataset_or_loader={name} looks up {first!r}, not sample 0; dataset_or_loader=data[{first!r}] would work"

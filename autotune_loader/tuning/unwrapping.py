@@ -6,11 +6,13 @@ Nothing here knows a library: a wrapper is told by the DataLoader that it holds,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autotune_loader.pipeline.workload import is_iterable_dataset
+from autotune_loader.values.errors import WorkloadError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -20,6 +22,7 @@ _Part = TypeVar("_Part")
 SEARCH_DEPTH = 3
 MOST_PARTS = 64
 LONGEST_SHOWN = 60
+STEP_FOR_REST = "pass a train_step that takes"
 # Classes with an `__iter__` of their own that yields what torch's would.
 AS_TORCH = ("StatefulDataLoader",)
 # What an object that is neither can do, and the call for it; the first that it can do decides.
@@ -61,7 +64,7 @@ def unwrapped(given: Any) -> tuple[Any, list[str]]:
         ((path, loader),) = found.items()
         return loader, [
             f"dataset_or_loader={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
-            f"that. What {name} itself does to batches is no part of the measurement"
+            f"that. What {name} itself does to batches is no part of the measurement; {STEP_FOR_REST} them without"
         ]
     if is_iterable_dataset(given) or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
@@ -80,14 +83,26 @@ def _neither(given: Any, answer: str) -> TypeError:
     )
 
 
+@contextlib.contextmanager
+def told_beside_errors(notes: list[str]) -> Iterator[None]:
+    """What the bursts leave out of a loader is most likely why a step fails on its very first batch."""
+    try:
+        yield
+    except WorkloadError as error:
+        left_out = [note for note in notes if STEP_FOR_REST in note]
+        if not left_out:
+            raise
+        raise WorkloadError("; ".join([error.message, *left_out]), error.user_traceback) from error
+
+
 def own_iteration_notes(loader: DataLoader[Any]) -> list[str]:
     """A note where the loader's class does something of its own with batches, which the bursts do not run."""
     own = next(cls for cls in type(loader).__mro__ if "__iter__" in vars(cls) or "_get_iterator" in vars(cls))
     if own.__module__.startswith("torch.") or own.__name__ in AS_TORCH:
         return []
     return [
-        f"{own.__name__} has an __iter__ of its own, which the bursts leave out: they measure workers and step, not what it "
-        "does to batches in between"
+        f"{own.__name__} has an __iter__ of its own, which the bursts leave out: the step gets what the workers make; "
+        f"{STEP_FOR_REST} those, or let the workers do all of it (PyTorch Geometric: filter_per_worker=True)"
     ]
 
 

@@ -68,11 +68,11 @@ class Environment:
 NO_DEPS = ("--no-deps",)
 # What scikit-learn needs beside numpy.
 SCIKIT = ("scikit-learn", "scipy", "joblib", "threadpoolctl")
+TORCHVISION = "torchvision==0.28.0"  # the one that was built for the torch in constraints.txt
 # What a library for cloud storage imports, used or not.
 BOTO = ("boto3", "botocore", "jmespath", "s3transfer")
-MOSAIC = ("mosaicml-streaming", "brotli", "zstd", "python-snappy", "cramjam", "catalogue", *BOTO)
+MOSAIC = ("mosaicml-streaming", "brotli", "zstd", "python-snappy", "cramjam", "catalogue", TORCHVISION, *BOTO)
 FASTAI = ("fastcore", "fastdownload", "fastprogress<1.1", "fasttransform", "plum-dispatch", "beartype")
-TORCHVISION = "torchvision==0.28.0"  # the one that was built for the torch in constraints.txt
 # Its wheel is built for CUDA: beside a torch for CPUs its operators are missing, and declaring them is enough to import it.
 DECLARE_OPERATORS = """
 import torch
@@ -96,7 +96,7 @@ ENVIRONMENTS = (
     Environment("webdataset", ("webdataset",)),
     Environment(
         "mosaicml-streaming",
-        ("mosaicml-streaming", "brotli", "zstd", "python-snappy", "cramjam", "catalogue", *BOTO),
+        ("mosaicml-streaming", "brotli", "zstd", "python-snappy", "cramjam", "catalogue", TORCHVISION, *BOTO),
         NO_DEPS,
     ),
     Environment("monai", ("monai",)),
@@ -107,7 +107,7 @@ ENVIRONMENTS = (
     Environment("torchvision", (TORCHVISION,), NO_DEPS),
     Environment("timm", ("timm", TORCHVISION), NO_DEPS),
     Environment("pytorch-metric-learning", ("pytorch-metric-learning", *SCIKIT), NO_DEPS),
-    Environment("pytorch-forecasting", ("pytorch-forecasting", *SCIKIT), NO_DEPS),
+    Environment("pytorch-forecasting", ("pytorch-forecasting", "scikit-base", *SCIKIT), NO_DEPS),
     Environment(
         "fastai",
         (

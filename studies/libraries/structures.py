@@ -244,19 +244,46 @@ def dynamic_batches() -> Job:
     )
 
 
-@ATTEMPTS.of("torch_geometric", "`NeighborLoader(data, num_neighbors=[...])`")
-def neighbors() -> Job:
+def node_loader(**arguments: Any) -> Any:
+    """`NeighborLoader` needs a compiled package that not every index has; this is its base, with a sampler of nodes."""
     from torch_geometric.data import Data
-    from torch_geometric.loader import NeighborLoader
+    from torch_geometric.loader import NodeLoader
+    from torch_geometric.sampler import BaseSampler, SamplerOutput
+
+    class Alone(BaseSampler):  # type: ignore[misc]
+        def sample_from_nodes(self, index: Any, **_: Any) -> Any:
+            none = torch.empty(0, dtype=torch.long)
+            return SamplerOutput(node=index.node, row=none, col=none, edge=None, metadata=(index.input_id, index.time))
 
     whole = Data(
         x=torch.rand(ROWS, WIDTH), edge_index=torch.randint(ROWS, (2, 4 * ROWS)), y=torch.arange(ROWS) % CLASSES
     )
 
-    def loader(**config: Any) -> Any:
-        return NeighborLoader(whole, num_neighbors=[4, 4], batch_size=32, shuffle=True, **config)
+    return NodeLoader(whole, node_sampler=Alone(), batch_size=32, shuffle=True, **arguments)
 
-    return Job(given=loader(), epoch=lambda result: loader(**result.best.to_kwargs()))
+
+def node_step(model: Any, data: Any) -> Any:
+    return functional.cross_entropy(model(data.x), data.y)
+
+
+@ATTEMPTS.of("torch_geometric", "`NodeLoader(data, node_sampler=...)`, the base of `NeighborLoader`")
+def nodes() -> Job:
+    return Job(
+        given=node_loader(),
+        model=net(),
+        options={"train_step": node_step},
+        epoch=lambda result: node_loader(**result.best.to_kwargs()),
+    )
+
+
+@ATTEMPTS.of("torch_geometric", "`NodeLoader(..., filter_per_worker=False)`")
+def nodes_filtered_outside() -> Job:
+    return Job(
+        given=node_loader(filter_per_worker=False),
+        model=net(),
+        options={"train_step": node_step},
+        epoch=lambda result: [],
+    )
 
 
 def tensor_dict() -> Any:

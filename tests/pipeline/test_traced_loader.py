@@ -272,6 +272,12 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+def test_the_size_of_a_batch_is_that_of_its_tensors_whatever_they_are() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
+    assert BatchShape.of({"graph": sparse, "y": torch.zeros(2)}).bytes == 16 + 8 + 8
+    assert BatchShape.of(Batch(torch.zeros(6, 2))).bytes == 48
+
+
 @pytest.mark.parametrize(
     ("loader", "samples"),
     [

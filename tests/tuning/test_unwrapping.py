@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import tune
 from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.values.errors import WorkloadError
 
 ROWS = TensorDataset(torch.zeros(10, 2))
 
@@ -233,6 +234,27 @@ def test_a_loader_that_does_something_of_its_own_with_batches_is_told() -> None:
     assert make_workload(DataLoader(ROWS))[1] == []
 
 
+class Normalising:
+    """As timm's PrefetchLoader: the workers make bytes, and it makes numbers of them."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in self.loader:
+            yield x.float() / 255, y
+
+
+@pytest.mark.process
+def test_a_step_that_fails_for_what_the_bursts_leave_out_is_told_so() -> None:
+    data = TensorDataset(torch.zeros(16, 4, dtype=torch.uint8), torch.zeros(16, dtype=torch.long))
+    with pytest.raises(WorkloadError) as caught:
+        tune(Normalising(DataLoader(data, 4)), torch.nn.Linear(4, 2), budget=2, isolation="inline", progress=False)
+    told = str(caught.value).splitlines()[0]
+    assert "pass train_step=lambda model, batch: cross_entropy(model(batch[0].float()), batch[1])" in told
+    assert "What Normalising itself does to batches is no part of the measurement" in told
+
+
 class OwnIterator(IterableDataset[Any]):
     """Its own iterator, as litdata's datasets are; `restarts` tells whether `iter()` begins again."""
 
@@ -253,8 +275,6 @@ class OwnIterator(IterableDataset[Any]):
 
 @pytest.mark.process
 def test_a_dataset_that_is_its_own_iterator_is_tuned_where_it_begins_again() -> None:
-    from autotune_loader.values.errors import WorkloadError
-
     options: Any = {
         "batch_size": 4,
         "budget": 2,
