@@ -127,7 +127,10 @@ def answer_for(given: Any) -> str:
 
 
 def _answer_by_ability(given: Any) -> str | None:
-    for what in (given, getattr(given, "train", None)):
+    train = None
+    with contextlib.suppress(Exception):  # an object that looks attributes up elsewhere may raise anything
+        train = getattr(given, "train", None)
+    for what in (given, train):
         for ability, answer in ANSWERS:
             if hasattr(type(what), ability) or ability in getattr(what, "__dict__", {}):
                 return answer if what is given else answer.replace("dl", "dls.train")

@@ -71,6 +71,7 @@ SCIKIT = ("scikit-learn", "scipy", "joblib", "threadpoolctl")
 TORCHVISION = "torchvision==0.28.0"  # the one that was built for the torch in constraints.txt
 # What a library for cloud storage imports, used or not.
 BOTO = ("boto3", "botocore", "jmespath", "s3transfer")
+DALI = ("optree", "gast", "astunparse", "six", "wheel", "makefun", "dm-tree", "nvidia-ml-py")
 FASTAI = ("fastcore", "fastdownload", "fastprogress<1.1", "fasttransform", "plum-dispatch", "beartype")
 # Its wheel is built for CUDA: beside a torch for CPUs its operators are missing, and declaring them is enough to import it.
 DECLARE_OPERATORS = """
@@ -108,8 +109,6 @@ ENVIRONMENTS = (
     Environment("pytorch-metric-learning", ("pytorch-metric-learning", *SCIKIT), NO_DEPS),
     Environment("pytorch-forecasting", ("pytorch-forecasting", "scikit-base", *SCIKIT), NO_DEPS),
     Environment("fastai", ("fastai", *FASTAI, TORCHVISION, *SCIKIT), NO_DEPS),
-    Environment(
-        "nvidia-dali-cuda120", ("nvidia-dali-cuda120", "optree", "gast", "makefun", "dm-tree", "nvidia-ml-py"), NO_DEPS
-    ),
+    Environment("nvidia-dali-cuda120", ("nvidia-dali-cuda120", *DALI), NO_DEPS),
     Environment("ray", ("ray",)),
 )

@@ -255,6 +255,9 @@ def node_loader(**arguments: Any) -> Any:
             none = torch.empty(0, dtype=torch.long)
             return SamplerOutput(node=index.node, row=none, col=none, edge=None, metadata=(index.input_id, index.time))
 
+        def sample_from_edges(self, index: Any, **_: Any) -> Any:
+            raise NotImplementedError
+
     whole = Data(
         x=torch.rand(ROWS, WIDTH), edge_index=torch.randint(ROWS, (2, 4 * ROWS)), y=torch.arange(ROWS) % CLASSES
     )

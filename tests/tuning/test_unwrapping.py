@@ -86,6 +86,9 @@ class FastaiLoader:
     def do_item(self, index: int) -> Any: ...
     def __iter__(self) -> Iterator[Any]: ...
 
+    def __getattr__(self, name: str) -> Any:
+        raise IndexError(name) if name == "train" else AttributeError(name)  # it looks them up in its dataset
+
 
 class FastaiLoaders:
     train = FastaiLoader()
