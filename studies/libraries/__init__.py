@@ -9,5 +9,5 @@
     page.py           the table of the documentation
 
 An attempt ends as one of three: tuned, and the configuration applied for an epoch; refused with one sentence that says what to
-pass instead; or wrong. A row that says what to pass has a row after it that does so.
+pass instead; or wrong. Where it is not obvious what the sentence means, the attempt after it does it.
 """
