@@ -198,7 +198,7 @@ def monai_loader() -> Job:
     )
 
 
-@ATTEMPTS.of("monai", "`ThreadDataLoader(CacheDataset(...), use_thread_workers=True)`, rebuilt by `rebuild()`")
+@ATTEMPTS.of("monai", "`ThreadDataLoader(CacheDataset(...))`, rebuilt by `rebuild()`")
 def monai_threads() -> Job:
     import monai
 
