@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick acceptance docs gpu clean
+.PHONY: help venv demo check test quick acceptance docs gpu libraries clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -35,6 +35,9 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+libraries: $(INSTALLED) ## tune with the loaders of twenty libraries, each in an environment of its own under ~/.cache (LIBRARIES="monai timm")
+	@$(BIN)/python -m studies.libraries $(LIBRARIES)
 
 gpu: ## on a machine with CUDA: the tests that need it and studies/gpu (see its README)
 	@sh studies/gpu/run.sh

@@ -1,14 +1,23 @@
-"""MkDocs hook: the command line's reference is made of the commands' own help."""
+"""MkDocs hook: the command line's reference is made of the commands' own help, the table of libraries of its study."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 MARK = "<!-- autotune-loader --help, and that of every command -->"
 
+LIBRARIES = "<!-- studies.libraries -->"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `studies`, which is installed nowhere
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page's text, the mark in it replaced by the help of every command."""
+    """The page's text, a mark in it replaced by what is generated."""
+    if LIBRARIES in markdown:
+        from studies.libraries.page import table
+
+        return markdown.replace(LIBRARIES, table())
     return markdown.replace(MARK, _help()) if MARK in markdown else markdown
 
 

@@ -172,11 +172,7 @@ class Race:
 
     def active(self) -> list[LoaderConfig]:
         """Who has not failed too often."""
-        return [config for config in self.configs if not self._is_out(self._failures.get(config, ()))]
-
-    @staticmethod
-    def _is_out(failures: Sequence[Failure]) -> bool:
-        return len(failures) >= MAX_FAILURES or any(failure.kind == "deadline" for failure in failures)
+        return [config for config in self.configs if not _is_out(self._failures.get(config, ()))]
 
     def incumbent(self, least_rounds: int = 1) -> LoaderConfig | None:
         """Who would be chosen now, of those that ran so often, if any did, and did not fail."""
@@ -323,6 +319,10 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:
     """The rates of one candidate, in the rounds that it ran in."""
     return [each.rates[config] for each in rounds if config in each.rates]
+
+
+def _is_out(failures: Sequence[Failure]) -> bool:
+    return len(failures) >= MAX_FAILURES or any(failure.kind == "deadline" for failure in failures)
 
 
 def _look_faster(logs: Sequence[float], tolerance: float) -> bool:

@@ -5,14 +5,18 @@ A loader that somebody holds is never changed: `rebuild` makes another one like 
 
 from __future__ import annotations
 
+import copy
+import inspect
 import random
 import warnings
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.tracing import (
     EndlessBatches,
@@ -23,6 +27,9 @@ from autotune_loader.pipeline.tracing import (
 )
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
+
+UNTUNED = ("dataset", "collate_fn", "worker_init_fn", "generator", "timeout", "sampler")
+"""Attributes of a DataLoader that are the user's, whatever is tuned."""
 
 
 def build_loader(
@@ -52,20 +59,45 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
     """A loader like `loader`, over the same dataset and in the same order, with the tuned arguments.
 
     Args:
-        loader: a `torch.utils.data.DataLoader`, or torchdata's `StatefulDataLoader`, which stays one.
+        loader: a `torch.utils.data.DataLoader`, or of a class made from it, which it stays, with its own arguments.
         config: as `tune()` chose it. A tuned batch size is used where the loader makes its own batches.
 
     Raises:
         ValueError: a batch size was tuned, but this loader has a sampler of batches, which decides it.
     """
-    parts = {**_own_parts(loader), **_batching(loader, config)}
-    return build_loader(loader.dataset, config, loader_class=type(loader), **parts)
+    batching, own = _batching(loader, config), _arguments_of_subclass(loader)
+    if own is None:
+        return _changed_copy(loader, build_loader(loader.dataset, config, **batching))
+    parts = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn", "generator", "timeout")}
+    return build_loader(loader.dataset, config, loader_class=type(loader), **parts, **own, **batching)
 
 
-def _own_parts(loader: Any) -> dict[str, Any]:
-    names = ["collate_fn", "worker_init_fn", "generator", "timeout"]
-    names += [name for name in ("snapshot_every_n_steps",) if hasattr(loader, name)]
-    return {name: getattr(loader, name) for name in names}
+def _arguments_of_subclass(loader: Any) -> dict[str, Any] | None:
+    """What a class of its own was called with beside DataLoader's arguments; None where the loader does not tell."""
+    known = inspect.signature(DataLoader).parameters
+    named = inspect.signature(type(loader)).parameters
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in named.values())
+    passes_on = {each.kind for each in named.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+    if not passes_on and ("dataset" not in named or not (takes_any or known.keys() <= named.keys())):
+        return None
+    values = {}
+    for name, parameter in named.items():
+        if name in known or parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            continue
+        attribute = next((each for each in (name, f"_{name}") if each in vars(loader)), None)
+        if attribute is None:
+            return None
+        values[name] = vars(loader)[attribute]
+    return values
+
+
+def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
+    """The loader itself, once more, with what is tuned as in `made`: for classes that cannot be called again."""
+    changed = copy.copy(loader)
+    tuned = {name: value for name, value in vars(made).items() if name not in UNTUNED}
+    running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
+    vars(changed).update(tuned, **running)  # past DataLoader's guard of what must not change once there are workers
+    return changed
 
 
 def _batching(loader: Any, config: LoaderConfig) -> dict[str, Any]:
@@ -74,7 +106,7 @@ def _batching(loader: Any, config: LoaderConfig) -> dict[str, Any]:
         return {"batch_size": config.batch_size or loader.batch_size, "drop_last": drop_last}
     if loader.batch_size is None and loader.batch_sampler is None:
         return {"batch_size": None, "sampler": loader.sampler}
-    if loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+    if loader.batch_size is not None:
         size = config.batch_size or loader.batch_size
         return {"batch_size": size, "sampler": loader.sampler, "drop_last": drop_last}
     if config.batch_size is not None:
@@ -95,7 +127,7 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endle
     """
     again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
     seed_everything(seed, *_generators_of_order(data))
-    batched = data.batch_size is not None or data.batch_sampler is not None
+    batched = data.is_batched
     default = default_collate if batched else default_convert
     parts: dict[str, Any] = {
         "collate_fn": TracedCollate(data.collate_fn or default, batched),

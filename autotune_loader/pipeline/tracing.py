@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
+from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS
 
@@ -30,11 +32,13 @@ class _Process:
     which is what 1 % of a batch from memory leaves.
     """
 
-    __slots__ = ("begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "worker")
+    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "worker")
 
     def __init__(self) -> None:
         self.begun: float | None = None
         """Wall seconds at the begin."""
+        self.asked: int | None = None
+        """Samples that the batch was asked for, where it was asked for as a whole."""
         self.cpu_begun = 0.0
         """CPU seconds at the begin, where they are read for this batch."""
         self.skip = 0
@@ -48,7 +52,8 @@ class _Process:
 
     def becomes(self, worker: int) -> None:
         """A new worker, which must not inherit what a fork copied."""
-        self.begun, self.skip, self.unread_s, self.worker, self.cpu_clock = None, 0, 0.0, worker, time.process_time
+        self.begun, self.asked, self.skip, self.unread_s = None, None, 0, 0.0
+        self.worker, self.cpu_clock = worker, time.process_time
 
     def cpu_s(self, wall_s: float) -> float:
         """CPU seconds of the batch that ends now."""
@@ -94,9 +99,13 @@ class TracedCollate:
         if here.begun is None:
             _begin()
         start, here.begun = here.begun or fetch_end, None
-        count = len(samples) if self._batched else 1
+        count, here.asked = here.asked, None
+        if count is None and self._batched:
+            count = len(samples)
         batch = self._collate_fn(samples)
         end = time.monotonic()
+        if count is None:
+            count = samples_in(batch) or 1
         if here.unread_s:
             unread_s, here.unread_s = here.unread_s, 0.0
             return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count, unread_s)
@@ -148,16 +157,17 @@ class TracedDataset(Wrapped):
 
     def __getitem__(self, index: Any) -> Any:
         _begin()
+        _here.asked = len(index) if isinstance(index, (list, np.ndarray)) else None
         return object.__getattribute__(self, "_inner")[index]
 
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
+    def __getitems__(self, indices: list[Any]) -> Any:
         here = _here
+        here.asked = len(indices)  # what comes back may be a whole batch, of any type
         if not here.skip:
             here.cpu_begun = here.cpu_clock()
         here.begun = time.monotonic()
         if self._fetch_many:
-            samples: list[Any] = self._fetch_many(indices)
-            return samples
+            return self._fetch_many(indices)
         inner = self._inner
         return [inner[index] for index in indices]
 
@@ -213,7 +223,7 @@ class EndlessBatches:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _here.begun, _here.skip, _here.unread_s = None, 0, 0.0
+    _here.begun, _here.asked, _here.skip, _here.unread_s = None, None, 0, 0.0
 
 
 class TracedWorkerInit:

@@ -82,6 +82,21 @@ class DataSide:
         )
 
     @property
+    def is_batched(self) -> bool:
+        """Whether the DataLoader makes the batches, and not the dataset."""
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    @property
+    def has_own_order(self) -> bool:
+        """Whether a sampler of the user's decides which samples there are, and not just whether they are shuffled."""
+        if self.batch_sampler is not None:
+            return True
+        sampler = self.sampler
+        if type(sampler).__name__ == "RandomSampler":  # torchdata has one, too
+            return bool(sampler.replacement or getattr(sampler, "_num_samples", None) is not None)
+        return sampler is not None and type(sampler).__name__ != "SequentialSampler"
+
+    @property
     def is_iterable(self) -> bool:
         return is_iterable_dataset(self.dataset)
 
@@ -89,6 +104,13 @@ class DataSide:
     def has_epochs(self) -> bool:
         """Whether the dataset, or one that it wraps, is told the epoch; persistent workers would keep the first."""
         return any(_has_any(each, EPOCH_NAMES) for each in wrapped_datasets(self.dataset))
+
+    @property
+    def reads_by_itself(self) -> bool:
+        """Whether the dataset, once it has been read from, holds a running loader of its own (as torchio's Queue does)."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        return any(isinstance(value, _BaseDataLoaderIter) for value in getattr(self.dataset, "__dict__", {}).values())
 
     @property
     def shards(self) -> int | None:
@@ -102,27 +124,18 @@ class DataSide:
     @property
     def description(self) -> str:
         """What identifies the data in a fingerprint: the dataset's class and length."""
-        try:
-            size = f"[{len(self.dataset)}]"
-        except (TypeError, NotImplementedError):
-            size = ""
+        length = length_of(self.dataset)
+        size = f"[{length}]" if length is not None else ""
         return f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}{size}"
 
     def samples_per_epoch(self) -> int | None:
         """Samples that one epoch delivers; None where the dataset or sampler does not tell."""
-        source = self.sampler if self.sampler is not None else self.dataset
-        try:
-            return len(source)
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.sampler if self.sampler is not None else self.dataset)
 
     def batches_per_epoch(self, batch_size: int | None = None) -> int | None:
         """Batches of one epoch for this or another batch size; None where that cannot be known without iterating."""
         if self.batch_sampler is not None:
-            try:
-                return len(self.batch_sampler)
-            except (TypeError, NotImplementedError):
-                return None
+            return length_of(self.batch_sampler)
         samples, size = self.samples_per_epoch(), batch_size or self.batch_size
         if samples is None or size is None:
             return samples
@@ -174,6 +187,14 @@ class Workload:
     def on_cpu(self) -> bool:
         """Whether the step computes on the CPU."""
         return self.training.device.startswith("cpu") and not isinstance(self.training.train_step, StepTime)
+
+
+def length_of(value: Any) -> int | None:
+    """Its length; None where it has none, or does not know: streams raise anything they like."""
+    try:
+        return len(value)
+    except Exception:
+        return None
 
 
 def wrapped_datasets(dataset: Any) -> Iterator[Any]:

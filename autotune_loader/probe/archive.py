@@ -18,6 +18,7 @@ import pickle
 import struct
 import tempfile
 import weakref
+from multiprocessing.shared_memory import SharedMemory
 from typing import IO, Any
 
 import cloudpickle
@@ -113,6 +114,8 @@ class ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
             return _storage, (pickle.PickleBuffer(_memory_of(value)), value.nbytes(), str(value.device))
+        if isinstance(value, SharedMemory):
+            raise pickle.PicklingError(f"shared memory {value.name!r}, which another process would remove at its end")
         if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
             return np.memmap, place
         return super().reducer_override(value)

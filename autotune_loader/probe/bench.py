@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.machine.gpus import Gpus
+from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
@@ -22,6 +23,7 @@ from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.null_data import null_data, pausing_step
+from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
@@ -44,6 +46,14 @@ SECOND_LOOK_S = 0.5
 # warm when two steps in a row take the same time, and not before the second.
 MOST_WARM_UP_STEPS = 10
 SETTLED = 1.2
+READS_BY_ITSELF = (
+    "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
+    "num_workers to try is the dataset's own"
+)
+BATCHES_COUNTED = (
+    "how many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension; "
+    "every batch counts as one sample, so rates are batches/s"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,10 @@ class WarmupReport:
     """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
     first_batch_s: float = 0.0
     """Wall seconds until it was there: less, where its slow fetch was cut short."""
+    counts_batches: bool = False
+    """Whether a batch counts as one sample, because nothing tells how many it has."""
+    reads_by_itself: bool = False
+    """Whether the dataset reads by a loader of its own, which the workers of another cannot share."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True
@@ -168,6 +182,9 @@ class Bench:
             times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
             self._is_paced = times[0].wall_s > PACED_FETCH_S
             self._judge(self._notebook.taken())
+            if goes_on(self._private_data):
+                message = READ_ONCE.format(dataset=type(private.dataset).__name__)
+                return Failure(kind="no_data", phase=phase, message=message)
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -184,10 +201,12 @@ class Bench:
             forget_open_batch()
         shape = BatchShape.of(self._batch)
         data = self._data()
-        repeats = data.is_iterable and not shape.on_accelerator and workers_repeat_each_other(data, times[0].wall_s)
+        counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
+        alone = shape.on_accelerator or data.reads_by_itself or private.reads_by_itself
+        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
         sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
-        differs = not shape.on_accelerator and workers_read_otherwise(data, private, sample_s)
+        differs = not alone and workers_read_otherwise(data, private, sample_s)
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
         return WarmupReport(
@@ -200,12 +219,19 @@ class Bench:
             first_fetch_cpu_s=typical.cpu_s,
             step_s=step_s,
             first_batch_s=first_batch_s,
+            counts_batches=counts_batches,
+            reads_by_itself=alone and not shape.on_accelerator,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
             warm_up_s=warm_up_s,
             device_uuid=_uuid_of(self._step.device),
-            notes=(*self._step.notes, *_clock_notes(self._step.device, self._timeline)),
+            notes=(
+                *self._step.notes,
+                *_clock_notes(self._step.device, self._timeline),
+                *([BATCHES_COUNTED] if counts_batches else []),
+                *([READS_BY_ITSELF] if alone and not shape.on_accelerator else []),
+            ),
             bad_samples=tuple(self._bad_samples.values()),
         )
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import History
-from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement
@@ -202,7 +202,7 @@ class BatchShape:
     def of(cls, batch: Any) -> BatchShape:
         tensors = list(tensors_in(batch))
         return cls(
-            bytes=sum(tensor.nbytes for tensor in tensors),
+            bytes=sum(map(bytes_of, tensors)),
             tensors=len(tensors),
             on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
         )

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.probe.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
 from autotune_loader.probe.stand_in_trainer import is_lightning_module
 
@@ -162,9 +162,18 @@ def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
     return Form(
         run=run,
         name=scored if loss_fn is not None or call.target is not None else f"{call.text}.loss",
-        example=f"lambda model, batch: {given}({call.example}, {target})",
+        example=f"lambda model, batch: {given}({_with_bytes_as_floats(call.example, batch)}, {target})",
         described=described(batch),
     )
+
+
+def _with_bytes_as_floats(example: str, batch: Any) -> str:
+    """The call of a model that fails on pictures of bytes, which some loader's own iteration would have made floats."""
+    named = enumerate(batch) if isinstance(batch, (tuple, list)) else fields_of(batch).items()
+    for key, value in named:
+        if isinstance(value, torch.Tensor) and value.dtype is torch.uint8:
+            example = example.replace(f"batch[{key!r}]", f"batch[{key!r}].float()")
+    return example
 
 
 def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:
@@ -245,8 +254,21 @@ def _call_with_fields(
     chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
     if chosen is None or (target is None and not wants_output):
         # Torch's own complaint names what is missing; it is explained when it comes.
-        return Call(lambda batch: model(**batch), "model(**batch)", f"model({show(next(iter(fields)))})", **found)
+        example = f"model({_first_tensor(fields, show)})"
+        return Call(lambda batch: model(**batch), "model(**batch)", example, **found)
     return Call(lambda batch: model(get(batch, chosen)), f"model({show(chosen)})", f"model({show(chosen)})", **found)
+
+
+def _first_tensor(fields: Mapping[Any, Any], show: Callable[[Any], str]) -> str:
+    """How the first tensor is reached, which may be in a dict of its own (torchio's pictures are)."""
+    for key, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            return show(key)
+        inner = value.items() if isinstance(value, Mapping) else ()
+        for name, each in inner:
+            if isinstance(each, torch.Tensor):
+                return f"{show(key)}[{name!r}]"
+    return show(next(iter(fields)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,26 +33,39 @@ from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
 # A data side larger than this is not copied: bursts without workers then use it as it is.
 MAX_COPY_BYTES = 256 << 20
+START_DEADLINE_S = 180.0
+# Wakes the main thread where it hangs; the user's own handler is put back afterwards.
+STOP_SIGNAL = signal.SIGUSR2
 
 
 class InlineProbe:
-    """A `Probe` that runs every burst in this process, without a deadline: a hang here cannot be broken from outside.
+    """A `Probe` that runs every burst in this process. A hang is broken where Python code or a worker of the burst hangs or, in
+    the main thread, anything that a signal interrupts; not inside of a library's own code.
 
     Args:
         workload: what is run; it is copied as far as that is possible.
         machine: limits of this machine.
         memory_budget_bytes: a burst is stopped once this process and its workers take 90 % of it on top of what they
             held before; None sets no limit.
+        start_deadline_s: the first batch and the warm-up must be done by then.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, *, memory_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        *,
+        memory_budget_bytes: int | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
+        self._start_deadline_s = start_deadline_s
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
@@ -75,15 +88,18 @@ class InlineProbe:
         Raises:
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
-        with untouched_state(self._user_data):
-            outcome = self._bench.prepare()
+        outcome: WarmupReport | Failure | None = None
+        with _Stop(self._start_deadline_s) as stop, untouched_state(self._user_data):
+            outcome = self._bench.prepare(stop.enter)
+        if stop.has_expired or outcome is None:
+            outcome = stop.failure()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
         self._warmup = outcome
         return outcome
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        stop = _Stop()
+        stop = _Stop(plan.deadline_s)
         meter = TreeMeter(
             os.getpid(),
             usable_cores=self._machine.usable_cores,
@@ -93,13 +109,10 @@ class InlineProbe:
             gpus=gpus_of(self._warmup),
         )
         outcome: Measurement | Failure | None = None
-        try:
-            with untouched_state(self._user_data), meter:
-                outcome = self._bench.burst(config, plan)
-        except StoppedError:
-            log.debug("the burst was over when it was stopped")
-        finally:
-            stop.forget()
+        with stop, untouched_state(self._user_data), meter:
+            outcome = self._bench.burst(config, plan, stop.enter)
+        if stop.has_expired:
+            return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
@@ -133,6 +146,8 @@ class InlineProbe:
         beside = {name: getattr(data, name) for name in ("sampler", "batch_sampler", "generator")}
         names = ("dataset", "collate_fn", "worker_init_fn")
         try:
+            if data.reads_by_itself:  # the end of a copy of its loader would be the end of its workers
+                raise NotCopiedError("because it reads by a loader of its own")
             parts, shared = copied({**beside, **{name: getattr(data, name) for name in names}}, MAX_COPY_BYTES)
         except NotCopiedError as error:
             self._note(f"inline: the dataset is used as it is, {error}; bursts without workers may fill its caches")
@@ -176,11 +191,36 @@ class DyingWithParent:
 
 
 class _Stop:
-    """Ends the burst that the thread which made it is running, from any other thread."""
+    """Ends what runs in its block, in the thread that made it, from any other thread: when it is asked to, or at a deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float) -> None:
         self.was_asked = False
+        self.has_expired = False
+        self._deadline_s = deadline_s
+        self._phase: FailurePhase = "start"
         self._thread = threading.get_ident()
+        self._timer = threading.Timer(deadline_s, self._expire)
+        self._timer.daemon = True
+        self._handler: Any = None
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(STOP_SIGNAL, _raise_stopped)
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self._timer.cancel()
+        # Take back an exception that has not been raised yet: it would end whatever comes next.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+        if self._handler is not None:
+            signal.signal(STOP_SIGNAL, self._handler)
+        return isinstance(error, StoppedError)
+
+    def enter(self, phase: FailurePhase) -> None:
+        """Called when another phase begins."""
+        if not self.was_asked:
+            self._phase = phase
 
     def now(self) -> None:
         """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
@@ -188,12 +228,25 @@ class _Stop:
         workers = running_workers()
         for worker in workers:
             worker.kill()
-        if not workers:  # Python's only way to reach a thread that runs the user's code
+        if workers:
+            return
+        if self._handler is not None:  # a signal wakes the thread also where it waits for a lock or a queue
+            signal.pthread_kill(self._thread, STOP_SIGNAL)
+        else:  # Python's only way to reach another thread that runs the user's code
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
 
-    def forget(self) -> None:
-        """Take back an exception that has not been raised yet: it would end whatever comes next."""
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+    def failure(self) -> Failure:
+        """The failure of what was ended at the deadline."""
+        message = f"no answer within {self._deadline_s:.0f} s, hanging in phase {self._phase!r}"
+        return Failure(kind="deadline", phase=self._phase, message=message)
+
+    def _expire(self) -> None:
+        self.has_expired = True
+        self.now()
+
+
+def _raise_stopped(_signal: int, _frame: object) -> None:
+    raise StoppedError("stopped at the deadline, or for its memory")
 
 
 def _held_bytes() -> int:

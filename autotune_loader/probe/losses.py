@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autotune_loader.probe.batches import is_list_of_numbers, tensors_in
+from autotune_loader.pipeline.batches import is_list_of_numbers, tensors_in
 
 # Where a model's answer is kept, in an output with several parts.
 ANSWERS = (

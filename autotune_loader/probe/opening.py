@@ -188,13 +188,11 @@ def _start(
                 return process, warmup, notes
         except (UnpicklableError, PayloadTooLargeError) as error:
             if isolation == "process":
-                raise ValueError(
-                    f"isolation='process', but {error}; isolation='inline' would work, without deadlines"
-                ) from error
+                raise ValueError(f"isolation='process', but {error}; isolation='inline' would work") from error
             notes = [
-                f"{error}; the bursts run inside this process instead (isolation='inline'), where no hang can be broken"
+                f"{error}; the bursts run inside this process instead (isolation='inline'), where not every hang can be broken"
             ]
-    inline = InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes)
+    inline = InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
     exits.callback(inline.close)
     warmup = inline.start()
     return inline, warmup, [*notes, *inline.notes]

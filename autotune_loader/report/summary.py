@@ -57,12 +57,12 @@ def counted_rounds(count: int) -> str:
     return f"{count} paired round" + ("" if count == 1 else "s")
 
 
-def _rate_words(rate: Interval | None) -> str:
+def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"
     if not is_telling(rate):
-        return f"about {rate.value:,.0f} samples/s, too few or too noisy bursts for an interval"
-    return f"{rate.value:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
+        return f"about {rate.value:,.0f} {unit}, too few or too noisy bursts for an interval"
+    return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
 def _speedup_sentence(

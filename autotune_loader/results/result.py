@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -86,7 +86,8 @@ class TuningResult:
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last."""
+    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last, and over the
+    same dataset a sampler or batch_sampler of its own."""
 
     @property
     def speedup(self) -> Interval | None:
@@ -111,12 +112,16 @@ class TuningResult:
                 `DevicePrefetcher`, whose batches lie on the device already; without it, plain.
             **kwargs: further DataLoader arguments, such as `shuffle=True`; they win over the tuned ones. Without
                 `batch_size`, the batch size that was tuned with.
+
+        Raises:
+            ValueError: the tuned loader had a sampler or batch_sampler of its own, which belongs to another dataset.
         """
         from autotune_loader.pipeline.build import build_loader
 
-        if "batch_size" not in kwargs and "batch_sampler" not in kwargs:
+        parts = _parts_for(dataset, self.parts, kwargs)
+        if "batch_size" not in kwargs and "batch_sampler" not in {**parts, **kwargs}:
             kwargs["batch_size"] = self.batch_size.value
-        loader: DataLoader[Any] = build_loader(dataset, self.best, **{**self.parts, **kwargs})
+        loader: DataLoader[Any] = build_loader(dataset, self.best, **{**parts, **kwargs})
         return loader if device is None else prefetched_as_tuned(loader, self.best, device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -295,3 +300,21 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
 
 def _without_traces(measurement: Measurement | None) -> Measurement | None:
     return measurement if measurement is None or not measurement.traces else replace(measurement, traces=())
+
+
+def _parts_for(dataset: Any, own_parts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is taken over where these arguments are given."""
+    parts = dict(own_parts)
+    tuned_on = parts.pop("dataset", None)
+    order = "batch_sampler" if "batch_sampler" in parts else "sampler"
+    if order not in parts or (order == "sampler" and "batch_sampler" in given):
+        return parts
+    own = parts.pop(order)
+    if order in given or (order == "sampler" and "shuffle" in given):
+        return parts
+    if dataset is not tuned_on or (order == "batch_sampler" and not given.keys().isdisjoint(("batch_size", "sampler"))):
+        raise ValueError(
+            f"{order} was not given, and it was tuned with a {type(own).__name__}, which decides what is in a batch; "
+            f"{order}=... for this dataset would work"
+        )
+    return {**parts, order: own}

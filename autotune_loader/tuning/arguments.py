@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_count
 
@@ -78,13 +79,14 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is not callable; {name}=None would work")
     training = _training(model, given)
+    dataset_or_loader, unwrapping = unwrapped(dataset_or_loader)
     if _is_loader(dataset_or_loader):
         data, notes = _data_of_loader(dataset_or_loader, batch_size, parts)
         workload = Workload(data=data, training=training, own_config=LoaderConfig.from_loader(dataset_or_loader))
     else:
         data, notes = _data_of_dataset(dataset_or_loader, batch_size, parts)
         workload = Workload(data=data, training=training)
-    notes += _check_epoch(data)
+    notes += [*unwrapping, *_check_epoch(data)]
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
     return workload, notes
@@ -213,23 +215,26 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
                 f"{name}={value!r} was given together with an existing DataLoader, which has its own; "
                 f"{name}=None would work, or pass loader.dataset instead of the loader"
             )
-    if isinstance(loader.dataset, Iterator):
-        raise _one_shot(loader.dataset)
-    return DataSide.from_loader(loader), []
+    _check_again("dataset_or_loader", loader.dataset)
+    _check_shared_memory(loader.dataset)
+    data = DataSide.from_loader(loader)
+    for name in ("sampler", "batch_sampler"):
+        _check_again(name, getattr(data, name))
+    return data, own_iteration_notes(loader)
 
 
 def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
-    if isinstance(dataset, Iterator):
-        raise _one_shot(dataset)
+    _check_again("dataset_or_loader", dataset)
+    _check_shared_memory(dataset)
+    for name in ("sampler", "batch_sampler"):
+        _check_again(name, parts[name])
     if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
         raise TypeError(
             f"dataset_or_loader={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
-            "__getitem__ and __len__; a list of samples would work"
+            f"__getitem__ and __len__; {answer_for(dataset)} would work"
         )
-    if not is_iterable_dataset(dataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(
-            "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
-        )
+    if not is_iterable_dataset(dataset):
+        _check_map_style(dataset, parts)
     for name in ("sampler", "batch_sampler"):
         if parts[name] is not None and is_iterable_dataset(dataset):
             raise ValueError(f"{name}={parts[name]!r} has no meaning for an IterableDataset; {name}=None would work")
@@ -244,7 +249,9 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
                     f"{name}={value!r} cannot be given together with batch_sampler; {name}=None would work"
                 )
     notes = []
-    if batch_size is None and parts["batch_sampler"] is None:
+    if is_iterable_dataset(dataset) and batch_size is None and makes_batches(dataset):
+        notes.append("the dataset makes its own batches, so the DataLoader makes none (batch_size=None)")
+    elif batch_size is None and parts["batch_sampler"] is None:
         batch_size = ASSUMED_BATCH_SIZE
         notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
     return DataSide.from_dataset(
@@ -258,11 +265,55 @@ def _is_map_style(dataset: Any, parts: dict[str, Any]) -> bool:
     return hasattr(dataset, "__getitem__") and (has_sampler or hasattr(dataset, "__len__"))
 
 
-def _one_shot(dataset: Any) -> TypeError:
-    return TypeError(
-        f"dataset_or_loader={dataset!r} can be read only once, and tuning would use it up; "
-        "an IterableDataset whose __iter__ makes a new iterator would work"
+def _check_map_style(dataset: Any, parts: dict[str, Any]) -> None:
+    name, has_order = type(dataset).__name__, parts["sampler"] is not None or parts["batch_sampler"] is not None
+    if hasattr(dataset, "iloc"):
+        raise TypeError(
+            f"dataset_or_loader={name} looks up columns, not samples; "
+            "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values)) would work"
+        )
+    if not has_order:
+        try:
+            length = len(dataset)
+        except Exception as error:
+            raise TypeError(
+                f"dataset_or_loader={name} has no length: len() raises {type(error).__name__}: {error}; "
+                "sampler=..., which says which indices there are, would work"
+            ) from error
+        if length == 0:
+            raise ValueError(
+                "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
+            )
+    if isinstance(dataset, dict) and not has_order and 0 not in dataset:
+        first = next(iter(dataset))
+        raise TypeError(
+            f"dataset_or_loader={name} looks up {first!r}, not sample 0; dataset_or_loader=data[{first!r}] would work"
+        )
+
+
+def _check_shared_memory(dataset: Any) -> None:
+    """Refuse a stream that coordinates its workers through named shared memory: a copy of it would move the original on."""
+    if not is_iterable_dataset(dataset):
+        return
+    from multiprocessing.shared_memory import SharedMemory
+
+    found = next(parts_of_type(dataset, SharedMemory), None)
+    if found is not None:
+        raise TypeError(
+            f"dataset_or_loader={type(dataset).__name__} coordinates its workers by shared memory ({found[0]}), which "
+            "bursts would change under your hands; a map-style dataset over the same files would work (for MosaicML streaming: "
+            "LocalDataset(folder)), and its configuration serves this one"
+        )
+
+
+def _check_again(name: str, value: Any) -> None:
+    """Refuse what can be read only once. An IterableDataset that is its own iterator may start over; the probe tries it."""
+    if not isinstance(value, Iterator) or is_iterable_dataset(value):
+        return
+    instead = (
+        "a list of it" if name != "dataset_or_loader" else "an IterableDataset whose __iter__ makes a new iterator"
     )
+    raise TypeError(f"{name}={value!r} can be read only once, and tuning would use it up; {instead} would work")
 
 
 def _check_epoch(data: DataSide) -> list[str]:

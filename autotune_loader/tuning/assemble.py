@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
-from autotune_loader.pipeline.workload import Workload
+from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
@@ -68,7 +68,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         trials=trials,
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
         measured=_measured(best, state, finals),
-        predicted=_predicted(best, state, context),
+        predicted=_predicted(best, state, finals, context),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
@@ -231,15 +231,23 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measure
     )
 
 
-def _predicted(best: LoaderConfig, state: SearchState, context: RunContext) -> Predicted:
+def _predicted(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Predicted:
     twin = _twin(state) if best.batch_size is None else None
     if twin is None:
         return Predicted()
     epoch_batches = context.workload.data.batches_per_epoch(best.batch_size)
     prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
-    samples = context.workload.data.samples_per_epoch()
+    measured = measurement_of(best, finals, state.trials)
+    samples = _samples_per_epoch(context.workload.data, epoch_batches, measured)
     epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
     return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
+
+
+def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measurement | None) -> float | None:
+    """Where the dataset makes the batches, its length is that of batches."""
+    if data.batch_size is not None or batches is None or measured is None:
+        return data.samples_per_epoch()
+    return batches * measured.batch_size
 
 
 def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
@@ -274,13 +282,14 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     if found.status == "fallback":
         kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
         return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
+    unit = "batches/s" if context.warmup.counts_batches else "samples/s"
     sentences = []
     if found.status == "partial":
         sentences.append("Interrupted: this is the best state so far.")
     if found.status == "undecided":
         sentences.append(f"{UNDECIDED}: {found.finals.undecided}. Until then this is the safest guess.")
     is_decided = found.status == "complete"
-    sentences.append(f"Use {best}: {_rate_words(measured.samples_per_s)}.")
+    sentences.append(f"Use {best}: {_rate_words(measured.samples_per_s, unit)}.")
     sentences.append(_speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
@@ -342,4 +351,7 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     """What a loader made from the result takes over from the tuned one."""
     data = workload.data
     parts = {"collate_fn": data.collate_fn, "worker_init_fn": data.worker_init_fn, "generator": data.generator}
+    if data.has_own_order:
+        order = "sampler" if data.batch_sampler is None else "batch_sampler"
+        parts |= {order: getattr(data, order), "dataset": data.dataset}
     return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}

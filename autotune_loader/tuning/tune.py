@@ -38,6 +38,7 @@ from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, RunContext
 from autotune_loader.tuning.study import name_of_study
+from autotune_loader.tuning.unwrapping import told_beside_errors
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 
@@ -169,7 +170,7 @@ def tune(
         generator=generator,
         drop_last=drop_last,
     )
-    with joined_ranks() as ranks:
+    with told_beside_errors(notes), joined_ranks() as ranks:
         leads = ranks is None or ranks.leads
         with make_progress(options.progress if leads else "off") as shown:
             if leads and options.output is not None:

@@ -17,6 +17,7 @@ class WorkloadError(TunerError):
     """The user's dataset, model or step failed before anything could be measured; carries the user's own traceback."""
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
+        self.message = message
         self.user_traceback = without_secrets(user_traceback)
         message = without_secrets(message)
         # A traceback ends with what the message says: once is enough.

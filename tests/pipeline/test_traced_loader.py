@@ -239,3 +239,59 @@ def test_the_cpu_clock_is_read_for_one_short_batch_in_eight_and_for_every_long_o
     # THEN each has CPU seconds all the same
     assert len(read) == readings
     assert all(cpu_s > 0 for *_, cpu_s, _ in fetches)
+
+
+class Batch:
+    """A batch of a class of its own, as PyG's and torchio's are."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class WholeBatches(Squares):
+    """Its `__getitems__` returns a batch that is ready, as tensordict's does."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"x": torch.tensor(indices), "y": torch.tensor(indices), "z": torch.tensor(indices)}
+
+
+class ListsOfIndices(Squares):
+    def __getitem__(self, index: Any) -> Any:
+        return {"x": 0.5} if isinstance(index, list) else torch.zeros(5, 2)
+
+
+class BatchesOfOwn(IterableDataset[Any]):
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * 3)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def test_the_size_of_a_batch_is_that_of_its_tensors_whatever_they_are() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
+    assert BatchShape.of({"graph": sparse, "y": torch.zeros(2)}).bytes == 16 + 8 + 8
+    assert BatchShape.of(Batch(torch.zeros(6, 2))).bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (DataLoader(WholeBatches(), batch_size=4, collate_fn=as_it_is), 4),
+        (DataLoader(ListsOfIndices(), sampler=BatchSampler(SequentialSampler(range(8)), 3, True), batch_size=None), 3),
+        (DataLoader(ListsOfIndices(), batch_size=None), 5),
+        (DataLoader(BatchesOfOwn((torch.zeros(6, 2), torch.zeros(6))), batch_size=None), 6),
+        (DataLoader(BatchesOfOwn({"path": "a", "n": torch.tensor(7), "x": torch.zeros(6)}), batch_size=None), 6),
+        (DataLoader(BatchesOfOwn(Batch(torch.zeros(6, 2))), batch_size=None, collate_fn=as_it_is), 6),
+        (DataLoader(BatchesOfOwn("nobody knows"), batch_size=None), 1),
+    ],
+)
+def test_samples_are_counted_whoever_makes_the_batches(loader: Any, samples: int) -> None:
+    traced_loader = make_traced_loader(DataSide.from_loader(loader), LoaderConfig(), seed=0)
+    _, fetch = next(iter(traced_loader))
+    forget_open_batch()
+    assert fetch[5] == samples

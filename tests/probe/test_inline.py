@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import trouble as troubles
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler
 from trouble import Trouble
 
 from autotune_loader import TuningResult
@@ -68,6 +73,45 @@ def test_the_memory_guard_ends_an_inline_burst_and_spares_this_process(
     trouble_file.write_text("")
     troubles.HOARD.clear()
     assert isinstance(probe.burst(config, QUICK), Measurement)
+
+
+class WaitsForNobody(Dataset[Any]):
+    """Where `hangs` is set it waits for what never comes, as a queue does whose workers are gone."""
+
+    hangs = False
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if WaitsForNobody.hangs and index > 8:
+            queue.Queue().get(timeout=WAIT_S)
+        return torch.tensor([float(index)])
+
+
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_hang_inline_ends_at_the_deadline(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a dataset that hangs, in this process or in a worker
+    dataset = WaitsForNobody()
+    data = DataSide.from_dataset(dataset, batch_size=4, sampler=SequentialSampler(dataset))
+    probe = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
+    probe.start()
+    monkeypatch.setattr(WaitsForNobody, "hangs", True)
+    handler, begun = signal.getsignal(signal.SIGUSR2), time.monotonic()
+    # WHEN a burst has a deadline
+    context = "fork" if workers else None
+    failure = probe.burst(
+        LoaderConfig(num_workers=workers, multiprocessing_context=context), replace(LONG, deadline_s=1.0)
+    )  # forked: it inherits the flag
+    # THEN it ends there, and nothing of it is left
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.phase) == ("deadline", "batches")
+    assert time.monotonic() - begun < WAIT_S / 2
+    assert signal.getsignal(signal.SIGUSR2) is handler
+    assert multiprocessing.active_children() == []
 
 
 def test_what_this_process_holds_anyway_is_no_part_of_the_budget(trouble_file: Path) -> None:

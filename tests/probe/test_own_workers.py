@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
 
+from autotune_loader import tune
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.burst import run_burst
 from autotune_loader.probe.step import build_step
 from autotune_loader.values.config import LoaderConfig
@@ -77,3 +79,50 @@ def test_a_process_of_the_users_outlives_a_burst_and_the_workers_do_not(workers:
     finally:
         helper.process.kill()
         helper.process.join()
+
+
+class Queue(Dataset[Any]):
+    """As torchio's: it reads samples ahead by a loader of its own, which is made when it is first asked."""
+
+    def __init__(self, workers: int = 0) -> None:
+        self.ahead: Any = None
+        self.workers = workers
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if self.ahead is None:
+            context = "fork" if self.workers else None
+            loader = DataLoader(Zeros(), num_workers=self.workers, batch_size=1, multiprocessing_context=context)
+            self.ahead = iter(loader)
+        return next(self.ahead)
+
+
+class Zeros(Dataset[Any]):
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1)
+
+
+def test_a_loader_that_the_users_dataset_runs_goes_on_after_tuning() -> None:
+    # GIVEN a dataset whose own workers run already
+    queue = Queue(workers=1)
+    queue[0]
+    # WHEN it is tuned
+    result = tune(queue, batch_size=4, budget=3, max_trials=1, reuse=False, progress=False)
+    # THEN it was without other workers, and its own still work
+    assert result.status == "complete"
+    assert result.best.num_workers == 0
+    assert all(queue[index] is not None for index in range(100))
+
+
+@pytest.mark.parametrize("dataset", [Queue(), TensorDataset(torch.zeros(16, 1))])
+def test_a_dataset_that_reads_by_a_loader_of_its_own_is_told_from_others(dataset: Any) -> None:
+    data = DataSide.from_dataset(dataset, batch_size=4, sampler=range(16))
+    report = Bench(lambda: data, lambda: data, TrainingSide).prepare()
+    assert isinstance(report, WarmupReport)
+    assert report.reads_by_itself == isinstance(dataset, Queue)
+    assert any("num_workers=0" in note for note in report.notes) == report.reads_by_itself

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from autotune_loader import tune
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.batches import tensors_in
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.batches import tensors_in
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inference import StepInferenceError
 from autotune_loader.probe.losses import customary_loss
@@ -497,14 +497,23 @@ def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
     assert [part for part in says if part not in told] == []
 
 
-def test_the_line_that_is_named_works_for_its_batch() -> None:
+@pytest.mark.parametrize(
+    ("batch", "fails"),
+    [
+        ({"image": X, "label": Y}, nn.Linear(9, CLASSES)),
+        ({"image": X.byte(), "label": Y}, linear()),
+        ((X.byte(), Y), linear()),
+        ({"ct": {"path": "a.nii", "data": X}, "label": Y}, linear()),
+    ],
+)
+def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module) -> None:
     # GIVEN an inference that failed
     with pytest.raises(StepInferenceError) as caught:
-        trained({"image": X, "label": Y}, model=nn.Linear(9, CLASSES))
+        trained(batch, model=fails)
     line = str(caught.value).split("pass train_step=")[1]
     # WHEN its line is used with a model that fits THEN it trains
     train_step = eval(line, {"cross_entropy": functional.cross_entropy})
-    assert trained({"image": X, "label": Y}, model=linear(), train_step=train_step).notes == []
+    assert trained(batch, model=linear(), train_step=train_step).notes == []
 
 
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:

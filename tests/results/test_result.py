@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results import load as loading
@@ -35,6 +35,8 @@ from autotune_loader.results.loader_file import (
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
+from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.tuning.assemble import loader_parts
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 from autotune_loader.values.measurement import Failure
@@ -568,6 +570,29 @@ def test_a_loader_takes_over_the_parts_of_the_tuned_one():
 
     result = replace(finished_run(), best=LoaderConfig(), parts={"collate_fn": collate})
     assert list(result.make_loader(dataset(), batch_size=4)) == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("order", "batches"),
+    [({"sampler": SubsetRandomSampler([3])}, [[3]]), ({"batch_sampler": [[1, 2], [4, 5, 6]]}, [[1, 2], [4, 5, 6]])],
+)
+def test_a_sampler_of_the_users_own_is_kept_over_its_dataset_and_asked_for_over_another(order, batches):
+    # GIVEN a loader with an order of its own
+    data, (name,) = dataset(), order
+    workload, _ = make_workload(DataLoader(data, **{"batch_size": 1, **order} if name == "sampler" else order))
+    size = BatchSizeChoice(value=workload.data.batch_size)
+    result = replace(finished_run(), best=LoaderConfig(), parts=loader_parts(workload), batch_size=size)
+    # WHEN a loader is made over the same dataset THEN it has that order
+    assert [batch[0].tolist() for batch in result.make_loader(data)] == batches
+    # WHEN over another THEN it is asked for, and used
+    with pytest.raises(ValueError, match=rf"{name} was not given, .*{name}=... for this dataset would work"):
+        result.make_loader(dataset())
+    assert [batch[0].tolist() for batch in result.make_loader(dataset(), **order)] == batches
+
+
+def test_a_plain_order_is_the_callers_to_choose():
+    workload, _ = make_workload(DataLoader(dataset(), shuffle=True))
+    assert loader_parts(workload).keys() == {"collate_fn"}
 
 
 def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():

@@ -97,23 +97,12 @@ def one_by_one() -> Iterator[int]:
     yield 1
 
 
-class OneShot(IterableDataset[int]):
-    """An IterableDataset whose iterator is itself: a second look finds nothing."""
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        raise StopIteration
-
-
 @pytest.mark.parametrize(
     ("dataset", "error", "says"),
     [
         (Empty(), ValueError, "empty"),
         ([], ValueError, "empty"),
         (one_by_one(), TypeError, "only once"),
-        (OneShot(), TypeError, "only once"),
         (iter([1, 2]), TypeError, "only once"),
         (42, TypeError, "__getitem__"),
         (None, TypeError, "__getitem__"),

@@ -73,6 +73,12 @@ def test_workers_that_wait_may_be_many_on_few_cores() -> None:
     assert make_space(workload, waits, two_cores, TuneOptions(max_workers=6)).max_workers == 6
 
 
+def test_a_dataset_that_reads_by_itself_gets_no_workers() -> None:
+    workload = Workload(data=DataSide.from_dataset(Rows(), batch_size=8), training=TrainingSide())
+    space = make_space(workload, replace(READY, reads_by_itself=True), inspect_machine(), TuneOptions())
+    assert space.max_workers == 0
+
+
 def test_batches_out_of_order_are_searched_only_when_allowed() -> None:
     """Out of order, the same seed no longer gives the same training."""
     assert space_of(Rows()).in_order == (True,)

@@ -36,6 +36,21 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
         yield from (value for value in fields_of(batch).values() if isinstance(value, torch.Tensor))
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor holds, also where it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def samples_in(batch: Any) -> int | None:
+    """Samples of a batch that nobody counted: the first dimension of its first tensor; None where it has none."""
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+    if first is not None:
+        return first.size(0)
+    return len(batch) if isinstance(batch, list) else None
+
+
 def described(batch: Any) -> str:
     """A batch in a few words: its type, and its keys, elements or shape."""
     if isinstance(batch, torch.Tensor):

@@ -1,0 +1,108 @@
+"""Make every attempt, each in a process of its own with a deadline, and keep what came out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from msgspec import to_builtins
+
+from studies.libraries.attempt import Attempt, Outcome
+from studies.libraries.environments import ENVIRONMENTS, Environment
+from studies.libraries.page import RESULTS, read_results
+
+MODULES = ("structures", "streams", "pictures", "frameworks")
+# tune() has 8 s; importing a library, and an epoch, may take some more. What takes longer hangs.
+DEADLINE_S = 120.0
+ROOT = Path(__file__).parents[2]
+
+
+def attempts_of(library: str) -> list[tuple[str, str, Attempt]]:
+    found = []
+    for module in MODULES:
+        attempts: dict[str, Attempt] = importlib.import_module(f"studies.libraries.{module}").ATTEMPTS
+        found += [(module, name, each) for name, each in attempts.items() if each.library == library]
+    return found
+
+
+def run_attempt(environment: Environment, module: str, name: str, attempt: Attempt) -> Outcome:
+    """Make it in a process group of its own, which is gone afterwards."""
+    process = subprocess.Popen(
+        [environment.python, "-m", "studies.libraries.attempt", module, name],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wrong = {"library": attempt.library, "version": "?", "what": attempt.what, "outcome": "wrong"}
+    begun = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return Outcome(**json.loads(out.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return Outcome(
+            **wrong, sentence=f"no answer within {DEADLINE_S:.0f} s", seconds=round(time.monotonic() - begun, 1)
+        )
+    except (IndexError, json.JSONDecodeError):
+        last = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
+        return Outcome(**wrong, sentence=last, seconds=round(time.monotonic() - begun, 1))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.communicate()
+
+
+def outcomes_of(environment: Environment) -> list[Outcome]:
+    attempts = attempts_of(environment.library)
+    why_not = environment.make()
+    if why_not is None and attempts:
+        return [run_attempt(environment, *each) for each in attempts]
+    return [
+        Outcome(
+            library=environment.library,
+            version="-",
+            what="-",
+            outcome="not tried",
+            sentence=why_not or "no attempt yet",
+        )
+    ]
+
+
+def main() -> None:
+    asked = sys.argv[1:]
+    unknown = set(asked) - {each.library for each in ENVIRONMENTS}
+    if unknown:
+        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(each.library for each in ENVIRONMENTS)} would work")
+    kept = {each.library: [] for each in ENVIRONMENTS} if not asked else _by_library(read_results())
+    for environment in ENVIRONMENTS:
+        if asked and environment.library not in asked:
+            continue
+        kept[environment.library] = outcomes_of(environment)
+        for each in kept[environment.library]:
+            print(
+                f"{each.library} {each.version}: {each.what}: {each.outcome}: {each.config or each.sentence}",
+                flush=True,
+            )
+        order = [row for known in ENVIRONMENTS for row in kept.get(known.library, [])]
+        RESULTS.write_text("".join(json.dumps(to_builtins(row)) + "\n" for row in order))
+    wrong = [row for rows in kept.values() for row in rows if row.outcome == "wrong"]
+    print(f"{sum(map(len, kept.values()))} rows, {len(wrong)} wrong")
+    raise SystemExit(1 if wrong else 0)
+
+
+def _by_library(rows: list[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for row in rows:
+        found.setdefault(row.library, []).append(row)
+    return found
+
+
+if __name__ == "__main__":
+    main()

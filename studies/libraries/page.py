@@ -1,0 +1,37 @@
+"""The table of the documentation, of what the attempts came to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from studies.libraries.attempt import Outcome
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+# Notes of a result that are about the loader, and not about the step or the machine.
+ABOUT_LOADERS = ("dataset_or_loader=", "the dataset makes", "how many samples", "every worker")
+
+
+def read_results() -> list[Outcome]:
+    return [Outcome(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def table() -> str:
+    """One row for each attempt, in Markdown."""
+    head = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
+    return head + "\n".join(map(_row, read_results()))
+
+
+def _row(each: Outcome) -> str:
+    name = each.library if each.outcome == "not tried" else f"{each.library} {each.version}"
+    says = f"`{each.config}`" if each.config and each.outcome == "tuned" else _escaped(each.sentence)
+    about_loader = [note for note in each.notes if note.startswith(ABOUT_LOADERS) or "of its own" in note]
+    says += "".join(f"<br>{_escaped(note)}" for note in about_loader)
+    return f"| {name} | {_escaped(each.what)} | {each.outcome} | {says} |"
+
+
+def _escaped(text: str) -> str:
+    """Fit for a cell: no address of an object, no bar, no tag."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", text).replace("|", "\\|").replace("\n", " ")
+    return text.replace("<br>", "\0").replace("<", "&lt;").replace("\0", "<br>")
