@@ -26,8 +26,9 @@ from autotune_loader.values.errors import ConfigFileError, MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autotune_loader"
-# Where bytes become objects: all of them come from our own parent process, through memory or a file without a name.
-UNPICKLING = {"probe/archive.py": {"loads"}, "pipeline/tracing.py": {"loads"}}
+# Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
+# nobody else may enter.
+UNPICKLING = {"probe/archive.py": {"loads"}, "pipeline/tracing.py": {"loads"}, "probe/samples.py": {"load"}}
 NEVER = {"eval", "exec", "compile", "__import__"}
 
 
