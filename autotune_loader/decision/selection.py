@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autotune_loader.decision.posterior import Posterior
 from autotune_loader.decision.space import Space
-from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 
 MEMORY_STEP = 0.05
 """Share of the memory limit that makes one configuration dearer than another."""
@@ -23,21 +21,18 @@ def cost(config: LoaderConfig, space: Space) -> tuple[float, ...]:
     other_batches = (config.batch_size is not None) + (config.drop_last is not None)
     oddities = (config.consumer_threads is not None) + config.pin_memory + (not config.in_order)
     oddities += (config.sharing_strategy is not None) + (not space.is_modelled(config))
-    # Batches in flight take memory, delay the first one and are lost where an epoch ends early; fewer than torch's own save
-    # next to nothing, and leave a loop without a batch after every slow one.
-    is_shallow = config.num_workers > 0 and (config.prefetch_factor or 0) < TORCH_PREFETCH_FACTOR
-    if is_shallow:
-        config = replace(config, prefetch_factor=TORCH_PREFETCH_FACTOR)
     memory = space.memory_need(config)
     if space.limits.memory_bytes:
         memory = int(memory / space.limits.memory_bytes / MEMORY_STEP)
+    # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has seen:
+    # with the shallow first 89 instead of 95 % of 300 simulated machines are within 2 % (studies/regret/README.md).
+    depth = -(config.prefetch_factor or 0)
     return (
         other_batches,
         config.num_workers,
         memory,
         config.device_prefetch,
         oddities,
-        config.prefetch_factor or 0,
-        is_shallow,
+        depth,
         config.persistent_workers,  # workers that live on keep their memory between epochs
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from statistics import median
 
 from autotune_loader.decision.race import MIN_ROUNDS
@@ -17,7 +16,7 @@ from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.summary import UNDECIDED
 from autotune_loader.report.units import is_telling, rate_text, share_text
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 ROUNDING = 1e-6
@@ -153,9 +152,7 @@ def _a_doubt_is_said_first(result: TuningResult) -> Iterator[str]:
 
 
 def _is_cheaper(config: LoaderConfig, other: LoaderConfig) -> bool:
-    """Whether it has fewer workers or a shallower queue and is the same otherwise; torch's own depth is shallow enough."""
-    if replace(config, prefetch_factor=other.prefetch_factor) == other:
-        return TORCH_PREFETCH_FACTOR <= (config.prefetch_factor or 0) < (other.prefetch_factor or 0)
+    """Whether it has fewer workers; of equally many the deeper queue is the safer, and what it holds is in `cost`."""
     return config.batch_size == other.batch_size and config.num_workers < other.num_workers
 
 
