@@ -15,6 +15,7 @@ from autotune_loader.testing.machine import SimulatedMachine
 from autotune_loader.testing.replay import ReplayProbe
 from autotune_loader.testing.simulation import Clock, SimulatedProbe
 from autotune_loader.testing.source import SimulatedSource
+from autotune_loader.testing.training import SimulatedTraining
 
 __all__ = [
     "Clock",
@@ -28,4 +29,5 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedProbe",
     "SimulatedSource",
+    "SimulatedTraining",
 ]
