@@ -96,7 +96,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             asked = {name: value for name, value in asked.items() if name not in NEEDS_WORKERS}
         super().__init__(**asked)
         self.worker_seeds, self.max_workers = worker_seeds, max_workers
-        self.tune, self.max_cores, self._on_change = tune, max_cores, on_change
+        self.tune, self.max_cores, self.on_change = tune, max_cores, on_change
         self._tuning = None
         self.max_host_memory, self.max_shm = max_host_memory, max_shm
         self._loop_seeds = LoopSeeds() if worker_seeds == "batch" else None
@@ -211,6 +211,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             "schema_version": SCHEMA_VERSION,
             "samples": _length(self.dataset),
             "batch_size": self.batch_size,
+            "config": self.best.to_dict(),
             "epochs": self._epochs,
             "seed": self._seed,
             "own": states_of(source),
@@ -230,6 +231,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         check_saved(state, samples=_length(self.dataset), batch_size=self.batch_size, workers=workers)
         self._saved, self._kept, self._latest, self._order = state, None, None, None
         self._epochs, self._seed = state["epochs"], state["seed"]
+        if self.tune and workers is None and "config" in state:
+            self._change(LoaderConfig.from_dict(state["config"]))  # what was learnt
 
     def _next_order(self) -> tuple[Order, int]:
         """The order of the next epoch, and how many batches of a stream are to be passed over."""
@@ -280,7 +283,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         # Kept workers would never hear of the dataset's new epoch.
         may_keep = not is_fixed and not DataSide(dataset=self.dataset, batch_size=self.batch_size).has_epochs
         return LiveTuning(
-            self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self._on_change)
+            self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self.on_change)
         )
 
     def _first(self, own: LoaderConfig, wishes: dict[str, Any]) -> LoaderConfig:
