@@ -23,6 +23,8 @@ from autotune_loader.values.trace import BatchTrace
 SEARCH_BLOCK = BurstPlan(max_s=1.0, min_s=0.3, relative_error=0.015)
 """Long enough to see most changes; what is still in doubt afterwards is compared in pairs."""
 COMPARE_BLOCK = BurstPlan(max_s=1.5, min_s=0.5, relative_error=0.005)
+LOOK_S = 0.05
+"""So often a block that is under way is looked at."""
 ROUNDS = 3
 """A block holds so many rounds of the workers, however long they take."""
 MOST_LOOKED_AT = 1024
@@ -69,6 +71,20 @@ class BlockSource:
         self._advance = advance
         self._block: _Block | None = None
         self._seconds: dict[LoaderConfig, float] = {}
+
+    @property
+    def pause_s(self) -> float:
+        """For how long the loop may be left alone."""
+        return LOOK_S
+
+    def settle(self, config: LoaderConfig) -> None:
+        """Change to this configuration for good, or until the next block."""
+        if config.key() != self._training.config.key():
+            self._training.change_to(config)
+
+    def is_due(self) -> bool:
+        """Whether what was asked for last has been begun; with other ranks it has to wait for its batch."""
+        return True
 
     def begin(self, config: LoaderConfig, ask: Ask) -> None:
         """Change to this configuration, and observe it from its first batch on."""

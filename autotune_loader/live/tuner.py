@@ -42,8 +42,6 @@ MOST_LOST_SHARE = 0.01
 """Of the time trained, what trying may cost in all ..."""
 CREDIT_S = 2.0
 """... and so much more at once, as nothing can be found out for nothing."""
-LOOK_S = 0.05
-"""So often a block that is under way is looked at."""
 WATCH_S = 1.5
 """Length of a block while the loader is settled."""
 LEAST_SHARE = 100.0
@@ -99,6 +97,7 @@ class Tuner:
         training: what is observed and changed.
         job: the loader.
         space: the legal configurations, given the most workers that could help.
+        source: of evidence; by default the training's own blocks.
         clock: seconds, as the traces have them.
         cpu_clock: CPU seconds of this process.
         on_change: told of each change that is meant to last, and why.
@@ -110,19 +109,21 @@ class Tuner:
         job: Job,
         space: Callable[[int], Space],
         *,
+        source: BlockSource | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
         on_change: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._training, self._job, self._space = training, job, space
         self._clock, self._cpu_clock, self._on_change = clock, cpu_clock, on_change
-        self._source = BlockSource(training)
+        self._source = source or BlockSource(training)
         self._steps = self._plan()
         self._accounted = training.traces.end
         self._base: float | None = None
         self._unaffordable_s = math.inf
         self._saves_workers = True
         """Fewer workers are tried once: after a shift they are left alone."""
+        self._told: LoaderConfig | None = None
         self.trained_s = self.gained_s = 0.0
         self.history: list[Event] = []
         self.beliefs: Beliefs | None = None
@@ -251,7 +252,7 @@ class Tuner:
             return
         tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in posterior.configs]
         if not tried:
-            self._change_to(self._job.start)
+            yield from self._change_to(self._job.start)
             return
         known = posterior.at(tried)
         candidates = shortlist(known, beliefs.space, TOLERANCE)
@@ -259,7 +260,7 @@ class Tuner:
         doubt = known.regret_samples()[:, known.configs.index(winner)].mean()
         if len(candidates) > 1 and doubt > LEAST_DOUBT:
             winner = yield from self._compare(beliefs, candidates)
-        self._change_to(winner)
+        yield from self._change_to(winner)
 
     def _compare(self, beliefs: Beliefs, candidates: Sequence[LoaderConfig]) -> Generator[float, None, LoaderConfig]:
         rules = RaceRules(
@@ -280,14 +281,16 @@ class Tuner:
     def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
         """A block of this configuration; added to what is known."""
         self._source.begin(self._as_trained(config), ask)
-        pause_s = LOOK_S
+        pause_s = self._source.pause_s
         while True:
             yield pause_s
-            begun = time.perf_counter()
+            begun = self._clock()
             seen = self._source.evidence()
             if seen is not None:
                 break
-            pause_s = max(LOOK_S, LEAST_SHARE * (time.perf_counter() - begun))
+            pause_s = (
+                0.0 if not self._source.is_due() else max(self._source.pause_s, LEAST_SHARE * (self._clock() - begun))
+            )
         self._account()
         if self.beliefs is not None:
             self.beliefs.log.add(seen)
@@ -343,9 +346,11 @@ class Tuner:
     def _as_trained(self, config: LoaderConfig) -> LoaderConfig:
         return replace(config, persistent_workers=self._training.keeps_workers and config.num_workers > 0)
 
-    def _change_to(self, config: LoaderConfig) -> None:
+    def _change_to(self, config: LoaderConfig) -> Steps:
         if config.key() != self._training.config.key():
-            self._training.change_to(self._as_trained(config))
+            self._source.settle(self._as_trained(config))
+            while not self._source.is_due():
+                yield 0.0
 
     def _note(self, kind: str, seen: Evidence | None = None) -> None:
         measured = None if seen is None else seen.measurement
@@ -358,7 +363,8 @@ class Tuner:
             waiting=None if measured is None else waiting_share(measured),
         )
         self.history.append(event)
-        if kind == "settled":
+        if kind == "settled" and event.config.key() != self._told:
+            self._told = event.config.key()
             self._on_change(event)
 
 

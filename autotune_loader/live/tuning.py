@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.live.epoch import LoaderState
+from autotune_loader.live.ranks import Follower, LeaderSource, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job, Tuner
@@ -70,17 +71,20 @@ class LiveTuning:
         self.job = job
         self._state, self._may_keep = state, may_keep_workers
         self._run = LoaderRun(state, weakref.WeakMethod(change), state.config.persistent_workers)
+        link = None if job.is_fixed else job_link()
+        has_others = link is None and not job.is_fixed and is_one_of_many()
+        if has_others or (link is not None and link.rank):
+            self.job = job = replace(job, is_fixed=True)
         like = state.config if state.config.num_workers else job.start
         self.tuner = Tuner(
             self._run,
             job,
             lambda most: state.budgets.search_space(most, like, state.shape),
+            source=LeaderSource(self._run, link) if link is not None and not link.rank else None,
             on_change=on_change,
         )
-        self.thaw()
-
-    def thaw(self) -> None:
-        self._state.look, self._state.wake = self.tuner.look, 0.0
+        follower = Follower(self._run, link) if link is not None and link.rank else None
+        state.look, state.wake = self.tuner.look if follower is None else follower.look, 0.0
 
     def freeze(self) -> None:
         """Change and observe nothing any more."""

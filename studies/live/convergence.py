@@ -1,6 +1,6 @@
 """How soon is AutoLoader as fast as the best fixed configuration, and what does finding it cost?
 
-    python -m studies.live.convergence wait_light_tail ...     # about two and a half minutes each; adds to results/convergence.jsonl
+    python -m studies.live.convergence wait_light_tail ...     # 150 s each; adds to results/convergence.jsonl
     python -m studies.live.convergence --disturb               # samples turn four times slower half-way
     python -m studies.live.convergence --table                 # the table, from what was kept; no measuring
     python -m studies.live.convergence --plots                 # the pictures
@@ -335,9 +335,9 @@ def reached_s(per_s: Sequence[float], rate: float) -> float | None:
 
 def table(kept_records: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of 4 rounds) | first "
-        "60 s (90 %) | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train | default "
-        "| workers = cores |",
+        "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of 4 rounds) "
+        "| first 60 s (90 %) | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train "
+        "| default | workers = cores |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for record in kept_records:

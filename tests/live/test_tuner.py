@@ -81,7 +81,7 @@ def _best_rate(machine: SimulatedMachine) -> float:
 
 @pytest.mark.parametrize("machine", [STORAGE, COMPUTING, STEP, IN_MEMORY], ids=["storage", "cpu", "step", "in memory"])
 def test_it_finds_what_is_as_fast_as_anything_and_loses_little_meanwhile(machine: SimulatedMachine) -> None:
-    trained = train(machine, 60)
+    trained = train(machine, 40)
     probe = SimulatedProbe(machine, FakeClock())
 
     assert trained.tuner.is_settled

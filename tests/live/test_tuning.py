@@ -173,13 +173,17 @@ def test_two_iterators_of_one_loader_each_deliver_everything() -> None:
     assert [(int(a[0, 0]), int(b[0, 0])) for a, b in pairs] == [(i, i) for i in range(0, 20, 2)]
 
 
+def dividing(loader: Any) -> None:
+    for _ in loader:
+        _ = 1 / 0
+
+
 def test_break_and_exceptions_leave_nothing_and_the_next_epoch_is_whole() -> None:
     loader = AutoLoader(Numbers(40), batch_size=2)
     for _ in loader:
         break
     with pytest.raises(ZeroDivisionError):
-        for _ in loader:
-            _ = 1 / 0
+        dividing(loader)
 
     assert len(list(loader)) == 20
 
