@@ -27,6 +27,8 @@ LOOK_S = 0.05
 """So often a block that is under way is looked at."""
 ROUNDS = 3
 """A block holds so many rounds of the workers, however long they take."""
+LEVEL_S = 1.5
+"""A new pool's queues have found their level once they were emptied once, or after so long."""
 MOST_LOOKED_AT = 1024
 """Batches of a block that are looked at, the latest: a quick loop has thousands a second."""
 
@@ -116,6 +118,15 @@ class BlockSource:
         measured = replace(summarise(traces, workers=workers, started=started), traces=tuple(traces[-MOST_LOOKED_AT:]))
         return self._ended(block, measured)
 
+    def latest(self, config: LoaderConfig, first: int) -> Evidence | None:
+        """What runs, by its batches from `first` on; the latest pool's only."""
+        log = self._training.traces
+        served = [change.serves_from for change in log.changes if change.reason in ("start", "change")]
+        traces = self._traces(max(first, *served[-1:], log.first))
+        if len(traces) < max(3, ROUNDS * config.num_workers):
+            return None
+        return Evidence(config=config, outcome=_measured(traces, config.num_workers), phase="compare")
+
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
         if self._advance is None:
             raise ValueError("advance=None lets the training loop pull; BlockSource(training, advance) would work")
@@ -144,16 +155,27 @@ class BlockSource:
         return Failure(kind="oom_killed", phase="batches", message=message)
 
     def _first(self, block: _Block) -> int | None:
-        """Number of the first batch that came from the new pool."""
-        for change in self._training.traces.changes:
+        """Number of the first batch that came from the new pool after its queues had found their level; None before."""
+        log = self._training.traces
+        for change in log.changes:
             if change.batch >= block.mark and change.config.key() == block.config.key():
-                return change.serves_from
+                served = log.block(change.serves_from)
+                if not served:
+                    return None
+                turned_over = change.serves_from + change.config.num_workers * (change.config.prefetch_factor or 0)
+                is_late = served[-1].step_end - served[0].requested > LEVEL_S
+                return turned_over if log.end >= turned_over else log.end if is_late else None
         return None
 
     def _traces(self, first: int) -> list[BatchTrace]:
         log = self._training.traces
         first = max(first, log.end - MOST_LOOKED_AT) if log.end - first > 2 * MOST_LOOKED_AT else first
         return continuous(log.block(first), log.changes)
+
+
+def _measured(traces: list[BatchTrace], workers: int) -> Measurement:
+    started = min(traces[0].requested, traces[0].fetch_start)
+    return replace(summarise(traces, workers=workers, started=started), traces=tuple(traces[-MOST_LOOKED_AT:]))
 
 
 def waiting_share(measured: Measurement) -> float:

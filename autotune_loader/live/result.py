@@ -1,4 +1,4 @@
-"""What a live loader found, as the `TuningResult` that `tune()` returns: blocks are its trials, paired blocks its finals."""
+"""What a live loader found, as the `TuningResult` that `tune()` returns: blocks are its trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.advice import Evidence as AdviceEvidence
 from autotune_loader.report.advice import advise, judge
-from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Finals, Measured, Spent, Verdict
+from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial, role_of
@@ -70,7 +70,6 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoade
         verdict=verdict,
         advice=advice,
         summary=_summary(tuner, config, verdict),
-        finals=_finals(tuner),
         spent=Spent(seconds=round(tuner.trained_s, 3), bursts=len(evidence)),
         fingerprint=inspect_machine().fingerprint(dataset=type(loader.dataset).__name__),
         twin=None if beliefs is None else beliefs.context,
@@ -127,14 +126,6 @@ def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:
         )
         for number, each in enumerate(evidence)
     )
-
-
-def _finals(tuner: Tuner) -> Finals:
-    if not tuner.races:
-        return Finals()
-    race = tuner.races[-1]
-    configs = tuple(race.configs)
-    return Finals(configs=configs, rounds=tuple(tuple(e.rates.get(c) for c in configs) for e in race.rounds))
 
 
 def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict) -> tuple[str, ...]:

@@ -25,6 +25,11 @@ class ShiftTest:
         self._reference: list[float] = []
         self._up = self._down = 0.0
 
+    @property
+    def blocks(self) -> int:
+        """Those that tell the level."""
+        return len(self._reference)
+
     def add(self, log_rate: float) -> bool:
         count = len(self._reference)
         if count < REFERENCE and not max(self._up, self._down) > SLACK:

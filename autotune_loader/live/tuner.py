@@ -1,6 +1,6 @@
 """When a loader changes, and to what: the policy of `decision`, asked between the batches of a training loop.
 
-    look ── explore ── paired blocks ── settled, silent ── the rate has shifted for good ── look ...
+    look ── explore ── settled ── looked at once more ── silent ── the rate has shifted for good ── look ...
 
 `look` observes what runs. Where the loop hardly waits, nothing faster is tried, only cheaper; else whatever the policy
 proposes, the plain rule first, as long as trying may be paid for: 1 % of the time trained, what was gained so far, and a
@@ -12,23 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
-from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.policy import Explore, Goal, Stop, compare, explore
-from autotune_loader.decision.race import Race, RaceRules
-from autotune_loader.decision.rounds import in_turning_order
-from autotune_loader.decision.selection import choose, cost
+from autotune_loader.decision.policy import Explore, Goal, explore
+from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import Space
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.traces import continuous
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Measurement
 
 LEAST_GAIN = 0.01
 """A loop that could gain less than this is left alone."""
@@ -36,8 +33,6 @@ TOLERANCE = 0.02
 """Relative difference that counts as equally fast."""
 EXPLORE_TOLERANCE = 0.025
 """The same for exploring, which ends where no block is expected to gain 0.4 times as much: `LEAST_GAIN`."""
-LEAST_DOUBT = 0.005
-"""Paired blocks are worth it where more than this share is expected to be lost without them."""
 MOST_LOST_SHARE = 0.01
 """Of the time trained, what trying may cost in all ..."""
 CREDIT_S = 2.0
@@ -46,13 +41,13 @@ WATCH_S = 1.5
 """Length of a block while the loader is settled."""
 LEAST_SHARE = 100.0
 """After a look at a block that is not whole yet, the loop is left alone for so many times as long."""
+CONFIRMING_BLOCKS = 6
+"""Blocks after which the rate of what was settled on is known better than by its trial."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
-ROUND_LOSS = 0.25
-"""Share of a round of paired blocks that changing to and fro costs, about."""
 WORKERS_PER_CORE = 8
 SPARE = 1.5
-"""More workers than this times what the step needs are no help."""
+"""More workers than this times what the step needs, or what the cores can run, are no help."""
 MOST_WORKERS = 64
 
 log = logging.getLogger("autotune_loader.live")
@@ -123,11 +118,11 @@ class Tuner:
         self._unaffordable_s = math.inf
         self._saves_workers = True
         """Fewer workers are tried once: after a shift they are left alone."""
+        self._is_confirmed = False
         self._told: LoaderConfig | None = None
         self.trained_s = self.gained_s = 0.0
         self.history: list[Event] = []
         self.beliefs: Beliefs | None = None
-        self.races: list[Race] = []
         self.is_settled = False
 
     @property
@@ -152,7 +147,7 @@ class Tuner:
             if (yield from self._has_shifted()):
                 self._note("shift")
                 self._base, self.beliefs, self.gained_s = None, None, min(self.gained_s, 0.0)
-                self._saves_workers = False
+                self._saves_workers = self._is_confirmed = False
 
     def _settle(self) -> Generator[float, None, None]:
         self.is_settled = False
@@ -187,7 +182,7 @@ class Tuner:
 
     def _useful_workers(self, measured: Measurement) -> int:
         needed = SPARE * measured.service_s / max(measured.step_s, 1e-9) + 2
-        runnable = self._job.usable_cores * measured.service_s / max(measured.service_cpu_s, 1e-9) + 1
+        runnable = SPARE * self._job.usable_cores * measured.service_s / max(measured.service_cpu_s, 1e-9) + 1
         useful = min(MOST_WORKERS, WORKERS_PER_CORE * self._job.usable_cores, max(2.0, needed), max(2.0, runnable))
         most = self._job.max_workers
         return round(useful) if most is None else min(most, round(useful))
@@ -246,37 +241,15 @@ class Tuner:
         return config.num_workers * worker_s + slower * max(1.0, self._source.cost_s(config, Ask()))
 
     def _decide(self, beliefs: Beliefs) -> Steps:
-        """Run what is best, by paired blocks where that is in doubt."""
+        """Run what is believed to be the best of what was observed."""
         posterior = beliefs.posterior()
-        if posterior is None:
-            return
-        tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in posterior.configs]
-        if not tried:
+        tried = (
+            [] if posterior is None else [key for key in {e.key: 0 for e in beliefs.log} if key in posterior.configs]
+        )
+        if posterior is None or not tried:
             yield from self._change_to(self._job.start)
             return
-        known = posterior.at(tried)
-        candidates = shortlist(known, beliefs.space, TOLERANCE)
-        winner = candidates[0]
-        doubt = known.regret_samples()[:, known.configs.index(winner)].mean()
-        if len(candidates) > 1 and doubt > LEAST_DOUBT:
-            winner = yield from self._compare(beliefs, candidates)
-        yield from self._change_to(winner)
-
-    def _compare(self, beliefs: Beliefs, candidates: Sequence[LoaderConfig]) -> Generator[float, None, LoaderConfig]:
-        rules = RaceRules(
-            tolerance=TOLERANCE, cost=lambda config: cost(config, beliefs.space), patience_s=self.affordable_s
-        )
-        race = Race(candidates, candidates[0], rules, beliefs.posterior)
-        self.races.append(race)
-        while not isinstance(todo := compare(race, self.affordable_s / ROUND_LOSS), Stop):
-            begun, outcomes = self._clock(), list[tuple[LoaderConfig, Measurement | Failure]]()
-            number = len(race.rounds)
-            for config, _ in in_turning_order(todo.configs, lambda config: None, number):
-                seen = yield from self._observe(config, Ask(phase="compare", group=number))
-                outcomes.append((config, seen.outcome))
-            race.record(outcomes, self._clock() - begun)
-        outcome = race.outcome()
-        return candidates[0] if outcome is None else outcome.winner
+        yield from self._change_to(choose(posterior.at(tried), beliefs.space, TOLERANCE)[0])
 
     def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
         """A block of this configuration; added to what is known."""
@@ -319,8 +292,22 @@ class Tuner:
             samples = sum(trace.samples for trace in traces) / len(traces) * (len(traces) - round_)
             if test.add(math.log(samples / max(seconds, 1e-9))):
                 return True
-            if self._unaffordable_s <= self.affordable_s:
+            is_new = not self._is_confirmed and test.blocks >= CONFIRMING_BLOCKS
+            if is_new:
+                self._confirm(config)
+            if is_new or self._unaffordable_s <= self.affordable_s:
                 return False
+
+    def _confirm(self, config: LoaderConfig) -> None:
+        """Queues may hide for longer than a block that too little is made: what runs on is looked at once more."""
+        self._is_confirmed = True
+        if self._job.is_fixed or self.beliefs is None:
+            return
+        end = self._training.traces.end
+        seen = self._source.latest(config, end - MOST_LOOKED_AT)
+        if seen is not None:
+            self.beliefs.log.add(seen)
+            self._note("block", seen)
 
     def _account(self) -> None:
         """Time trained since the last look, and what it gained over the configuration at the start."""

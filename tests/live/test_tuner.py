@@ -19,10 +19,10 @@ from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
 
 ALONE, TWO, TEN = LoaderConfig(), LoaderConfig(num_workers=2), LoaderConfig(num_workers=10)
-STORAGE = SimulatedMachine(cores=2, cpu_s=0.001, wait_s=0.031, step_s=0.004, noise_sd=0.02)
+STORAGE = SimulatedMachine(cores=2, cpu_s=0.003, wait_s=0.093, step_s=0.012, noise_sd=0.02)
 COMPUTING = SimulatedMachine(cores=2, cpu_s=0.03, step_s=0.005, noise_sd=0.02)
 STEP = SimulatedMachine(cores=2, cpu_s=0.002, step_s=0.06, noise_sd=0.02)
-IN_MEMORY = SimulatedMachine(cores=2, cpu_s=0.0003, step_s=0.0006, step_cores=1, receive_s=0.001, noise_sd=0.02)
+IN_MEMORY = SimulatedMachine(cores=2, cpu_s=0.0012, step_s=0.0024, step_cores=1, receive_s=0.004, noise_sd=0.02)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def test_after_it_has_settled_an_hour_is_silent() -> None:
 
 
 def test_when_storage_turns_four_times_slower_it_begins_again() -> None:
-    slower = replace(STORAGE, wait_s=0.05, step_s=0.01)
-    trained = train(replace(STORAGE, wait_s=0.012, step_s=0.01), 120, then=slower)
+    slower = replace(STORAGE, wait_s=0.1, step_s=0.02)
+    trained = train(replace(STORAGE, wait_s=0.025, step_s=0.02), 120, then=slower)
     probe = SimulatedProbe(slower, FakeClock())
     late = [when for when, _ in trained.training.changes if when > 60]
 
