@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from autotune_loader.live import ledger
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
@@ -76,6 +77,7 @@ class EpochIterator(Iterator[Any]):
         self._is_measured = False
         self._first = self._state.traces.end
         self._close_next()
+        ledger.is_busy(self)
         if not self._took_up():
             if self._pool is not None:
                 self._pool.close()  # first, so that the old workers are gone before new ones come
@@ -94,7 +96,8 @@ class EpochIterator(Iterator[Any]):
             self._change()
         while True:
             pool = self._pool
-            assert pool is not None
+            if pool is None:  # asked once more after its end, when its workers had been let go
+                raise StopIteration
             try:
                 pool.is_waiting = True
                 batch, fetch, number = pool.receive()
@@ -137,6 +140,7 @@ class EpochIterator(Iterator[Any]):
         begun, before = time.monotonic(), len(self._in_hand)
         while True:
             self._config = self._carefully(self._state.config)
+            ledger.make_room(lambda: self._state.budgets.fits_now(self._config, self._state.shape))
             try:
                 pool = Pool(self._parts, self._config, self.order, self._pools)
                 break
@@ -174,8 +178,13 @@ class EpochIterator(Iterator[Any]):
     def _change(self) -> None:
         """Close the feed; start the next pool beside the old one where that is allowed."""
         pool = self._pool
-        assert pool is not None
-        if self._parts.is_stream or self._next_pool is not None or not pool.feed.is_open or not self.order.has_more:
+        if (
+            pool is None
+            or self._parts.is_stream
+            or self._next_pool is not None
+            or not pool.feed.is_open
+            or not self.order.has_more
+        ):
             return
         pool.feed.is_open = False
         if self._state.budgets.may_overlap(pool.config, self._state.config, self._state.shape):
@@ -192,6 +201,8 @@ class EpochIterator(Iterator[Any]):
         if pool.feed.is_open or (self._next_pool is None and not self.order.has_more):
             self.order.is_over = True
             self._state.traces.trim()
+            if pool.config.persistent_workers:
+                ledger.rests(self)
             raise StopIteration
         self._pool, self._next_pool = self._next_pool, None
         pool.close()
@@ -274,6 +285,12 @@ class EpochIterator(Iterator[Any]):
         known = self._state.shape
         self._state.shape = shape if known is None or shape.bytes > known.bytes else known
         self._is_measured = True
+
+    def let_go(self) -> None:
+        """End the kept workers; the next epoch starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _close_next(self) -> None:
         if self._next_pool is not None:

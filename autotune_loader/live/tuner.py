@@ -41,6 +41,10 @@ WATCH_S = 1.5
 """Length of a block while the loader is settled."""
 LEAST_SHARE = 100.0
 """After a look at a block that is not whole yet, the loop is left alone for so many times as long."""
+SAME_BALANCE = 0.2
+"""Fetching over stepping has not changed if its logarithm differs by less."""
+MOST_EVENTS = 2_000
+"""Lines of history that are remembered."""
 CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
 WORKER_START_S = 0.02
@@ -118,7 +122,9 @@ class Tuner:
         self._unaffordable_s = math.inf
         self._saves_workers = True
         """Fewer workers are tried once: after a shift they are left alone."""
-        self._is_confirmed = False
+        self._is_confirmed = self._is_as_before = False
+        self._balance: tuple[LoaderConfig, float] | None = None
+        """Of what it settled on."""
         self._told: LoaderConfig | None = None
         self.trained_s = self.gained_s = 0.0
         self.history: list[Event] = []
@@ -157,12 +163,25 @@ class Tuner:
             if seen.measurement is not None:
                 cores = self._step_cores(self._cpu_clock() - cpu_s, self._clock() - begun, first)
                 self._begin(seen, cores)
-        if not self._job.is_fixed:
+                self._is_as_before = self._is_only_slower(seen)
+        if not self._job.is_fixed and not self._is_as_before:
             while (config := self._next(self.beliefs)) is not None:
                 yield from self._observe(config, Ask(group=len(self.beliefs.log)))
             yield from self._decide(self.beliefs)
+        self._keep_balance(self.beliefs)
         self.is_settled = True
         self._note("settled")
+
+    def _is_only_slower(self, seen: Evidence) -> bool:
+        """Whether fetching and stepping have shifted alike: then what was best among the configurations still is."""
+        if self._balance is None:
+            return False
+        config, before = self._balance
+        return seen.key == config and abs(_balance(seen) - before) < SAME_BALANCE
+
+    def _keep_balance(self, beliefs: Beliefs) -> None:
+        own = [each for each in beliefs.log if each.key == self._training.config.key() and each.measurement is not None]
+        self._balance = (own[-1].key, _balance(own[-1])) if own else None
 
     def _begin(self, seen: Evidence, step_cores: float) -> None:
         measured = seen.measurement
@@ -307,6 +326,7 @@ class Tuner:
         seen = self._source.latest(config, end - MOST_LOOKED_AT)
         if seen is not None:
             self.beliefs.log.add(seen)
+            self._keep_balance(self.beliefs)
             self._note("block", seen)
 
     def _account(self) -> None:
@@ -346,10 +366,11 @@ class Tuner:
             seconds=self.trained_s,
             batch=self._training.traces.end,
             config=self._training.config if seen is None else seen.config,
-            evidence=seen,
+            evidence=seen if measured is None or seen is None else replace(seen, outcome=replace(measured, traces=())),
             waiting=None if measured is None else waiting_share(measured),
         )
         self.history.append(event)
+        del self.history[:-MOST_EVENTS]
         if kind == "settled" and event.config.key() != self._told:
             self._told = event.config.key()
             self._on_change(event)
@@ -363,6 +384,13 @@ def _alone_s(seen: Evidence, cores: int) -> float:
     fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
     crowding = min(1.0, cores / (seen.config.num_workers + 1))
     return crowding * fetch_s + measured.step_s
+
+
+def _balance(seen: Evidence) -> float:
+    """Logarithm of fetching over stepping."""
+    measured = seen.measurement
+    assert measured is not None
+    return math.log(max(measured.service_s, 1e-9) / max(measured.step_s, 1e-9))
 
 
 def _period_s(seen: Evidence) -> float:

@@ -120,6 +120,14 @@ def test_when_storage_turns_four_times_slower_it_begins_again() -> None:
     assert probe.truth(trained.training.config, batches=400) > 0.95 * best_rate(slower)
 
 
+def test_a_machine_that_turns_slower_as_a_whole_is_no_reason_to_try_anything() -> None:
+    slower = replace(COMPUTING, cpu_s=0.045, step_s=0.0075)
+    trained = train(COMPUTING, 120, then=slower)
+
+    assert [event.kind for event in trained.tuner.history].count("shift") >= 1
+    assert [when for when, _ in trained.training.changes if when > 60] == []
+
+
 def test_trying_never_costs_more_than_it_may() -> None:
     trained = train(replace(COMPUTING, noise_sd=0.1), 120, LoaderConfig(num_workers=3, prefetch_factor=4))
     fixed = SimulatedProbe(COMPUTING, FakeClock()).truth(LoaderConfig(num_workers=3, prefetch_factor=4))

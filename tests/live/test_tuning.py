@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
+from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.epoch import EpochIterator
 from autotune_loader.live.loader import FIRST_WORKERS
 from studies.live.schedules import Numbers, Stream
@@ -221,3 +222,19 @@ def test_what_was_learnt_is_part_of_the_state() -> None:
 
     assert second.config.num_workers == 3
     assert len(list(second)) == 9
+
+
+def test_idle_workers_of_one_loader_go_where_another_needs_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = LoaderConfig(num_workers=2, persistent_workers=True)
+    validation = AutoLoader(Numbers(20), batch_size=2, config=kept, tune=False)
+    training = AutoLoader(Numbers(20), batch_size=2, config=LoaderConfig(num_workers=1), tune=False)
+    list(validation)
+    list(training)
+    assert len(multiprocessing.active_children()) == 2
+
+    monkeypatch.setattr(Budgets, "fits_now", lambda *_: len(multiprocessing.active_children()) == 0)
+    list(training)
+    assert multiprocessing.active_children() == []
+    monkeypatch.undo()
+
+    assert firsts(validation) == list(range(0, 20, 2))
