@@ -57,7 +57,7 @@ class SimulatedProbe:
             return failure
         if plan.whole_epochs:
             return self._burst_of_epochs(config, plan)
-        run = Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s)
+        run = _Events(self._disturbed(), config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s)
         begun = next_check = self._clock()
         traces: list[BatchTrace] = []
         for trace in run.batches():
@@ -92,7 +92,7 @@ class SimulatedProbe:
         return replace(measured, samples_per_s=epochs_rate(ends, samples), samples=samples, window_s=ends[-1] - ends[0])
 
     def _epochs(
-        self, disturbed: Disturbed, config: LoaderConfig, seed: int, begun: float
+        self, disturbed: _Disturbed, config: LoaderConfig, seed: int, begun: float
     ) -> Iterator[list[BatchTrace]]:
         """Epoch after epoch, each in an order of its own; workers that persist are started once."""
         if self.epoch_batches is None:
@@ -103,7 +103,7 @@ class SimulatedProbe:
         for number in itertools.count():
             order = itertools.islice(batches, self.epoch_batches)
             is_running = number > 0 and (config.persistent_workers or not config.num_workers)
-            epoch = list(Events(disturbed, config, order, begun, is_running=is_running).batches())
+            epoch = list(_Events(disturbed, config, order, begun, is_running=is_running).batches())
             begun = epoch[-1].step_end
             yield epoch
 
@@ -138,7 +138,7 @@ class SimulatedProbe:
         if config not in self._truths:
             if warm is None:
                 warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
-            run = Events(Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
+            run = _Events(_Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
             ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
             wave = min(max(config.num_workers, 1), batches // 2)
             begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
@@ -147,18 +147,18 @@ class SimulatedProbe:
 
     def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
         """The same over `epochs` whole epochs, after one that is not timed."""
-        undisturbed = Disturbed(self.machine, 1.0)
+        undisturbed = _Disturbed(self.machine, 1.0)
         runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
         ends = [epoch[-1].step_end for epoch in runs]
         return self.machine.batch_size * (self.epoch_batches or 0) * epochs / (ends[-1] - ends[0])
 
-    def _disturbed(self) -> Disturbed:
+    def _disturbed(self) -> _Disturbed:
         machine = self.machine
         slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
         slower *= 1.0 + machine.drift_per_hour * self._clock() / 3600.0
         if self._rng.random() < machine.spike_share:
             slower *= machine.spike_factor
-        return Disturbed(machine, slower)
+        return _Disturbed(machine, slower)
 
     def _rss_bytes(self, config: LoaderConfig) -> int:
         queued = config.num_workers * (config.prefetch_factor or 0) * self.machine.batch_bytes
@@ -182,7 +182,7 @@ class SimulatedProbe:
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbed:
+class _Disturbed:
     """A machine during one burst, in which everything takes `slower` times as long."""
 
     machine: SimulatedMachine
@@ -226,7 +226,7 @@ def _trace(
     )
 
 
-class Events:
+class _Events:
     """One training run, event by event: processor sharing between the workers that compute and the step.
 
     Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the
@@ -235,7 +235,7 @@ class Events:
 
     def __init__(
         self,
-        disturbed: Disturbed,
+        disturbed: _Disturbed,
         config: LoaderConfig,
         order: Iterator[int],
         begun: float,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from autotune_loader.live.traces import Change, LiveTraces
 from autotune_loader.testing.clock import FakeClock
 from autotune_loader.testing.machine import SimulatedMachine
-from autotune_loader.testing.simulation import Disturbed, Events
+from autotune_loader.testing.simulation import _Disturbed, _Events
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
@@ -77,11 +77,11 @@ class SimulatedTraining:
         self._clock.now = trace.step_end
         return trace
 
-    def _started(self, begun: float, reason: str, in_hand: int) -> tuple[Events, Iterator[BatchTrace]]:
+    def _started(self, begun: float, reason: str, in_hand: int) -> tuple[_Events, Iterator[BatchTrace]]:
         config, machine = self._running, self._machine
         start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
-        run = Events(
-            Disturbed(machine, self._slower),
+        run = _Events(
+            _Disturbed(machine, self._slower),
             config,
             self._feed(),
             begun,
@@ -106,5 +106,5 @@ class SimulatedTraining:
 
     def _disturb(self) -> None:
         run = self._run
-        run.disturbed = Disturbed(self._machine, self._slower)
+        run.disturbed = _Disturbed(self._machine, self._slower)
         run.machine, run.step_s = self._machine, run.disturbed.step_seconds(self._running.consumer_threads)

@@ -30,8 +30,8 @@ from studies.regret.oracle import config_of, key
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "convergence.jsonl"
-SURVEYED = (0, 1, 2, 3, 4, 6, 8, 11, 14, 18)
-SURVEY_S, ROUND_S, ROUNDS = 0.8, 1.5, 4
+SURVEYED = (0, 1, 2, 4, 7, 10, 14, 18)
+SURVEY_S, ROUND_S, ROUNDS = 0.8, 1.5, 3
 LIVE_S, HORIZON_S = 60.0, 120.0
 SETTLED_SHARE = 0.95
 SLOWER = 4.0
@@ -335,7 +335,7 @@ def reached_s(per_s: Sequence[float], rate: float) -> float | None:
 
 def table(kept_records: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of 4 rounds) "
+        "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of the rounds) "
         "| first 60 s (90 %) | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train "
         "| default | workers = cores |",
         "|---|---|---|---|---|---|---|---|---|---|",

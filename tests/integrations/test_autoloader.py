@@ -19,6 +19,7 @@ from autotune_loader.results.loader_file import Measured
 from autotune_loader.values.statistics import Interval
 
 pytestmark = [
+    pytest.mark.timeout(300),  # the frameworks' imports take most of it on a busy machine
     pytest.mark.system,
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
