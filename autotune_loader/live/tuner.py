@@ -49,7 +49,8 @@ CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
-WORKERS_PER_CORE = 8
+WORKERS_PER_CORE = 16
+"""Workers that wait take no core; what a fetch takes of one bounds the others."""
 SPARE = 1.5
 """More workers than this times what the step needs, or what the cores can run, are no help."""
 MOST_WORKERS = 64
