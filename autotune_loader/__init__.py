@@ -1,6 +1,8 @@
 """Finds the cheapest PyTorch DataLoader configuration that is as fast as anything this machine can do, and proves it.
 
-    from autotune_loader import tune, load_config
+    from autotune_loader import AutoLoader, tune, load_config
+
+    loader = AutoLoader(dataset, batch_size=64, shuffle=True)       # a DataLoader that tunes itself while it trains
 
     result = tune(dataset, model, batch_size=64, output="loader.json")
     config = load_config("loader.json")
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
+    from autotune_loader.live.loader import AutoLoader
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.results.load import load_config
     from autotune_loader.results.result import TuningResult
@@ -24,9 +27,19 @@ if TYPE_CHECKING:
     from autotune_loader.values.config import LoaderConfig
     from autotune_loader.values.errors import TunerError
 
-__all__ = ["DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__", "load_config", "tune"]
+__all__ = [
+    "AutoLoader",
+    "DevicePrefetcher",
+    "LoaderConfig",
+    "TunerError",
+    "TuningResult",
+    "__version__",
+    "load_config",
+    "tune",
+]
 
 _HOMES = {
+    "AutoLoader": "live.loader",
     "DevicePrefetcher": "pipeline.prefetch",
     "LoaderConfig": "values.config",
     "TunerError": "values.errors",

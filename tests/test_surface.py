@@ -11,6 +11,7 @@ import pytest
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
+    "AutoLoader",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",

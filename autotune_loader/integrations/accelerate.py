@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 from autotune_loader.integrations import require
+from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.lockstep import from_bytes, to_bytes
@@ -42,6 +43,29 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
     result = tune(loader, model, **options)
     result.best.apply()
     return rebuild(loader, result.best), result
+
+
+def tune_live(prepared: Any, **options: Any) -> Any:
+    """A loader that `accelerator.prepare` made, or a Trainer's `get_train_dataloader`, tuning itself while it trains.
+
+    The prepared loader stays what it is; what it takes its batches from becomes an AutoLoader: `loader.base_dataloader`.
+
+    Args:
+        prepared: the loader.
+        **options: of AutoLoader.
+
+    Raises:
+        TypeError: Accelerate did not make this loader, or rank 0 loads for all with it.
+    """
+    from accelerate.data_loader import DataLoaderShard
+
+    if not isinstance(prepared, DataLoaderShard):
+        raise TypeError(
+            f"prepared={type(prepared).__name__} takes its batches from no loader of its own on each rank; "
+            "what accelerator.prepare(loader) returns with dispatch_batches=False would work"
+        )
+    prepared.base_dataloader = AutoLoader(prepared.base_dataloader, **options)
+    return prepared
 
 
 def dispatches(accelerator: Any, loader: Any) -> bool:

@@ -8,13 +8,17 @@ DistributedSampler to the rebuilt loader as it would to the original.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from autotune_loader.integrations import require
+from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
+
+log = logging.getLogger(__name__)
 
 
 def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> Any:
@@ -70,6 +74,30 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
         if is_data_module and getattr(type(source), name, None) is not getattr(lightning.LightningDataModule, name):
             setattr(TunedDataModule, name, lambda self, name=name: getattr(source, name)())
     return TunedDataModule()
+
+
+def loader_watch(path: str | None = None) -> Any:
+    """A callback that says after an epoch, once, where an AutoLoader no longer trains as `loader.json` says.
+
+    Args:
+        path: the file; by default the one that `load_config()` finds.
+
+    Raises:
+        MissingExtraError: Lightning is not installed.
+    """
+    lightning = require("lightning.pytorch", feature="Watching in Lightning", extra="lightning")
+
+    class LoaderWatch(lightning.Callback):  # type: ignore[misc, name-defined]
+        said: str | None = None
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
+            loader = trainer.train_dataloader
+            if self.said is None and isinstance(loader, AutoLoader):
+                self.said = loader.check(path)
+                if self.said is not None:
+                    log.warning(self.said)
+
+    return LoaderWatch()
 
 
 def _train_loader(source: Any) -> Any:

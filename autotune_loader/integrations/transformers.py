@@ -7,12 +7,16 @@ tune_trainer(trainer, budget="60s"); trainer.train()                       # tun
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from autotune_loader.integrations import require
+from autotune_loader.live.loader import AutoLoader
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
+
+log = logging.getLogger(__name__)
 
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
@@ -72,3 +76,27 @@ def plain_loader(trainer: Any) -> Any:
         prefetch_factor=args.dataloader_prefetch_factor if workers else None,
         persistent_workers=args.dataloader_persistent_workers and workers > 0,
     )
+
+
+def loader_watch(path: str | None = None) -> Any:
+    """A callback that says after an epoch, once, where an AutoLoader no longer trains as `loader.json` says.
+
+    Args:
+        path: the file; by default the one that `load_config()` finds.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+    transformers = require("transformers", feature="Watching a Trainer", extra="transformers")
+
+    class LoaderWatch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        said: str | None = None
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+            loader = getattr(given.get("train_dataloader"), "base_dataloader", given.get("train_dataloader"))
+            if self.said is None and isinstance(loader, AutoLoader):
+                self.said = loader.check(path)
+                if self.said is not None:
+                    log.warning(self.said)
+
+    return LoaderWatch()

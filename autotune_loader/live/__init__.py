@@ -1,4 +1,5 @@
-"""AutoLoader: a DataLoader whose workers can change while it trains, with the samples of one that never changes.
+"""AutoLoader: a DataLoader that tunes its workers while it trains, with the samples of one that never changes.
 
-loader (what frameworks see) - iterator (one epoch: changes, losses) - pool (one DataLoader) - order (which batch is next).
+loader (what frameworks see) - epoch (changes, losses) - pool (one DataLoader) - order (which batch is next)
+tuner (when to change, to what) - block_source (evidence from batches) - shift (is it still so) - result (loader.json)
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Arguments that torch refuses without workers; for an AutoLoader the number of workers is only a start."""
@@ -35,6 +35,6 @@ def _arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
         return asked | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_sampler is None:
         return asked | {"batch_size": None, "sampler": loader.sampler}
-    if loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+    if loader.batch_size is not None:  # then it made its batch sampler itself
         return asked | {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
     return asked | {"batch_sampler": loader.batch_sampler}

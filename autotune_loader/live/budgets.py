@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune_loader.decision.space import BatchCost, Limits, Space
-from autotune_loader.machine.limits import local_world_size, memory_budget, shared_memory
+from autotune_loader.machine.limits import local_world_size, memory_budget, open_files_limit, shared_memory
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 
+PREFETCH_FACTORS = (2, 4, 8)
+"""A queue of one batch a worker is never faster beyond the noise, and each value is one more to be tried."""
 SAFE_SHARE = 0.5
 """Of the memory that is free, two pools at once may take so much; the training's own use may grow."""
 
@@ -68,12 +70,48 @@ class Budgets:
             and space.memory_need(new) <= _least(host * SAFE_SHARE / ranks if host is not None else None)
         )
 
+    def fits_now(self, config: LoaderConfig, shape: BatchShape | None) -> bool:
+        """Whether shared memory and memory as they are free now would do for a pool."""
+        if shape is None or not config.num_workers:
+            return True
+        space = self.search_space(config.num_workers, config, shape)
+        return space.veto(config) is None
+
+    def search_space(self, most_workers: int, like: LoaderConfig, shape: BatchShape | None) -> Space:
+        """The configurations that may be tried, in what differs from `like` workers and prefetch.
+
+        Args:
+            most_workers: that could help.
+            like: what stays as it is: pinning, order, start method.
+            shape: of a batch.
+        """
+        shm, memory, ranks = shared_memory(), memory_budget().available_bytes, local_world_size()
+        most = most_workers if self.max_workers is None else min(most_workers, self.max_workers)
+        return Space(
+            max_workers=most,
+            workers_are_capped=self.max_workers is not None,
+            prefetch_factors=PREFETCH_FACTORS,
+            pin_memory=(like.pin_memory,),
+            in_order=(like.in_order,),
+            multiprocessing_contexts=(like.multiprocessing_context,),
+            limits=Limits(
+                shm_bytes=_whole(_least(self.max_shm, shm.free_bytes / ranks if shm else None)),
+                memory_bytes=_whole(_least(self.max_host_memory, memory / ranks if memory is not None else None)),
+                descriptors=open_files_limit(),
+            ),
+            batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
+        )
+
     def _space(self, shape: BatchShape | None) -> Space:
         return Space(
             max_workers=1,
             limits=Limits(shm_bytes=self.max_shm, memory_bytes=self.max_host_memory),
             batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
         )
+
+
+def _whole(bound: float) -> int | None:
+    return None if bound == float("inf") else int(bound)
 
 
 def _least(*bounds: float | None) -> float:

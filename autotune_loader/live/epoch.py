@@ -8,11 +8,13 @@ worker lost ── pool closed ── what it had in hand is put back ── poo
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from autotune_loader.live import ledger
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
@@ -20,11 +22,16 @@ from autotune_loader.live.traces import Change, LiveTraces
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
 
 MOST_LOSSES = 3
 """After so many losses without a batch in between torch's error is raised: the next start would not help either."""
 
 logger = logging.getLogger(__name__)
+
+
+def _never(now: float) -> float:  # noqa: ARG001 - a tuner looks at the clock
+    return math.inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +46,14 @@ class LoaderState:
     """The largest batch seen at the start of an epoch."""
     losses: int = 0
     """Pools that were started anew because workers were lost."""
+    own: LoaderConfig | None = None
+    """What the user would have: where another configuration raises, this one tries the same batch. None: no other runs."""
+    failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
+    """Configurations that raised where the user's own did not."""
+    wake: float = math.inf
+    """When `look` is to be called next, in seconds of the traces' clock."""
+    look: Callable[[float], float] = _never
+    """Thinks between two batches; returns when to be called again."""
 
 
 class EpochIterator(Iterator[Any]):
@@ -58,9 +73,11 @@ class EpochIterator(Iterator[Any]):
         self._parts, self.order, self._in_hand = parts, order, order.in_hand
         self._pools, self._losses, self._delivered = 0, 0, -1
         self._last: tuple[Fetch, float, float] | None = None
+        self._suspect: tuple[LoaderConfig, int] | None = None
         self._is_measured = False
         self._first = self._state.traces.end
         self._close_next()
+        ledger.is_busy(self)
         if not self._took_up():
             if self._pool is not None:
                 self._pool.close()  # first, so that the old workers are gone before new ones come
@@ -73,11 +90,14 @@ class EpochIterator(Iterator[Any]):
             fetch, asked, received = self._last
             self._last = None
             self._note((fetch, asked, received, requested))
+        if requested >= self._state.wake:
+            self._state.wake = self._state.look(requested)
         if self._state.config is not self._config:
             self._change()
         while True:
             pool = self._pool
-            assert pool is not None
+            if pool is None:  # asked once more after its end, when its workers had been let go
+                raise StopIteration
             try:
                 pool.is_waiting = True
                 batch, fetch, number = pool.receive()
@@ -117,9 +137,10 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def _started(self, reason: Literal["start", "change", "loss", "epoch"]) -> Pool:
-        begun = time.monotonic()
+        begun, before = time.monotonic(), len(self._in_hand)
         while True:
             self._config = self._carefully(self._state.config)
+            ledger.make_room(lambda: self._state.budgets.fits_now(self._config, self._state.shape))
             try:
                 pool = Pool(self._parts, self._config, self.order, self._pools)
                 break
@@ -130,11 +151,21 @@ class EpochIterator(Iterator[Any]):
                     self._pool.close(is_lost=True)
                     self._pool = None
                 self.order.put_back()
+            except Exception as error:
+                if not self._is_given_up(self._config, error):
+                    raise
         self._pools += 1
         now = time.monotonic()
         first = self._state.traces.end + (self._last is not None)
         self._state.traces.changes.append(
-            Change(batch=first, config=self._config, reason=reason, begun=begun, blocked_s=now - begun)
+            Change(
+                batch=first,
+                serves_from=first + before,
+                config=self._config,
+                reason=reason,
+                begun=begun,
+                blocked_s=now - begun,
+            )
         )
         return pool
 
@@ -147,8 +178,13 @@ class EpochIterator(Iterator[Any]):
     def _change(self) -> None:
         """Close the feed; start the next pool beside the old one where that is allowed."""
         pool = self._pool
-        assert pool is not None
-        if self._parts.is_stream or self._next_pool is not None or not pool.feed.is_open or not self.order.has_more:
+        if (
+            pool is None
+            or self._parts.is_stream
+            or self._next_pool is not None
+            or not pool.feed.is_open
+            or not self.order.has_more
+        ):
             return
         pool.feed.is_open = False
         if self._state.budgets.may_overlap(pool.config, self._state.config, self._state.shape):
@@ -165,6 +201,8 @@ class EpochIterator(Iterator[Any]):
         if pool.feed.is_open or (self._next_pool is None and not self.order.has_more):
             self.order.is_over = True
             self._state.traces.trim()
+            if pool.config.persistent_workers:
+                ledger.rests(self)
             raise StopIteration
         self._pool, self._next_pool = self._next_pool, None
         pool.close()
@@ -179,9 +217,10 @@ class EpochIterator(Iterator[Any]):
         pools = [pool for pool in (self._pool, self._next_pool) if pool is not None]
         lost = [pool for pool in pools if isinstance(error, Exception) and pool.has_lost(error)]
         if not lost or self._parts.is_stream:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not self._is_tried_again(error):
                 self.order.drop_next()
-            return False
+                return False
+            return isinstance(error, Exception)
         may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         without_frames(error)
         for pool in pools:
@@ -192,6 +231,41 @@ class EpochIterator(Iterator[Any]):
         self._pool = None
         self._pool = self._started("loss")
         logger.warning("%s; started %s, %d batches are fetched again", error, self._config, count)
+        return True
+
+    def _is_given_up(self, config: LoaderConfig, error: Exception) -> bool:
+        """Whether the user's own configuration takes the place of one that failed."""
+        own = self._state.own
+        if own is None or config.key() == own.key() or self._parts.is_stream:
+            return False
+        message = f"{type(error).__name__} with {config}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+        self._state.failures[config.key()] = Failure(kind="user_exception", phase="batches", message=message)
+        self._state.config = own
+        return True
+
+    def _is_tried_again(self, error: Exception) -> bool:
+        """Whether the user's own configuration shall fetch the batch that raised with another one.
+
+        Where it raises there, too, it is the data's fault, and the other configuration goes on.
+        """
+        pool, number = self._pool, min(self._in_hand, default=-1)
+        assert pool is not None
+        if self._suspect is not None and self._suspect[1] == number:
+            suspect, self._suspect = self._suspect[0], None
+            self._state.failures.pop(suspect.key(), None)
+            self._state.config = suspect
+            return False
+        if not self._is_given_up(pool.config, error):
+            return False
+        self._suspect = (pool.config, number)
+        logger.warning("%s; its batch is fetched again with %s", error, self._state.config)
+        without_frames(error)
+        for each in (self._pool, self._next_pool):
+            if each is not None:
+                each.close()
+        self._pool = self._next_pool = None
+        self.order.put_back()
+        self._pool = self._started("loss")
         return True
 
     def _may_go_on(self, *, was_killed: bool) -> bool:
@@ -211,6 +285,12 @@ class EpochIterator(Iterator[Any]):
         known = self._state.shape
         self._state.shape = shape if known is None or shape.bytes > known.bytes else known
         self._is_measured = True
+
+    def let_go(self) -> None:
+        """End the kept workers; the next epoch starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _close_next(self) -> None:
         if self._next_pool is not None:

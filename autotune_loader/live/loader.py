@@ -1,11 +1,13 @@
-"""`AutoLoader`, as training loops and frameworks see it: a DataLoader whose configuration may change at any time."""
+"""`AutoLoader`, as training loops and frameworks see it: a DataLoader that tunes itself while it trains."""
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from multiprocessing import current_process
 from typing import Any, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
@@ -13,35 +15,52 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 from autotune_loader.live.arguments import NEEDS_WORKERS, asked_for
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.epoch import EpochIterator, LoaderState
+from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
-from autotune_loader.results.load import load_config
+from autotune_loader.live.tuner import Event, Job
+from autotune_loader.live.tuning import LiveTuning, cores_within
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import TunerError
 
 T = TypeVar("T")
+FIRST_WORKERS = 2
+"""What a loader begins with that was told nothing."""
+
+log = logging.getLogger(__name__)
 
 
-class AutoLoader(DataLoader[T], Generic[T]):
-    """A DataLoader that can change its workers in the midst of an epoch and still delivers what a plain one would.
+class AutoLoader(Findings, DataLoader[T], Generic[T]):
+    """A DataLoader that tunes its workers and prefetching while it trains, and delivers what a plain one would.
+
+    Training itself is measured, batch by batch. Where the loop waits for data, other configurations are tried in its midst, for
+    at most 1 % of the time trained (2 s more to begin with); what turns out slower is taken back. Then it is silent, until the
+    rate shifts for good.
 
     Order, number of batches and the global random state afterwards are those of `DataLoader` with the same arguments,
     whatever was changed in between; each batch's random numbers come from (seed of the epoch, number of the batch), so that
     augmentations do not depend on the number of workers. With 0 workers `random` and numpy are looked after only where the
     dataset is seen to draw from them, in the first batches or in every 128th.
 
-    Lost workers are replaced and their batches fetched again. An IterableDataset changes between epochs only, and the loss
-    of one of its workers raises torch's error.
+    Lost workers are replaced and their batches fetched again. An IterableDataset is only watched, as its samples depend on
+    its workers; `change_to` changes it between epochs, and the loss of one of its workers raises torch's error.
 
     Args:
         dataset: as for DataLoader, or a DataLoader, which is only read.
         *args: as for DataLoader.
         config: what to start with: a configuration or a `loader.json`. It wins over `num_workers`, `prefetch_factor` and
-            `pin_memory`; the order never depends on it.
+            `pin_memory`; the order never depends on it. Without it and `num_workers`: a `loader.json` that is found as
+            `load_config()` finds it, else 2 workers, which give way to none where the dataset cannot be loaded in workers.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
+        tune: False only watches: `report()` says what binds.
+        on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger.
         max_workers: most worker processes at any time.
+        max_cores: cores that may be counted on.
         max_host_memory: most bytes of workers and the batches they hold.
         max_shm: most bytes of shared memory that batches take.
         **arguments: as for DataLoader; `num_workers` is where it starts.
@@ -57,7 +76,10 @@ class AutoLoader(DataLoader[T], Generic[T]):
         *args: Any,
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         worker_seeds: Literal["batch", "torch"] = "batch",
+        tune: bool = True,
+        on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
+        max_cores: int | None = None,
         max_host_memory: int | None = None,
         max_shm: int | None = None,
         **arguments: Any,
@@ -68,10 +90,14 @@ class AutoLoader(DataLoader[T], Generic[T]):
             )
         asked = asked_for(dataset, args, arguments)
         self._wished_context = asked.get("multiprocessing_context")
+        self._is_told = config is not None or "num_workers" in asked
+        wishes = {name: asked[name] for name in NEEDS_WORKERS[:2] if asked.get(name)}
         if not asked.get("num_workers"):
             asked = {name: value for name, value in asked.items() if name not in NEEDS_WORKERS}
         super().__init__(**asked)
         self.worker_seeds, self.max_workers = worker_seeds, max_workers
+        self.tune, self.max_cores, self.on_change = tune, max_cores, on_change
+        self._tuning = None
         self.max_host_memory, self.max_shm = max_host_memory, max_shm
         self._loop_seeds = LoopSeeds() if worker_seeds == "batch" else None
         self._seed: int | None = None
@@ -83,7 +109,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._workers_of_epoch = 0
         budgets = Budgets(max_workers=max_workers, max_host_memory=max_host_memory, max_shm=max_shm)
         self._state = LoaderState(config=LoaderConfig(), budgets=budgets)
-        self._state.config = self._allowed(self._start(config))
+        self._own = self._allowed(self._start(config))
+        self._state.config = self._allowed(self._first(self._own, wishes))
+        self._state.own = self._own if tune else None
 
     @property
     def config(self) -> LoaderConfig:
@@ -100,8 +128,14 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """How often workers were lost and replaced."""
         return self._state.losses
 
+    def freeze(self) -> None:
+        """Try and change nothing any more."""
+        self.tune = False
+        if self._tuning is not None:
+            self._tuning.freeze()
+
     def change_to(self, config: LoaderConfig) -> None:
-        """Go on with another configuration, in the midst of the epoch where the dataset has indices.
+        """Go on with another configuration, in the midst of the epoch where the dataset has indices; it is not tuned further.
 
         Args:
             config: what to change to. Order of delivery, batch size and dropping of the last batch stay as they are.
@@ -109,6 +143,11 @@ class AutoLoader(DataLoader[T], Generic[T]):
         Raises:
             ValueError: as the constructor; or the configuration has another batch size or `drop_last`.
         """
+        self._change(config)
+        self._state.own = None
+        self.freeze()
+
+    def _change(self, config: LoaderConfig) -> None:
         allowed = self._allowed(config)
         if allowed != self._state.config:
             self._state.config = allowed
@@ -131,6 +170,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             return super().__iter__()  # they carry a configuration of their own into the workers
         order, skipped = self._next_order()
+        self._known().begin_epoch()
         iterator = self._kept if self.config.persistent_workers else None
         if iterator is None:
             self._kept, iterator = None, EpochIterator(self._state)
@@ -146,7 +186,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running; as torch's iterators are not sent."""
-        return {**self.__dict__, "_latest": None, "_kept": None, "_order": None}
+        state = LoaderState(config=self._state.config, budgets=self._state.budgets, own=self._state.own)
+        return {**self.__dict__, "_latest": None, "_kept": None, "_order": None, "_tuning": None, "_state": state}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, for `load_state_dict` of another one with the same dataset and arguments.
@@ -154,7 +195,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         In mid-epoch, also after `break`, batches count as had once the loop has received them. Nothing is fetched; it may be
         called at any time.
         """
-        source, order, epoch = self._source(), self._order, None
+        source, order, epoch = _source_of(self), self._order, None
         if order is not None and not order.is_over:
             delivered, missing = order.position()
             epoch = {
@@ -168,8 +209,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
             }
         return {
             "schema_version": SCHEMA_VERSION,
-            "samples": self._samples(),
+            "samples": _length(self.dataset),
             "batch_size": self.batch_size,
+            "config": self.best.to_dict(),
             "epochs": self._epochs,
             "seed": self._seed,
             "own": states_of(source),
@@ -185,16 +227,18 @@ class AutoLoader(DataLoader[T], Generic[T]):
         Raises:
             ValueError: the state is of another dataset or batch size, or of an IterableDataset with another number of workers.
         """
-        workers = self.config.num_workers if self._is_stream else None
-        check_saved(state, samples=self._samples(), batch_size=self.batch_size, workers=workers)
+        workers = self.config.num_workers if isinstance(self.dataset, IterableDataset) else None
+        check_saved(state, samples=_length(self.dataset), batch_size=self.batch_size, workers=workers)
         self._saved, self._kept, self._latest, self._order = state, None, None, None
         self._epochs, self._seed = state["epochs"], state["seed"]
+        if self.tune and workers is None and "config" in state:
+            self._change(LoaderConfig.from_dict(state["config"]))  # what was learnt
 
     def _next_order(self) -> tuple[Order, int]:
         """The order of the next epoch, and how many batches of a stream are to be passed over."""
-        source, saved = self._source(), self._saved
+        source, saved = _source_of(self), self._saved
         self._saved = None
-        if self._order is not None and not self._is_stream:
+        if self._order is not None and not isinstance(self.dataset, IterableDataset):
             settle(source, self._order)
         if saved is not None and saved["epoch"] is not None:
             self._epochs -= 1
@@ -208,15 +252,10 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._seed = order.seed
         return order, 0
 
-    def _source(self) -> Source:
-        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
-        ahead = 0 if self._is_stream else self.num_workers * (self.prefetch_factor or 0)
-        return Source(sampler=sampler, generator=self.generator, workers=self.num_workers, ahead=ahead)
-
     def _parts(self) -> Parts:
         return Parts(
             dataset=self.dataset,
-            is_stream=self._is_stream,
+            is_stream=isinstance(self.dataset, IterableDataset),
             batched=self.batch_sampler is not None,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
@@ -227,15 +266,40 @@ class AutoLoader(DataLoader[T], Generic[T]):
             loop_seeds=self._loop_seeds,
         )
 
-    @property
-    def _is_stream(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
+    def _known(self) -> LiveTuning:
+        if self._tuning is None:
+            self._tuning = self._begun()
+        return self._tuning
 
-    def _samples(self) -> int | None:
+    def _begun(self) -> LiveTuning:
+        is_fixed = not self.tune or isinstance(self.dataset, IterableDataset) or current_process().daemon
+        job = Job(
+            start=self._own,
+            usable_cores=cores_within(self.max_cores),
+            max_workers=self.max_workers,
+            epoch_batches=_length(self),
+            is_fixed=is_fixed,
+        )
+        # Kept workers would never hear of the dataset's new epoch.
+        may_keep = not is_fixed and not DataSide(dataset=self.dataset, batch_size=self.batch_size).has_epochs
+        return LiveTuning(
+            self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self.on_change)
+        )
+
+    def _first(self, own: LoaderConfig, wishes: dict[str, Any]) -> LoaderConfig:
+        """What to begin with: the user's own, or what a file knows, or two workers."""
+        if self._is_told or not self.tune or isinstance(self.dataset, IterableDataset) or current_process().daemon:
+            return own
         try:
-            return len(self.dataset)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+            found = load_config(find_loader_file())
+            return self._allowed(replace(found, pin_memory=own.pin_memory))
+        except (TunerError, ValueError) as error:
+            log.debug("no file to begin with: %s", error)
+        workers = FIRST_WORKERS if self.max_workers is None else min(FIRST_WORKERS, self.max_workers)
+        if not workers:
+            return own
+        context = self._wished_context if isinstance(self._wished_context, str) else None
+        return replace(own, num_workers=workers, multiprocessing_context=context, **wishes)
 
     def _start(self, config: LoaderConfig | str | os.PathLike[str] | None) -> LoaderConfig:
         if isinstance(config, LoaderConfig):
@@ -268,3 +332,25 @@ class AutoLoader(DataLoader[T], Generic[T]):
         # Kept workers never hear of the dataset's new epoch, unless the user wants it so.
         keeps = config.persistent_workers and (self.persistent_workers or not has_epochs)
         return replace(config, in_order=self.in_order, persistent_workers=keeps)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _announcing(on_change: Callable[[Event], None] | None) -> Callable[[Event], None]:
+    def settled(event: Event) -> None:
+        log.info("settled on %s after %.0f s of training", event.config, event.seconds)
+        if on_change is not None:
+            on_change(event)
+
+    return settled
+
+
+def _source_of(loader: AutoLoader[Any]) -> Source:
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    ahead = 0 if isinstance(loader.dataset, IterableDataset) else loader.num_workers * (loader.prefetch_factor or 0)
+    return Source(sampler=sampler, generator=loader.generator, workers=loader.num_workers, ahead=ahead)

@@ -32,6 +32,8 @@ class Change:
 
     batch: int
     """Number of the first batch that was requested afterwards, counted over the loader's life."""
+    serves_from: int
+    """Number of the first batch that came from it: before it are those that the pool before still had in hand."""
     config: LoaderConfig
     reason: Literal["start", "change", "loss", "epoch"]
     """First pool, a change of configuration, lost workers, or a new epoch of a pool that was not kept."""
@@ -72,6 +74,40 @@ class LiveTraces:
             self._history.forget(MOST_BATCHES)
             self._forgotten += MOST_BATCHES
             self.changes = self.changes[-MOST_BATCHES:]
+
+
+def continuous(traces: Sequence[BatchTrace], changes: Sequence[Change] = ()) -> list[BatchTrace]:
+    """The same batches as if nobody had paused: ends of epochs and pauses are taken out, starts of pools are left in.
+
+    Args:
+        traces: batches in their order.
+        changes: those of the log; what they held the loop up between two batches is training's own time.
+    """
+    paused, typical_s = set(pauses(traces)), median([trace.step_s for trace in traces] or [0.0])
+    joined, gone_s, before = list[BatchTrace](), 0.0, None
+    for position, trace in enumerate(traces):
+        if before is not None and trace.requested > before.step_end:
+            blocked = [each.blocked_s for each in changes if before.step_end <= each.begun <= trace.requested]
+            gone_s += max(0.0, trace.requested - before.step_end - sum(blocked))
+        before = trace
+        cut_s = trace.step_s - typical_s if position in paused else 0.0
+        joined.append(_earlier(trace, gone_s, cut_s) if gone_s or cut_s else trace)
+        gone_s += cut_s
+    return joined
+
+
+def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
+    return BatchTrace(
+        worker=trace.worker,
+        fetch_start=trace.fetch_start - by_s,
+        fetch_end=trace.fetch_end - by_s,
+        collate_end=trace.collate_end - by_s,
+        cpu_s=trace.cpu_s,
+        requested=trace.requested - by_s,
+        received=trace.received - by_s,
+        step_end=trace.step_end - by_s - cut_s,
+        samples=trace.samples,
+    )
 
 
 def pauses(traces: Sequence[BatchTrace]) -> list[int]:

@@ -214,6 +214,8 @@ class LoaderFile:
     """Rates this close counted as equally fast; null in files of before it was kept."""
     reused: Reused | None = None
     """Set where the result is an earlier one that was found to hold still."""
+    origin: Literal["tune", "live"] = "tune"
+    """`live`: found by an AutoLoader while it trained, from blocks of its batches."""
     created_by: str = f"autotune_loader {__version__}"
 
 

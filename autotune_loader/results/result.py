@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, prefetched_as_tuned
@@ -83,6 +83,8 @@ class TuningResult:
     """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
     reused: Reused | None = None
     """Set where an earlier result was checked and used instead of a new search."""
+    origin: Literal["tune", "live"] = "tune"
+    """`live` where an AutoLoader found it while it trained."""
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -16,6 +16,7 @@ from autotune_loader.testing.replay import ReplayProbe
 from autotune_loader.testing.searching import simulated_result
 from autotune_loader.testing.simulation import Clock, SimulatedProbe
 from autotune_loader.testing.source import SimulatedSource
+from autotune_loader.testing.training import SimulatedTraining
 
 __all__ = [
     "Clock",
@@ -29,5 +30,6 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedProbe",
     "SimulatedSource",
+    "SimulatedTraining",
     "simulated_result",
 ]

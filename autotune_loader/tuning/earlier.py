@@ -19,6 +19,7 @@ from autotune_loader.tuning.recheck import check
 from autotune_loader.tuning.state import RunContext
 from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import TunerError
 
 if TYPE_CHECKING:
     import optuna
@@ -53,8 +54,17 @@ class EarlierResult:
 
     @property
     def suggestions(self) -> tuple[LoaderConfig, ...]:
-        """Configurations to try early."""
-        return () if self.entry is None else (self.entry.result.best,)
+        """Configurations to try early: what was found before, and what an AutoLoader has written where the result will be."""
+        found = () if self.entry is None else (self.entry.result.best,)
+        output = self.options.output
+        if not self.options.reuse or output is None or not Path(output).is_file():
+            return found
+        try:
+            written = TuningResult.load(output)
+        except TunerError as error:
+            log.info("%s is not begun with: %s", output, error)
+            return found
+        return (*found, replace(written.best, persistent_workers=False)) if written.origin == "live" else found
 
     def check(self, probe: Probe, started: float, announce: Callable[[str], None]) -> TuningResult | None:
         """The earlier result, after a paired check; None where there is none, or none that holds."""

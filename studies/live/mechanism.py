@@ -29,8 +29,8 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from autotune_loader.live.loader import AutoLoader
 from autotune_loader.values.config import LoaderConfig
+from studies.live.schedules import FixedLoader as AutoLoader
 from studies.live.schedules import Numbers, differences, draw_case, draw_config
 
 HANG_S = 90.0

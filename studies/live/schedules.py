@@ -33,6 +33,13 @@ SAMPLERS = ("none", "shuffle", "generator", "random", "replacement", "subset", "
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 
 
+class FixedLoader(AutoLoader[Any]):
+    """An AutoLoader that changes only when it is told to."""
+
+    def __init__(self, dataset: Any, *args: Any, **arguments: Any) -> None:
+        super().__init__(dataset, *args, **{"tune": False, **arguments})
+
+
 class Numbers(Dataset[Any]):
     """Sample i is (i, i * i)."""
 

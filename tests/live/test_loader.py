@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from autotune_loader.live.budgets import Budgets
-from autotune_loader.live.loader import AutoLoader
 from autotune_loader.live.traces import pauses
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from studies.live.schedules import FixedLoader as AutoLoader
 from studies.live.schedules import Numbers, Stream
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.cache import Entry, Identity, Note
 from autotune_loader.results.loader_file import Finals, Measured
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.recheck import MOST_ROUNDS, ROUNDS, check
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -252,3 +254,19 @@ def test_a_study_that_is_kept_on_purpose_is_gone_on_with_instead(tmp_path: Path)
 def test_more_budget_than_the_earlier_search_had_is_used_for_a_search() -> None:
     quick(Rows())
     assert quick(Rows(), max_trials=4).reused is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "reuse", "expected"), [("live", True, [BEST]), ("tune", True, []), ("live", False, [])]
+)
+def test_what_a_live_loader_wrote_where_the_result_will_be_is_tried_early(
+    origin: Any, reuse: bool, expected: list[LoaderConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "loader.json"
+    TuningResult(best=BEST, status="complete", baseline=LoaderConfig(), origin=origin).save(path)
+    options: Any = SimpleNamespace(reuse=reuse, output=str(path))
+    none: Any = None
+
+    found = EarlierResult(context=none, options=options, identity=none, folder=None, entry=None).suggestions
+
+    assert list(found) == expected

@@ -1,0 +1,77 @@
+"""What a loader has found out so far, for people and for the next job."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.live.tuning import LiveTuning
+from autotune_loader.results.load import find_loader_file
+from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NOISE = 0.1
+"""Rates and shares this close are the same on another day."""
+
+
+class Findings:
+    """The part of an AutoLoader that tells."""
+
+    _tuning: LiveTuning | None
+    config: Any
+
+    @property
+    def best(self) -> LoaderConfig:
+        """The best configuration that is known; while something is tried, that may be another one than `config`."""
+        return self.config if self._tuning is None else self._tuning.tuner.best
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """What was observed and decided, one row each: seconds trained, batch, configuration, samples/s, share of waiting."""
+        from autotune_loader.live.result import history_frame
+
+        return history_frame([] if self._tuning is None else self._tuning.tuner.history)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What binds training now."""
+        return self._result().verdict
+
+    def report(self) -> str:
+        """What was tried, what was found and what binds, as text."""
+        return self._result().report()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json` with the best configuration known: the next job begins where this one ended."""
+        self._result().save(path)
+
+    def check(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """One sentence where training no longer is as a `loader.json` says, and what would help; None while it is.
+
+        Args:
+            path: the file; by default the one that `load_config()` finds.
+
+        Raises:
+            ConfigFileError: it cannot be read, or there is none.
+        """
+        promised, now = TuningResult.load(find_loader_file() if path is None else path), self._result()
+        then, rate = promised.measured.samples_per_s, now.measured.samples_per_s
+        if then is None or rate is None or rate.high >= (1 - NOISE) * then.low:
+            return None
+        says = f"training runs at {rate.value:,.0f} samples/s, loader.json says {then.value:,.0f}"
+        if self.best.key() != promised.best.key():
+            return f"{says} with {promised.best}, and it is {self.best} that runs: AutoLoader(config='loader.json') would do"
+        waiting, before = now.measured.wait_share or 0.0, promised.measured.wait_share or 0.0
+        if waiting < before + NOISE:
+            return f"{says}, and the loop waits no longer than then: it is the step that has become slower"
+        return f"{says}; the loop waits {waiting:.0%} of its time, then {before:.0%}: tune=True would tune it anew"
+
+    def _result(self) -> TuningResult:
+        return self._known().result(config=self.best, loader=self)
+
+    def _known(self) -> LiveTuning:
+        raise NotImplementedError

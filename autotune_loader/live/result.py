@@ -1,0 +1,141 @@
+"""What a live loader found, as the `TuningResult` that `tune()` returns: blocks are its trials."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.decision.belief import fit_twin
+from autotune_loader.decision.evidence import Evidence
+from autotune_loader.live.tuner import Event, Job, Tuner
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.report.advice import Evidence as AdviceEvidence
+from autotune_loader.report.advice import advise, judge
+from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.trial import Trial, role_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch.utils.data import DataLoader
+
+NOTHING = Verdict(binding="unknown", sentence="Too few batches were trained to say anything.")
+
+
+def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoader[Any]) -> TuningResult:
+    """What is known now.
+
+    Args:
+        tuner: of the loader.
+        job: the loader.
+        config: the best that is known.
+        loader: its dataset and batch size.
+    """
+    beliefs = tuner.beliefs
+    evidence: list[Evidence] = [] if beliefs is None else list(beliefs.log)
+    trials = _trials(evidence, job)
+    own = [each for each in evidence if each.key == config.key() and each.measurement is not None]
+    start = [each for each in evidence if each.key == job.start.key() and each.measurement is not None]
+    verdict, advice, measured = NOTHING, tuple[Advice, ...](), Measured()
+    if own and beliefs is not None and (latest := own[-1].measurement) is not None:
+        about = AdviceEvidence(
+            best=config,
+            measurement=latest,
+            rate=latest.samples_per_s,
+            ceiling=None,
+            usable_cores=job.usable_cores,
+            on_accelerator=beliefs.context.consumer_cores < 0.5,
+            epoch_batches=job.epoch_batches,
+            trials=trials,
+            has_batched_fetch=hasattr(loader.dataset, "__getitems__"),
+            twin=fit_twin([(t.config, t.measurement) for t in trials if t.measurement], beliefs.context),
+            space=beliefs.space,
+        )
+        verdict = judge(about)
+        advice = advise(about, verdict)
+        baseline = start[0].measurement if start else None
+        measured = Measured(
+            samples_per_s=latest.samples_per_s,
+            baseline_samples_per_s=None if baseline is None else baseline.samples_per_s,
+            wait_share=latest.wait_share,
+            first_batch_s=latest.first_batch_s,
+        )
+    return TuningResult(
+        best=config,
+        status="complete" if tuner.is_settled else "partial",
+        baseline=job.start,
+        trials=trials,
+        batch_size=BatchSizeChoice(value=loader.batch_size),
+        measured=measured,
+        verdict=verdict,
+        advice=advice,
+        summary=_summary(tuner, config, verdict),
+        spent=Spent(seconds=round(tuner.trained_s, 3), bursts=len(evidence)),
+        fingerprint=inspect_machine().fingerprint(dataset=type(loader.dataset).__name__),
+        twin=None if beliefs is None else beliefs.context,
+        origin="live",
+    )
+
+
+def history_frame(history: list[Event]) -> pd.DataFrame:
+    """One row for each block, settlement and shift: when, with which configuration, how fast."""
+    import pandas as pd
+
+    rows = []
+    for event in history:
+        outcome = None if event.evidence is None else event.evidence.outcome
+        rate = getattr(outcome, "samples_per_s", None)
+        rows.append(
+            {
+                "event": event.kind,
+                "seconds": event.seconds,
+                "batch": event.batch,
+                "num_workers": event.config.num_workers,
+                "prefetch_factor": event.config.prefetch_factor,
+                "samples_per_s": getattr(rate, "value", None),
+                "low": getattr(rate, "low", None),
+                "high": getattr(rate, "high", None),
+                "waiting": event.waiting,
+                "failure": getattr(outcome, "message", None),
+            }
+        )
+    columns: list[str] = [
+        "event",
+        "seconds",
+        "batch",
+        "num_workers",
+        "prefetch_factor",
+        "samples_per_s",
+        "low",
+        "high",
+        "waiting",
+    ]
+    frame: pd.DataFrame = pd.DataFrame(rows, columns=[*columns, "failure"])
+    return frame
+
+
+def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:
+    return tuple(
+        Trial(
+            number=number,
+            config=each.config,
+            role=role_of(each.config, job.start),
+            measurement=each.measurement,
+            failure=each.failure,
+            seconds=0.0 if each.measurement is None else each.measurement.window_s,
+        )
+        for number, each in enumerate(evidence)
+    )
+
+
+def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict) -> tuple[str, ...]:
+    settled = next((event for event in tuner.history if event.kind == "settled"), None)
+    if settled is None:
+        return (f"Not settled yet: {config} runs now.", verdict.sentence)
+    blocks = sum(event.kind == "block" for event in tuner.history)
+    shifts = sum(event.kind == "shift" for event in tuner.history)
+    again = f"; the rate shifted {shifts} time(s) since" if shifts else ""
+    return (
+        f"{config}, settled after {settled.seconds:.0f} s of training ({blocks} blocks of batches observed{again}).",
+        verdict.sentence,
+    )

@@ -1,0 +1,400 @@
+"""When a loader changes, and to what: the policy of `decision`, asked between the batches of a training loop.
+
+    look ── explore ── settled ── looked at once more ── silent ── the rate has shifted for good ── look ...
+
+`look` observes what runs. Where the loop hardly waits, nothing faster is tried, only cheaper; else whatever the policy
+proposes, the plain rule first, as long as trying may be paid for: 1 % of the time trained, what was gained so far, and a
+little to begin with. No workers at all are tried where the arithmetic does not rule them out, never inferred.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+
+from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.evidence import Ask, Evidence
+from autotune_loader.decision.policy import Explore, Goal, explore
+from autotune_loader.decision.selection import choose
+from autotune_loader.decision.space import Space
+from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
+from autotune_loader.live.shift import ShiftTest
+from autotune_loader.live.traces import continuous
+from autotune_loader.twin.context import TwinContext
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+
+LEAST_GAIN = 0.01
+"""A loop that could gain less than this is left alone."""
+TOLERANCE = 0.02
+"""Relative difference that counts as equally fast."""
+EXPLORE_TOLERANCE = 0.025
+"""The same for exploring, which ends where no block is expected to gain 0.4 times as much: `LEAST_GAIN`."""
+MOST_LOST_SHARE = 0.01
+"""Of the time trained, what trying may cost in all ..."""
+CREDIT_S = 2.0
+"""... and so much more at once, as nothing can be found out for nothing."""
+WATCH_S = 1.5
+"""Length of a block while the loader is settled."""
+LEAST_SHARE = 100.0
+"""After a look at a block that is not whole yet, the loop is left alone for so many times as long."""
+SAME_BALANCE = 0.2
+"""Fetching over stepping has not changed if its logarithm differs by less."""
+MOST_EVENTS = 2_000
+"""Lines of history that are remembered."""
+CONFIRMING_BLOCKS = 6
+"""Blocks after which the rate of what was settled on is known better than by its trial."""
+WORKER_START_S = 0.02
+"""What starting a worker holds up the loop, until this loader's own starts tell."""
+WORKERS_PER_CORE = 16
+"""Workers that wait take no core; what a fetch takes of one bounds the others."""
+SPARE = 1.5
+"""More workers than this times what the step needs, or what the cores can run, are no help."""
+MOST_WORKERS = 64
+
+log = logging.getLogger("autotune_loader.live")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the tuner knows of a loader besides its batches."""
+
+    start: LoaderConfig
+    usable_cores: int
+    max_workers: int | None = None
+    epoch_batches: int | None = None
+    is_fixed: bool = False
+    """Watch only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of a loader's history."""
+
+    kind: str
+    """`block`: observed; `settled`; `shift`: the rate has changed for good."""
+    seconds: float
+    """Seconds trained until then, pauses apart."""
+    batch: int
+    """Batches delivered until then."""
+    config: LoaderConfig
+    evidence: Evidence | None = None
+    waiting: float | None = None
+    """Share of the time in which the loop waited for batches that were not made yet."""
+
+
+Steps = Generator[float, None, None]
+"""Yields for how many seconds the loop is to be left alone."""
+
+
+class Tuner:
+    """Decides between batches; `look` is called by the loop whenever the time that it returned has come.
+
+    Args:
+        training: what is observed and changed.
+        job: the loader.
+        space: the legal configurations, given the most workers that could help.
+        source: of evidence; by default the training's own blocks.
+        clock: seconds, as the traces have them.
+        cpu_clock: CPU seconds of this process.
+        on_change: told of each change that is meant to last, and why.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        job: Job,
+        space: Callable[[int], Space],
+        *,
+        source: BlockSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+        on_change: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._training, self._job, self._space = training, job, space
+        self._clock, self._cpu_clock, self._on_change = clock, cpu_clock, on_change
+        self._source = source or BlockSource(training)
+        self._steps = self._plan()
+        self._accounted = training.traces.end
+        self._base: float | None = None
+        self._unaffordable_s = math.inf
+        self._saves_workers = True
+        """Fewer workers are tried once: after a shift they are left alone."""
+        self._is_confirmed = self._is_as_before = False
+        self._balance: tuple[LoaderConfig, float] | None = None
+        """Of what it settled on."""
+        self._told: LoaderConfig | None = None
+        self.trained_s = self.gained_s = 0.0
+        self.history: list[Event] = []
+        self.beliefs: Beliefs | None = None
+        self.is_settled = False
+
+    @property
+    def best(self) -> LoaderConfig:
+        """The fastest observed in a block, until it has settled; then what it settled on."""
+        if self.is_settled or self.beliefs is None:
+            return self._training.config
+        return max(self.beliefs.log, key=lambda each: each.log_rate).config
+
+    def look(self, now: float) -> float:
+        """Think, if there is something to think about; returns when to be called again."""
+        return now + next(self._steps)
+
+    @property
+    def affordable_s(self) -> float:
+        """Seconds that trying may cost now."""
+        return CREDIT_S + MOST_LOST_SHARE * self.trained_s + self.gained_s
+
+    def _plan(self) -> Steps:
+        while True:
+            yield from self._settle()
+            if (yield from self._has_shifted()):
+                self._note("shift")
+                self._base, self.beliefs, self.gained_s = None, None, min(self.gained_s, 0.0)
+                self._saves_workers = self._is_confirmed = False
+
+    def _settle(self) -> Generator[float, None, None]:
+        self.is_settled = False
+        while self.beliefs is None:
+            cpu_s, begun, first = self._cpu_clock(), self._clock(), self._training.traces.end
+            seen = yield from self._observe(self._training.config, Ask())
+            if seen.measurement is not None:
+                cores = self._step_cores(self._cpu_clock() - cpu_s, self._clock() - begun, first)
+                self._begin(seen, cores)
+                self._is_as_before = self._is_only_slower(seen)
+        if not self._job.is_fixed and not self._is_as_before:
+            while (config := self._next(self.beliefs)) is not None:
+                yield from self._observe(config, Ask(group=len(self.beliefs.log)))
+            yield from self._decide(self.beliefs)
+        self._keep_balance(self.beliefs)
+        self.is_settled = True
+        self._note("settled")
+
+    def _is_only_slower(self, seen: Evidence) -> bool:
+        """Whether fetching and stepping have shifted alike: then what was best among the configurations still is."""
+        if self._balance is None:
+            return False
+        config, before = self._balance
+        return seen.key == config and abs(_balance(seen) - before) < SAME_BALANCE
+
+    def _keep_balance(self, beliefs: Beliefs) -> None:
+        own = [each for each in beliefs.log if each.key == self._training.config.key() and each.measurement is not None]
+        self._balance = (own[-1].key, _balance(own[-1])) if own else None
+
+    def _begin(self, seen: Evidence, step_cores: float) -> None:
+        measured = seen.measurement
+        assert measured is not None
+        job = self._job
+        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
+        self.beliefs = Beliefs(self._space(self._useful_workers(measured)), context)
+        self.beliefs.log.add(seen)
+        self._base = measured.samples_per_s.value
+
+    def _step_cores(self, cpu_s: float, wall_s: float, first: int) -> float:
+        """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
+        traces = self._training.traces.block(first)
+        fetching_s = sum(trace.cpu_s for trace in traces if trace.worker < 0)
+        stepping_s = sum(trace.step_s for trace in traces) or wall_s
+        return min(float(self._job.usable_cores), max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9)))
+
+    def _useful_workers(self, measured: Measurement) -> int:
+        needed = SPARE * measured.service_s / max(measured.step_s, 1e-9) + 2
+        runnable = SPARE * self._job.usable_cores * measured.service_s / max(measured.service_cpu_s, 1e-9) + 1
+        useful = min(MOST_WORKERS, WORKERS_PER_CORE * self._job.usable_cores, max(2.0, needed), max(2.0, runnable))
+        most = self._job.max_workers
+        return round(useful) if most is None else min(most, round(useful))
+
+    def _next(self, beliefs: Beliefs) -> LoaderConfig | None:
+        """What to try next; None where nothing is worth it, or can be paid for."""
+        self._unaffordable_s = math.inf
+        failed = self._training.failures
+        # A dataset that raises in one worker, and not here, raises in all.
+        needs_loop = any(each.num_workers for each in failed) and not self._job.start.num_workers
+        for config in self._proposals(beliefs):
+            if beliefs.feasible(config) is not None or config.key() in failed or (needs_loop and config.num_workers):
+                continue
+            price_s = self._price_s(config, beliefs)
+            if price_s <= self.affordable_s:
+                return config
+            self._unaffordable_s = min(self._unaffordable_s, price_s)
+        return None
+
+    def _proposals(self, beliefs: Beliefs) -> Generator[LoaderConfig, None, None]:
+        seen = {each.key: each for each in beliefs.log}
+        best = max(seen.values(), key=lambda each: each.log_rate)
+        assert best.measurement is not None
+        alone = self._job.start.with_workers(0).key()
+        waiting = waiting_share(best.measurement)
+        may_gain = waiting / max(1.0 - waiting, 1e-9) >= LEAST_GAIN
+        if may_gain:
+            todo = explore(beliefs, Goal(tolerance=EXPLORE_TOLERANCE))
+            if isinstance(todo, Explore) and todo.config is not None:
+                yield todo.config
+        if (
+            alone not in seen
+            and (may_gain or self._saves_workers)
+            and _alone_s(best, self._job.usable_cores) <= _period_s(best)
+        ):
+            yield alone
+        posterior = beliefs.posterior()
+        if posterior is None:
+            return
+        choice, _ = choose(posterior, beliefs.space, TOLERANCE)
+        saves = self._saves_workers and choice.num_workers < best.config.num_workers
+        if choice.key() not in seen and (may_gain or saves):
+            yield choice
+
+    def _price_s(self, config: LoaderConfig, beliefs: Beliefs) -> float:
+        """What a trial is expected to cost: the start, and a slower block."""
+        starts = [
+            change.blocked_s / change.config.num_workers
+            for change in self._training.traces.changes
+            if change.config.num_workers
+        ]
+        worker_s = sum(starts) / len(starts) if starts else WORKER_START_S
+        best = max(math.exp(each.log_rate) for each in beliefs.log)
+        predicted = beliefs.predicted(config)
+        slower = 0.5 if predicted is None else max(0.0, 1.0 - predicted / best)
+        return config.num_workers * worker_s + slower * max(1.0, self._source.cost_s(config, Ask()))
+
+    def _decide(self, beliefs: Beliefs) -> Steps:
+        """Run what is believed to be the best of what was observed."""
+        posterior = beliefs.posterior()
+        tried = (
+            [] if posterior is None else [key for key in {e.key: 0 for e in beliefs.log} if key in posterior.configs]
+        )
+        if posterior is None or not tried:
+            yield from self._change_to(self._job.start)
+            return
+        yield from self._change_to(choose(posterior.at(tried), beliefs.space, TOLERANCE)[0])
+
+    def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
+        """A block of this configuration; added to what is known."""
+        self._source.begin(self._as_trained(config), ask)
+        pause_s = self._source.pause_s
+        while True:
+            yield pause_s
+            begun = self._clock()
+            seen = self._source.evidence()
+            if seen is not None:
+                break
+            pause_s = (
+                0.0 if not self._source.is_due() else max(self._source.pause_s, LEAST_SHARE * (self._clock() - begun))
+            )
+        self._account()
+        if self.beliefs is not None:
+            self.beliefs.log.add(seen)
+        self._note("block", seen)
+        return seen
+
+    def _has_shifted(self) -> Generator[float, None, bool]:
+        """Stays silent until the rate has shifted, or a trial that was put off can be paid for (False)."""
+        test, first = ShiftTest(), self._training.traces.end
+        config = self._training.config
+        while True:
+            yield WATCH_S
+            self._account()
+            if self._training.config.key() != config.key():  # lost workers
+                return True
+            end = self._training.traces.end
+            traces = continuous(
+                self._training.traces.block(max(first, end - MOST_LOOKED_AT)), self._training.traces.changes
+            )
+            if len(traces) < max(3, 3 * config.num_workers):
+                continue
+            first = end
+            ends = [trace.step_end for trace in traces]
+            round_ = min(max(1, config.num_workers), len(ends) // 2)  # workers deliver in waves
+            seconds = (sum(ends[-round_:]) - sum(ends[:round_])) / round_
+            samples = sum(trace.samples for trace in traces) / len(traces) * (len(traces) - round_)
+            if test.add(math.log(samples / max(seconds, 1e-9))):
+                return True
+            is_new = not self._is_confirmed and test.blocks >= CONFIRMING_BLOCKS
+            if is_new:
+                self._confirm(config)
+            if is_new or self._unaffordable_s <= self.affordable_s:
+                return False
+
+    def _confirm(self, config: LoaderConfig) -> None:
+        """Queues may hide for longer than a block that too little is made: what runs on is looked at once more."""
+        self._is_confirmed = True
+        if self._job.is_fixed or self.beliefs is None:
+            return
+        end = self._training.traces.end
+        seen = self._source.latest(config, end - MOST_LOOKED_AT)
+        if seen is not None:
+            self.beliefs.log.add(seen)
+            self._keep_balance(self.beliefs)
+            self._note("block", seen)
+
+    def _account(self) -> None:
+        """Time trained since the last look, and what it gained over the configuration at the start."""
+        end = self._training.traces.end
+        new = end - self._accounted
+        traces = continuous(
+            self._training.traces.block(max(self._accounted, end - MOST_LOOKED_AT)), self._training.traces.changes
+        )
+        self._accounted = end
+        if not traces:
+            return
+        scale = new / len(traces)
+        seconds = scale * (traces[-1].step_end - traces[0].requested)
+        self.trained_s += seconds
+        if self._base is None or self.beliefs is None:
+            return
+        if self.is_settled:  # what the machine does is no fault of the trials: the gain is what the blocks said
+            best = max(math.exp(each.log_rate) for each in self.beliefs.log)
+            self.gained_s += max(0.0, 1.0 - self._base / best) * seconds
+        else:
+            self.gained_s += scale * sum(trace.samples for trace in traces) / self._base - seconds
+
+    def _as_trained(self, config: LoaderConfig) -> LoaderConfig:
+        return replace(config, persistent_workers=self._training.keeps_workers and config.num_workers > 0)
+
+    def _change_to(self, config: LoaderConfig) -> Steps:
+        if config.key() != self._training.config.key():
+            self._source.settle(self._as_trained(config))
+            while not self._source.is_due():
+                yield 0.0
+
+    def _note(self, kind: str, seen: Evidence | None = None) -> None:
+        measured = None if seen is None else seen.measurement
+        event = Event(
+            kind=kind,
+            seconds=self.trained_s,
+            batch=self._training.traces.end,
+            config=self._training.config if seen is None else seen.config,
+            evidence=seen if measured is None or seen is None else replace(seen, outcome=replace(measured, traces=())),
+            waiting=None if measured is None else waiting_share(measured),
+        )
+        self.history.append(event)
+        del self.history[:-MOST_EVENTS]
+        if kind == "settled" and event.config.key() != self._told:
+            self._told = event.config.key()
+            self._on_change(event)
+
+
+def _alone_s(seen: Evidence, cores: int) -> float:
+    """Seconds of a batch without workers at best: without what handing it over costs, and what crowding does to a fetch."""
+    measured = seen.measurement
+    assert measured is not None
+    traces = measured.traces
+    fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
+    crowding = min(1.0, cores / (seen.config.num_workers + 1))
+    return crowding * fetch_s + measured.step_s
+
+
+def _balance(seen: Evidence) -> float:
+    """Logarithm of fetching over stepping."""
+    measured = seen.measurement
+    assert measured is not None
+    return math.log(max(measured.service_s, 1e-9) / max(measured.step_s, 1e-9))
+
+
+def _period_s(seen: Evidence) -> float:
+    measured = seen.measurement
+    assert measured is not None
+    return measured.batch_size / measured.samples_per_s.value

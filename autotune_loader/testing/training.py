@@ -1,0 +1,110 @@
+"""A training run on a simulated machine whose workers change in its midst, and whose machine may change, too."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from autotune_loader.live.traces import Change, LiveTraces
+from autotune_loader.testing.clock import FakeClock
+from autotune_loader.testing.machine import SimulatedMachine
+from autotune_loader.testing.simulation import _Disturbed, _Events
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.trace import BatchTrace
+
+NOISE_S = 1.0
+"""The machine's noise lasts for about so long."""
+
+
+class SimulatedTraining:
+    """Trains batch after batch, as AutoLoader does: a new pool fills its queues while the one before is emptied.
+
+    Args:
+        machine: what is trained on; `machine` may be set to another one at any time.
+        clock: moves on by what each batch takes.
+        config: what it begins with.
+        seed: of the machine's noise.
+    """
+
+    def __init__(self, machine: SimulatedMachine, clock: FakeClock, config: LoaderConfig, *, seed: int = 0) -> None:
+        self.traces, self.failures = LiveTraces(), dict[LoaderConfig, Failure]()
+        self.config, self.keeps_workers = config, False
+        self.changes: list[tuple[float, LoaderConfig]] = []
+        """When it was asked to change, and to what."""
+        self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()
+        self._noise_ends = clock() + NOISE_S
+        self._machine, self._slower = machine, 1.0
+        self._running = config
+        self._is_open = True
+        self._run, self._batches = self._started(clock(), "start", 0)
+
+    @property
+    def machine(self) -> SimulatedMachine:
+        return self._machine
+
+    @machine.setter
+    def machine(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._disturb()
+
+    def change_to(self, config: LoaderConfig) -> None:
+        """Another configuration from the next batch on; one that the machine fails with changes nothing."""
+        failure = self._machine.fails(config) if self._machine.fails else None
+        if failure is not None:
+            self.failures[config.key()] = failure
+            return
+        self.config, self.keeps_workers = config, False
+        self.changes.append((self._clock(), config))
+
+    def train(self) -> BatchTrace:
+        """One batch; the clock is at the end of its step afterwards."""
+        if self._clock() >= self._noise_ends:
+            self._noise_ends = self._clock() + self._rng.expovariate(1 / NOISE_S)
+            self._slower = self._rng.lognormvariate(0.0, self._machine.noise_sd)
+            self._disturb()
+        if self.config is not self._running and self._is_open:
+            self._is_open, self._change_begun = False, self._clock()
+            self._in_hand = len(self._run.numbers) - self._run.done_count if self._running.num_workers else 0
+            self._mark = self.traces.end
+        trace = next(self._batches, None)
+        if trace is None:
+            self._running, self._is_open = self.config, True
+            self._run, self._batches = self._started(self._change_begun, "change", self._in_hand)
+            trace = next(self._batches)
+        self.traces.note(trace)
+        self._clock.now = trace.step_end
+        return trace
+
+    def _started(self, begun: float, reason: str, in_hand: int) -> tuple[_Events, Iterator[BatchTrace]]:
+        config, machine = self._running, self._machine
+        start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
+        run = _Events(
+            _Disturbed(machine, self._slower),
+            config,
+            self._feed(),
+            begun,
+            is_running=not config.num_workers,
+            pause_s=max(0.0, self._clock() - begun - start_s),
+        )
+        first = self.traces.end if reason == "start" else self._mark
+        change = Change(
+            batch=first,
+            serves_from=first + in_hand,
+            config=config,
+            reason="start" if reason == "start" else "change",
+            begun=begun,
+            blocked_s=start_s,
+        )
+        self.traces.changes.append(change)
+        return run, run.batches()
+
+    def _feed(self) -> Iterator[int]:
+        while self._is_open:
+            yield next(self._numbers)
+
+    def _disturb(self) -> None:
+        run = self._run
+        run.disturbed = _Disturbed(self._machine, self._slower)
+        run.machine, run.step_s = self._machine, run.disturbed.step_seconds(self._running.consumer_threads)

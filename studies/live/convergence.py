@@ -1,0 +1,362 @@
+"""How soon is AutoLoader as fast as the best fixed configuration, and what does finding it cost?
+
+    python -m studies.live.convergence wait_light_tail ...     # 150 s each; adds to results/convergence.jsonl
+    python -m studies.live.convergence --disturb               # samples turn four times slower half-way
+    python -m studies.live.convergence --table                 # the table, from what was kept; no measuring
+    python -m studies.live.convergence --plots                 # the pictures
+
+Of each workload, in one go and in processes of their own: a survey of fixed configurations by a plain DataLoader with a
+stopwatch (`studies.regret.bench`); a cold AutoLoader; `tune()`; then paired rounds of what each chose, torch's default,
+workers = cores and the best of the survey. "Best fixed" is the fastest of these rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune_loader.values.config import LoaderConfig
+from studies.regret.bench import ROOT, Bench, BenchError, Timing
+from studies.regret.oracle import config_of, key
+
+RESULTS = Path(__file__).parent / "results"
+RECORDS = RESULTS / "convergence.jsonl"
+SURVEYED = (0, 1, 2, 4, 7, 10, 14, 18)
+SURVEY_S, ROUND_S, ROUNDS = 0.8, 1.5, 3
+LIVE_S, HORIZON_S = 60.0, 120.0
+SETTLED_SHARE = 0.95
+SLOWER = 4.0
+"""How many times longer samples take after the disturbance."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*")
+    parser.add_argument("--disturb", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plots", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=LIVE_S)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options.child, options.seconds)))
+        return 0
+    for name in options.workloads:
+        keep(study(name, options.seconds))
+    if options.disturb:
+        keep(disturbed(options.seconds))
+    if options.plots:
+        from studies.live.plots import draw
+
+        draw(records(), RESULTS)
+    if options.table or options.workloads:
+        print(table(records()))
+    return 0
+
+
+def study(name: str, seconds: float) -> dict[str, Any]:
+    """All that is measured of one workload."""
+    with Bench(name) as bench:
+        known = survey(bench)
+    live = in_child(f"live:{name}", seconds)
+    tuned = in_child(f"tune:{name}", seconds)
+    cores = live["cores"]
+    arms = {
+        "live": key(LoaderConfig.from_dict(live["config"])),
+        "tune": key(LoaderConfig.from_dict(tuned["config"])),
+        "default": key(LoaderConfig()),
+        "cores": key(LoaderConfig(num_workers=cores)),
+    }
+    top = sorted(known, key=lambda each: -known[each])[:2]
+    arms |= {f"survey {place}": each for place, each in enumerate(top)}
+    with Bench(name) as bench:
+        rounds = race(bench, list(dict.fromkeys(arms.values())))
+    return {"workload": name, "survey": known, "live": live, "tune": tuned, "arms": arms, "rounds": rounds}
+
+
+def survey(bench: Bench) -> dict[str, float]:
+    """Samples/s of fixed configurations, one burst each; deeper queues of the best three."""
+    known: dict[str, float] = {}
+
+    def burst(config: LoaderConfig) -> None:
+        try:
+            timing = Timing(clock="steady", seconds=SURVEY_S, seed=10_000 + len(known))
+            known[key(config)] = bench.time(config, timing).samples_per_s
+        except BenchError:
+            known[key(config)] = 0.0
+
+    for workers in random.Random(0).sample(SURVEYED, len(SURVEYED)):
+        burst(kept(workers, 2))
+    for each in sorted(known, key=lambda each: -known[each])[:3]:
+        config = config_of(each)
+        if config.num_workers:
+            burst(kept(config.num_workers, 8))
+    return known
+
+
+def kept(workers: int, prefetch: int) -> LoaderConfig:
+    """A person who tunes keeps workers between epochs."""
+    if not workers:
+        return LoaderConfig()
+    return LoaderConfig(num_workers=workers, prefetch_factor=prefetch, persistent_workers=True)
+
+
+def race(bench: Bench, arms: Sequence[str]) -> list[dict[str, float]]:
+    """Each once a round, in an order that is drawn, over the same samples."""
+    rounds = []
+    for number in range(ROUNDS):
+        rates = {}
+        for each in random.Random(number).sample(list(arms), len(arms)):
+            try:
+                timing = Timing(clock="steady", seconds=ROUND_S, seed=20_000 + number)
+                rates[each] = bench.time(config_of(each), timing).samples_per_s
+            except BenchError:
+                continue
+        rounds.append(rates)
+    return rounds
+
+
+def in_child(what: str, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "studies.live.convergence", "--child", what]
+    done = subprocess.run(
+        [*command, "--seconds", str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=240
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def child(what: str, seconds: float) -> dict[str, Any]:
+    kind, _, name = what.partition(":")
+    if kind == "tune":
+        return tune_once(name)
+    return train_live(Job(name), seconds)
+
+
+class Job:
+    """A workload of the regret study and its step."""
+
+    def __init__(self, name: str) -> None:
+        from autotune_loader.pipeline.workload import TrainingSide
+        from autotune_loader.probe.step import build_step
+        from studies.regret.bench import regret_workload
+
+        self.study = regret_workload(name)
+        side = TrainingSide(model=self.study.model, train_step=self.study.train_step)
+        first = next(iter(self._plain()))
+        self.step = build_step(side, first)
+        for _ in range(3):
+            self.step.run(first)
+
+    def _plain(self) -> Any:
+        from torch.utils.data import DataLoader
+
+        return DataLoader(self.study.dataset, batch_size=self.study.batch_size, shuffle=True)
+
+    def auto(self) -> Any:
+        from autotune_loader import AutoLoader
+
+        sampler = self.study.sampler
+        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
+        return AutoLoader(self.study.dataset, batch_size=self.study.batch_size, drop_last=True, **order)
+
+
+def train_live(job: Job, seconds: float, disturb: Any = None) -> dict[str, Any]:
+    """Train from a cold start; when each batch was done, and what the loader decided.
+
+    Args:
+        job: what is trained.
+        seconds: how long.
+        disturb: called half-way.
+    """
+    from autotune_loader.machine.limits import usable_cores
+
+    loader = job.auto()
+    begun = time.perf_counter()
+    origin = time.monotonic()
+    ends: list[float] = []
+    for batch in epochs(loader):
+        job.step.run(batch)
+        ends.append(time.perf_counter() - begun)
+        if disturb is not None and ends[-1] > seconds / 2:
+            disturb()
+            disturb = None
+        if ends[-1] > seconds:
+            break
+    size = job.study.batch_size
+    history = loader.history
+    return {
+        "config": loader.config.to_dict(),
+        "cores": usable_cores().usable,
+        "samples": len(ends) * size,
+        "seconds": ends[-1],
+        "per_s": [size * sum(second <= end < second + 1 for end in ends) for second in range(int(seconds))],
+        "changes": [
+            [change.begun - origin, change.config.num_workers, change.config.prefetch_factor, change.blocked_s]
+            for change in loader.traces.changes
+            if change.reason != "epoch"
+        ],
+        "settled": [float(each) for each in history[history["event"] == "settled"]["seconds"]],
+        "blocks": int((history["event"] == "block").sum()),
+    }
+
+
+def epochs(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def tune_once(name: str) -> dict[str, Any]:
+    from autotune_loader import tune
+    from autotune_loader.machine.limits import usable_cores
+    from studies.regret.bench import regret_workload
+
+    begun = time.perf_counter()
+    result = tune(**regret_workload(name).to_tune_kwargs(), budget="60s", progress=False, reuse=False)
+    return {
+        "config": result.best.to_dict(),
+        "seconds": time.perf_counter() - begun,
+        "cores": usable_cores().usable,
+    }
+
+
+SPEED = multiprocessing.Value("d", 1.0)
+
+
+def disturbed(seconds: float) -> dict[str, Any]:
+    """A job with samples of 1 ms that take four times as long from half-way on, and the best fixed rates before and after."""
+    from torch import nn
+
+    from studies.workloads import AccelStep, SleepDataset, StudyWorkload
+
+    class Shifting(SleepDataset):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(self.waits_s[index] * (SPEED.value - 1.0))
+            return super().__getitem__(index)
+
+    job = Job.__new__(Job)
+    job.study = StudyWorkload(
+        name="storage_shift",
+        dataset=Shifting(65_536, median_s=0.001),
+        model=nn.Identity(),
+        train_step=AccelStep(0.010),
+        batch_size=16,
+        description="samples of 1 ms that take four times as long from half-way on, 10 ms accelerator step",
+        kind="wait",
+    )
+    from autotune_loader.pipeline.workload import TrainingSide
+    from autotune_loader.probe.step import build_step
+
+    job.step = build_step(TrainingSide(model=job.study.model, train_step=job.study.train_step), None)
+
+    def slower() -> None:
+        SPEED.value = SLOWER
+
+    live = train_live(job, seconds, slower)
+    rates = {}
+    for factor in (1.0, SLOWER):
+        SPEED.value = factor
+        rates[str(factor)] = {workers: fixed_rate(job, workers) for workers in (1, 2, 3, 4, 6, 8, 10, 12)}
+    return {"workload": "storage_shift", "live": live, "fixed": rates}
+
+
+def fixed_rate(job: Job, workers: int, seconds: float = 2.5) -> float:
+    from torch.utils.data import DataLoader
+
+    ends: list[float] = []
+    for batch in epochs(
+        DataLoader(
+            job.study.dataset, batch_size=job.study.batch_size, shuffle=True, num_workers=workers, prefetch_factor=4
+        )
+    ):
+        job.step.run(batch)
+        ends.append(time.perf_counter())
+        if ends[-1] - ends[0] > seconds + 1.0:
+            break
+    late = [end for end in ends if end - ends[0] > 1.0]
+    return job.study.batch_size * (len(late) - 1) / (late[-1] - late[0])
+
+
+def keep(record: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    with RECORDS.open("a") as file:
+        file.write(json.dumps({**record, "at": time.strftime("%Y-%m-%d %H:%M")}) + "\n")
+
+
+def records() -> list[dict[str, Any]]:
+    """The latest of each workload."""
+    latest = {each["workload"]: each for each in map(json.loads, RECORDS.read_text().splitlines())}
+    return list(latest.values())
+
+
+def figures(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record says beside the goals of the table."""
+    live, tuned, arms, rounds = (record[name] for name in ("live", "tune", "arms", "rounds"))
+    rate = {each: statistics.median([r[each] for r in rounds if each in r]) for each in dict.fromkeys(arms.values())}
+    best = max(rate, key=lambda each: rate[each])
+    ratios = [r[arms["live"]] / r[best] for r in rounds if best in r and arms["live"] in r]
+    share = statistics.median(ratios)
+    first = live["samples"] / live["seconds"] / rate[best]
+    late_s = HORIZON_S - live["seconds"]
+    tune_s = min(tuned["seconds"], HORIZON_S)
+    after = {
+        "live": live["samples"] + late_s * rate[arms["live"]],
+        "tune": (HORIZON_S - tune_s) * rate[arms["tune"]],
+        "default": HORIZON_S * rate[arms["default"]],
+        "cores": HORIZON_S * rate[arms["cores"]],
+    }
+    return {
+        "best": config_of(best),
+        "share": share,
+        "spread": (min(ratios), max(ratios)),
+        "first": first,
+        "reached_s": reached_s(live["per_s"], rate[arms["live"]]),
+        "settled_s": live["settled"][0] if live["settled"] else None,
+        "after": {name: value / (HORIZON_S * rate[best]) for name, value in after.items()},
+        "tune_s": tuned["seconds"],
+    }
+
+
+def reached_s(per_s: Sequence[float], rate: float) -> float | None:
+    """The first second from which on five seconds together reach the share that counts as settled."""
+    for second in range(len(per_s) - 4):
+        if sum(per_s[second : second + 5]) >= 5 * SETTLED_SHARE * rate:
+            return float(second)
+    return None
+
+
+def table(kept_records: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of the rounds) "
+        "| first 60 s (90 %) | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train "
+        "| default | workers = cores |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for record in kept_records:
+        if "rounds" not in record:
+            continue
+        f = figures(record)
+        low, high = f["spread"]
+        settled = "not in 60 s" if f["settled_s"] is None else f"{f['settled_s']:.0f} s"
+        after = " | ".join(f"{f['after'][name]:.0%}" for name in ("live", "tune", "default", "cores"))
+        lines.append(
+            f"| `{record['workload']}` | {short(f['best'])} | {short(LoaderConfig.from_dict(record['live']['config']))} | "
+            f"{f['share']:.1%} ({low:.0%} to {high:.0%}) | {f['first']:.0%} | {settled} | {after} |"
+        )
+    return "\n".join(lines)
+
+
+def short(config: LoaderConfig) -> str:
+    return f"{config.num_workers} x {config.prefetch_factor}" if config.num_workers else "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

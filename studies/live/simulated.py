@@ -1,0 +1,153 @@
+"""What does each part of AutoLoader's deciding bring, on simulated machines whose best configuration is known?
+
+    python -m studies.live.simulated                 # 40 machines of 2 to 16 cores, about five minutes of one core
+    python -m studies.live.simulated --hours 8       # an hour of as many steady jobs: changes after they have settled
+
+Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
+not ruled out; "+ twin" goes on with what the policy of `decision` proposes; "+ once more" looks again at what was settled on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.space import Space
+from autotune_loader.live import tuner as live_tuner
+from autotune_loader.live.budgets import PREFETCH_FACTORS
+from autotune_loader.live.tuner import Job, Tuner
+from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
+from autotune_loader.values.config import LoaderConfig
+from studies.regret.machines import random_machine
+
+CORES = (2, 2, 4, 4, 8, 16)
+START = LoaderConfig(num_workers=2)
+TRUTH_BATCHES = 600
+NEVER = 1 << 30
+"""Blocks that no minute has."""
+
+
+class RuleOnly(Tuner):
+    """Tries what the plain rule says, and no workers."""
+
+    def _proposals(self, beliefs: Beliefs) -> Iterator[LoaderConfig]:  # type: ignore[override]
+        seen = {each.key for each in beliefs.log}
+        rule = beliefs.plain_rule()
+        for config in super()._proposals(beliefs):
+            if config.key() == rule or config.num_workers == 0:
+                yield config
+        if rule is not None and rule not in seen and len(seen) == 1:
+            yield rule
+
+
+ARMS: dict[str, tuple[type[Tuner], int]] = {
+    "rule": (RuleOnly, NEVER),
+    "+ twin": (Tuner, NEVER),
+    "+ once more": (Tuner, live_tuner.CONFIRMING_BLOCKS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run; shares are of the best fixed configuration."""
+
+    final: float
+    whole: float
+    settled_s: float | None
+    changes: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hours", type=int, default=0)
+    options = parser.parse_args()
+    if options.hours:
+        hours(options.hours, options.seed)
+        return 0
+    outcomes: dict[str, list[Outcome]] = {arm: [] for arm in ARMS}
+    for seed in range(options.seed, options.seed + options.machines):
+        kind, machine = random_machine(seed, CORES)
+        truth = Truth(machine)
+        for arm, (kind_of_tuner, blocks) in ARMS.items():
+            with mock.patch.object(live_tuner, "CONFIRMING_BLOCKS", blocks):
+                outcomes[arm].append(run(machine, truth, 60.0, kind_of_tuner, seed))
+        shares = "  ".join(f"{arm} {each[-1].final:.3f}/{each[-1].whole:.3f}" for arm, each in outcomes.items())
+        print(f"{seed:4} {kind:10} {machine.cores:3} cores  best {truth.name:26} {shares}", flush=True)
+    for arm, each in outcomes.items():
+        print(row(arm, each))
+    return 0
+
+
+class Truth:
+    """The long-run rates of a machine."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._probe = SimulatedProbe(machine, FakeClock())
+        most = min(64, max(4, round(8 * machine.cores)))
+        wall = (machine.cpu_s + machine.wait_s) / machine.step_s
+        most = max(2, min(most, round(2 * wall) + 3))
+        configs = Space(max_workers=most, prefetch_factors=(2, 8)).configs()
+        best = max(configs, key=self.rate)
+        self.best, self.name = self.rate(best), str(best)
+
+    def rate(self, config: LoaderConfig) -> float:
+        return self._probe.truth(config.key(), batches=TRUTH_BATCHES)
+
+
+def run(machine: SimulatedMachine, truth: Truth, seconds: float, kind: type[Tuner], seed: int) -> Outcome:
+    clock = FakeClock()
+    steady = replace(machine, drift_per_hour=0.0)
+    training = SimulatedTraining(steady, clock, START, seed=seed)
+    tuner = kind(
+        training,
+        Job(start=START, usable_cores=machine.cores),
+        lambda most: Space(max_workers=most, prefetch_factors=PREFETCH_FACTORS),
+        clock=clock,
+        cpu_clock=lambda: clock() * machine.step_cores,
+    )
+    wake, samples = 0.0, 0
+    while clock() < seconds:
+        if clock() >= wake:
+            wake = tuner.look(clock())
+        samples += training.train().samples
+    settled = [event.seconds for event in tuner.history if event.kind == "settled"]
+    first = settled[0] if settled else None
+    return Outcome(
+        final=truth.rate(training.config) / truth.best,
+        whole=samples / clock() / truth.best,
+        settled_s=first,
+        changes=sum(when > (first or seconds) + 10 for when, _ in training.changes),
+    )
+
+
+def row(arm: str, outcomes: list[Outcome]) -> str:
+    finals, wholes = sorted(each.final for each in outcomes), [each.whole for each in outcomes]
+    settled = sorted(each.settled_s if each.settled_s is not None else 60.0 for each in outcomes)
+    return (
+        f"| {arm} | {statistics.fmean(finals):.1%}, least {finals[0]:.0%}, {sum(f >= 0.98 for f in finals)} of {len(finals)} "
+        f">= 98 % | {statistics.fmean(wholes):.1%} | {statistics.median(settled):.0f} s, p90 "
+        f"{settled[int(0.9 * len(settled))]:.0f} s |"
+    )
+
+
+def hours(count: int, seed: int) -> None:
+    """Changes in an hour of a steady job."""
+    for number in range(seed, seed + count):
+        kind, machine = random_machine(number, CORES)
+        slower = max(1.0, 0.02 / machine.step_s)  # an hour of quick batches takes an hour to simulate
+        machine = replace(
+            machine, cpu_s=machine.cpu_s * slower, wait_s=machine.wait_s * slower, step_s=machine.step_s * slower
+        )
+        outcome = run(machine, Truth(machine), 3600.0, Tuner, number)
+        print(f"{number:4} {kind:10} {outcome.changes} changes after it settled, final {outcome.final:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
