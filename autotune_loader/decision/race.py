@@ -293,9 +293,7 @@ class Race:
         """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps."""
         ratios = {config: log_ratios(self.usable(), config, incumbent) for config in self.active()}
         unbeaten = [config for config, logs in ratios.items() if len(logs) >= MIN_ROUNDS and median(logs) >= 0]
-        cheapest = min([incumbent, *unbeaten], key=self.rules.cost)
-        # Each step down is one of cost: the one that is chosen has no cheaper candidate beside it that was not slower.
-        return cheapest if cheapest == incumbent else self._cheapest_unbeaten(cheapest)
+        return min([incumbent, *unbeaten], key=self.rules.cost)
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)
