@@ -70,7 +70,7 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoade
         verdict=verdict,
         advice=advice,
         summary=_summary(tuner, config, verdict),
-        spent=Spent(seconds=round(tuner.trained_s, 3), bursts=len(evidence)),
+        spent=Spent(seconds=round(tuner.spending.trained_s, 3), bursts=len(evidence)),
         fingerprint=inspect_machine().fingerprint(dataset=type(loader.dataset).__name__),
         twin=None if beliefs is None else beliefs.context,
         origin="live",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune_loader.decision.belief import Beliefs
@@ -22,10 +22,12 @@ from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import Space
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
 from autotune_loader.live.shift import ShiftTest
+from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import continuous
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 LEAST_GAIN = 0.01
 """A loop that could gain less than this is left alone."""
@@ -33,10 +35,6 @@ TOLERANCE = 0.02
 """Relative difference that counts as equally fast."""
 EXPLORE_TOLERANCE = 0.025
 """The same for exploring, which ends where no block is expected to gain 0.4 times as much: `LEAST_GAIN`."""
-MOST_LOST_SHARE = 0.01
-"""Of the time trained, what trying may cost in all ..."""
-CREDIT_S = 2.0
-"""... and so much more at once, as nothing can be found out for nothing."""
 WATCH_S = 1.5
 """Length of a block while the loader is settled."""
 LEAST_SHARE = 100.0
@@ -118,7 +116,6 @@ class Tuner:
         self._clock, self._cpu_clock, self._on_change = clock, cpu_clock, on_change
         self._source = source or BlockSource(training)
         self._steps = self._plan()
-        self._accounted = training.traces.end
         self._base: float | None = None
         self._unaffordable_s = math.inf
         self._saves_workers = True
@@ -127,7 +124,7 @@ class Tuner:
         self._balance: tuple[LoaderConfig, float] | None = None
         """Of what it settled on."""
         self._told: LoaderConfig | None = None
-        self.trained_s = self.gained_s = 0.0
+        self.spending = Spending(training.traces)
         self.history: list[Event] = []
         self.beliefs: Beliefs | None = None
         self.is_settled = False
@@ -143,17 +140,12 @@ class Tuner:
         """Think, if there is something to think about; returns when to be called again."""
         return now + next(self._steps)
 
-    @property
-    def affordable_s(self) -> float:
-        """Seconds that trying may cost now."""
-        return CREDIT_S + MOST_LOST_SHARE * self.trained_s + self.gained_s
-
     def _plan(self) -> Steps:
         while True:
             yield from self._settle()
             if (yield from self._has_shifted()):
                 self._note("shift")
-                self._base, self.beliefs, self.gained_s = None, None, min(self.gained_s, 0.0)
+                self._base, self.beliefs, self.spending.gained_s = None, None, min(self.spending.gained_s, 0.0)
                 self._saves_workers = self._is_confirmed = False
 
     def _settle(self) -> Generator[float, None, None]:
@@ -162,8 +154,9 @@ class Tuner:
             cpu_s, begun, first = self._cpu_clock(), self._clock(), self._training.traces.end
             seen = yield from self._observe(self._training.config, Ask())
             if seen.measurement is not None:
-                cores = self._step_cores(self._cpu_clock() - cpu_s, self._clock() - begun, first)
-                self._begin(seen, cores)
+                traces = self._training.traces.block(first)
+                cores = _step_cores(traces, self._cpu_clock() - cpu_s, self._clock() - begun)
+                self._begin(seen, min(float(self._job.usable_cores), cores))
                 self._is_as_before = self._is_only_slower(seen)
         if not self._job.is_fixed and not self._is_as_before:
             while (config := self._next(self.beliefs)) is not None:
@@ -193,13 +186,6 @@ class Tuner:
         self.beliefs.log.add(seen)
         self._base = measured.samples_per_s.value
 
-    def _step_cores(self, cpu_s: float, wall_s: float, first: int) -> float:
-        """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
-        traces = self._training.traces.block(first)
-        fetching_s = sum(trace.cpu_s for trace in traces if trace.worker < 0)
-        stepping_s = sum(trace.step_s for trace in traces) or wall_s
-        return min(float(self._job.usable_cores), max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9)))
-
     def _useful_workers(self, measured: Measurement) -> int:
         needed = SPARE * measured.service_s / max(measured.step_s, 1e-9) + 2
         runnable = SPARE * self._job.usable_cores * measured.service_s / max(measured.service_cpu_s, 1e-9) + 1
@@ -217,7 +203,7 @@ class Tuner:
             if beliefs.feasible(config) is not None or config.key() in failed or (needs_loop and config.num_workers):
                 continue
             price_s = self._price_s(config, beliefs)
-            if price_s <= self.affordable_s:
+            if price_s <= self.spending.affordable_s:
                 return config
             self._unaffordable_s = min(self._unaffordable_s, price_s)
         return None
@@ -315,7 +301,7 @@ class Tuner:
             is_new = not self._is_confirmed and test.blocks >= CONFIRMING_BLOCKS
             if is_new:
                 self._confirm(config)
-            if is_new or self._unaffordable_s <= self.affordable_s:
+            if is_new or self._unaffordable_s <= self.spending.affordable_s:
                 return False
 
     def _confirm(self, config: LoaderConfig) -> None:
@@ -331,25 +317,8 @@ class Tuner:
             self._note("block", seen)
 
     def _account(self) -> None:
-        """Time trained since the last look, and what it gained over the configuration at the start."""
-        end = self._training.traces.end
-        new = end - self._accounted
-        traces = continuous(
-            self._training.traces.block(max(self._accounted, end - MOST_LOOKED_AT)), self._training.traces.changes
-        )
-        self._accounted = end
-        if not traces:
-            return
-        scale = new / len(traces)
-        seconds = scale * (traces[-1].step_end - traces[0].requested)
-        self.trained_s += seconds
-        if self._base is None or self.beliefs is None:
-            return
-        if self.is_settled:  # what the machine does is no fault of the trials: the gain is what the blocks said
-            best = max(math.exp(each.log_rate) for each in self.beliefs.log)
-            self.gained_s += max(0.0, 1.0 - self._base / best) * seconds
-        else:
-            self.gained_s += scale * sum(trace.samples for trace in traces) / self._base - seconds
+        known = None if self.beliefs is None else max(math.exp(each.log_rate) for each in self.beliefs.log)
+        self.spending.account(None if known is None else self._base, known if self.is_settled else None)
 
     def _as_trained(self, config: LoaderConfig) -> LoaderConfig:
         return replace(config, persistent_workers=self._training.keeps_workers and config.num_workers > 0)
@@ -364,7 +333,7 @@ class Tuner:
         measured = None if seen is None else seen.measurement
         event = Event(
             kind=kind,
-            seconds=self.trained_s,
+            seconds=self.spending.trained_s,
             batch=self._training.traces.end,
             config=self._training.config if seen is None else seen.config,
             evidence=seen if measured is None or seen is None else replace(seen, outcome=replace(measured, traces=())),
@@ -375,6 +344,13 @@ class Tuner:
         if kind == "settled" and event.config.key() != self._told:
             self._told = event.config.key()
             self._on_change(event)
+
+
+def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
+    """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
+    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
+    stepping_s = sum(trace.step_s for trace in traces) or wall_s
+    return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 
 def _alone_s(seen: Evidence, cores: int) -> float:

@@ -11,8 +11,9 @@ from autotune_loader.decision.evidence import Ask
 from autotune_loader.decision.space import Space
 from autotune_loader.live.block_source import BlockSource, waiting_share
 from autotune_loader.live.shift import ShiftTest
+from autotune_loader.live.spending import CREDIT_S
 from autotune_loader.live.traces import Change, continuous
-from autotune_loader.live.tuner import CREDIT_S, Event, Job, Tuner
+from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
