@@ -19,14 +19,13 @@ from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
-from autotune_loader.decision.space import Space
+from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import continuous
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 LEAST_GAIN = 0.01
@@ -47,11 +46,6 @@ CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
-WORKERS_PER_CORE = 16
-"""Workers that wait take no core; what a fetch takes of one bounds the others."""
-SPARE = 1.5
-"""More workers than this times what the step needs, or what the cores can run, are no help."""
-MOST_WORKERS = 64
 
 log = logging.getLogger("autotune_loader.live")
 
@@ -182,16 +176,12 @@ class Tuner:
         assert measured is not None
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        self.beliefs = Beliefs(self._space(self._useful_workers(measured)), context)
+        useful = max_useful_workers(job.usable_cores, measured.service_s, measured.service_cpu_s, measured.step_s)
+        self.beliefs = Beliefs(
+            self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
+        )
         self.beliefs.log.add(seen)
         self._base = measured.samples_per_s.value
-
-    def _useful_workers(self, measured: Measurement) -> int:
-        needed = SPARE * measured.service_s / max(measured.step_s, 1e-9) + 2
-        runnable = SPARE * self._job.usable_cores * measured.service_s / max(measured.service_cpu_s, 1e-9) + 1
-        useful = min(MOST_WORKERS, WORKERS_PER_CORE * self._job.usable_cores, max(2.0, needed), max(2.0, runnable))
-        most = self._job.max_workers
-        return round(useful) if most is None else min(most, round(useful))
 
     def _next(self, beliefs: Beliefs) -> LoaderConfig | None:
         """What to try next; None where nothing is worth it, or can be paid for."""
@@ -259,7 +249,7 @@ class Tuner:
 
     def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
         """A block of this configuration; added to what is known."""
-        self._source.begin(self._as_trained(config), ask)
+        self._source.begin(_as_trained(config, self._training), ask)
         pause_s = self._source.pause_s
         while True:
             yield pause_s
@@ -320,12 +310,9 @@ class Tuner:
         known = None if self.beliefs is None else max(math.exp(each.log_rate) for each in self.beliefs.log)
         self.spending.account(None if known is None else self._base, known if self.is_settled else None)
 
-    def _as_trained(self, config: LoaderConfig) -> LoaderConfig:
-        return replace(config, persistent_workers=self._training.keeps_workers and config.num_workers > 0)
-
     def _change_to(self, config: LoaderConfig) -> Steps:
         if config.key() != self._training.config.key():
-            self._source.settle(self._as_trained(config))
+            self._source.settle(_as_trained(config, self._training))
             while not self._source.is_due():
                 yield 0.0
 
@@ -344,6 +331,10 @@ class Tuner:
         if kind == "settled" and event.config.key() != self._told:
             self._told = event.config.key()
             self._on_change(event)
+
+
+def _as_trained(config: LoaderConfig, training: Training) -> LoaderConfig:
+    return replace(config, persistent_workers=training.keeps_workers and config.num_workers > 0)
 
 
 def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
