@@ -53,7 +53,7 @@ DOUBTFUL_SHARE = 0.25
 simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
-PATIENT_ROUNDS = 5
+PATIENT_ROUNDS = 4
 """Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""

@@ -102,12 +102,12 @@ def make_attempt(attempt: Attempt) -> Outcome:
         return Outcome(**fields, outcome=says, sentence=sentence, seconds=round(time.monotonic() - begun, 1))
     fields |= {"seconds": round(time.monotonic() - begun, 1), "config": str(result.best), "notes": result.warnings}
     wrong = _what_is_wrong(job, result)
-    sentence = wrong or " ".join(result.summary[:1])
+    sentence = wrong or next((each for each in result.summary if each.startswith("Use ")), "")
     return Outcome(**fields, outcome="wrong" if wrong else "tuned", sentence=sentence, epoch_ok=not wrong)
 
 
 def _what_is_wrong(job: Job, result: Any) -> str | None:
-    if result.status != "complete":
+    if result.status not in ("complete", "undecided"):
         return " ".join(result.summary)
     sizes = [trial.measurement.batch_size for trial in result.trials if trial.measurement is not None]
     if job.batch is not None and abs(sizes[0] / job.batch - 1) > SAME_SIZE:

@@ -185,7 +185,7 @@ def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -
         cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("complete forkserver ['ok'"), done.stdout
+    assert done.stdout.startswith(("complete forkserver ['ok'", "undecided forkserver ['ok'")), done.stdout
 
 
 DAEMON_SCRIPT = """
