@@ -290,9 +290,24 @@ class Race:
         return slower > CERTAIN or slower + faster < 1 - CERTAIN
 
     def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
-        """The incumbent, or a cheaper candidate that was not slower in most rounds: what costs more must show that it helps."""
-        ratios = {config: log_ratios(self.usable(), config, incumbent) for config in self.active()}
-        unbeaten = [config for config, logs in ratios.items() if len(logs) >= MIN_ROUNDS and median(logs) >= 0]
+        """The incumbent, or a cheaper candidate that nobody beat in most rounds: what costs more must show that it helps.
+
+        Not slower than the incumbent alone is not enough: bursts of that one may be the disturbed ones.
+        """
+        usable, active = self.usable(), self.active()
+
+        def is_unbeaten(config: LoaderConfig, by: LoaderConfig, floor: float) -> bool:
+            logs = log_ratios(usable, config, by)
+            return len(logs) < MIN_ROUNDS or median(logs) >= floor
+
+        slower = math.log(1 - self.rules.tolerance)
+        unbeaten = [
+            config
+            for config in active
+            if len(log_ratios(usable, config, incumbent)) >= MIN_ROUNDS
+            and is_unbeaten(config, incumbent, 0.0)
+            and all(is_unbeaten(config, other, slower) for other in active if other != config)
+        ]
         return min([incumbent, *unbeaten], key=self.rules.cost)
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:

@@ -168,6 +168,22 @@ def test_more_workers_must_be_faster_in_the_rounds_themselves_to_be_chosen():
     assert outcome.winner == FEW
 
 
+def test_who_was_beaten_by_anybody_does_not_win_by_the_disturbed_rounds_of_the_incumbent():
+    # GIVEN a belief in SOME, whose bursts were disturbed in two of three rounds, so that the baseline was faster there
+    belief = Posterior(
+        configs=(SOME, MANY, BASELINE), mean=np.log([340.0, 330.0, 250.0]), covariance=1e-4 * np.eye(3), noise_sd=0.05
+    )
+    rules = RaceRules(tolerance=0.02, cost=lambda config: (config.num_workers,), patience_s=9.0)
+    opened = Race([SOME, MANY], BASELINE, rules, believe=lambda: belief)
+    shape = RatedProbe({})._shape
+    for some, many, baseline in [(336.0, 343.0, 228.0), (216.0, 309.0, 238.0), (237.0, 296.0, 253.0)]:
+        rates = {SOME: some, MANY: many, BASELINE: baseline}
+        measured = [(c, replace(shape, samples_per_s=replace(shape.samples_per_s, value=r))) for c, r in rates.items()]
+        opened.record(measured, seconds=3.0)
+    # WHEN the winner is named THEN it is not the baseline, which MANY beat by a fifth in every round
+    assert opened.outcome().winner in (SOME, MANY)
+
+
 def test_there_is_an_end_without_any_limit():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
     assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS
