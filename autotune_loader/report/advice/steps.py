@@ -185,7 +185,7 @@ def _on_startup(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
         reason=f"starting workers takes {share:.0%} of an epoch",
-        expected_gain=None if share >= 0.9 else share / (1 - share),
+        expected_gain=_believable(evidence, share / (1 - share)),
     )
 
 
