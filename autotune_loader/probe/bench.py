@@ -182,7 +182,7 @@ class Bench:
             times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
             self._is_paced = times[0].wall_s > PACED_FETCH_S
             self._judge(self._notebook.taken())
-            if goes_on(self._private_data):
+            if goes_on(private.dataset, self._private_data):
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
                 return Failure(kind="no_data", phase=phase, message=message)
             phase = "step"
@@ -202,7 +202,8 @@ class Bench:
         shape = BatchShape.of(self._batch)
         data = self._data()
         counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
-        alone = shape.on_accelerator or data.reads_by_itself or private.reads_by_itself
+        reads_by_itself = not shape.on_accelerator and (data.reads_by_itself or private.reads_by_itself)
+        alone = shape.on_accelerator or reads_by_itself
         repeats = data.is_iterable and not alone and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
         sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
@@ -220,7 +221,7 @@ class Bench:
             step_s=step_s,
             first_batch_s=first_batch_s,
             counts_batches=counts_batches,
-            reads_by_itself=alone and not shape.on_accelerator,
+            reads_by_itself=reads_by_itself,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
@@ -230,7 +231,7 @@ class Bench:
                 *self._step.notes,
                 *_clock_notes(self._step.device, self._timeline),
                 *([BATCHES_COUNTED] if counts_batches else []),
-                *([READS_BY_ITSELF] if alone and not shape.on_accelerator else []),
+                *([READS_BY_ITSELF] if reads_by_itself else []),
             ),
             bad_samples=tuple(self._bad_samples.values()),
         )
