@@ -8,17 +8,14 @@ DistributedSampler to the rebuilt loader as it would to the original.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from autotune_loader.integrations import require
-from autotune_loader.live.loader import AutoLoader
+from autotune_loader.integrations.watching import Watch
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
-
-log = logging.getLogger(__name__)
 
 
 def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> Any:
@@ -87,15 +84,9 @@ def loader_watch(path: str | None = None) -> Any:
     """
     lightning = require("lightning.pytorch", feature="Watching in Lightning", extra="lightning")
 
-    class LoaderWatch(lightning.Callback):  # type: ignore[misc, name-defined]
-        said: str | None = None
-
+    class LoaderWatch(Watch, lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
-            loader = trainer.train_dataloader
-            if self.said is None and isinstance(loader, AutoLoader):
-                self.said = loader.check(path)
-                if self.said is not None:
-                    log.warning(self.said)
+            self.look_at(trainer.train_dataloader, path)
 
     return LoaderWatch()
 

@@ -7,16 +7,13 @@ tune_trainer(trainer, budget="60s"); trainer.train()                       # tun
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from autotune_loader.integrations import require
-from autotune_loader.live.loader import AutoLoader
+from autotune_loader.integrations.watching import Watch
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
-
-log = logging.getLogger(__name__)
 
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
@@ -89,14 +86,9 @@ def loader_watch(path: str | None = None) -> Any:
     """
     transformers = require("transformers", feature="Watching a Trainer", extra="transformers")
 
-    class LoaderWatch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        said: str | None = None
-
+    class LoaderWatch(Watch, transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-            loader = getattr(given.get("train_dataloader"), "base_dataloader", given.get("train_dataloader"))
-            if self.said is None and isinstance(loader, AutoLoader):
-                self.said = loader.check(path)
-                if self.said is not None:
-                    log.warning(self.said)
+            prepared = given.get("train_dataloader")
+            self.look_at(getattr(prepared, "base_dataloader", prepared), path)
 
     return LoaderWatch()
