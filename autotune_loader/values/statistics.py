@@ -171,18 +171,6 @@ def paired_ratio(rounds: Sequence[Round], a: Hashable, b: Hashable, confidence: 
     return _exp(mean_interval(logs, confidence))
 
 
-def gap_to_ceiling(rate: Interval, ceiling: Interval) -> Interval:
-    """Share of the ceiling that is not reached, 1 - rate / ceiling; negative where the rate lies above it.
-
-    The limits combine those of the two, as independent measurements, on the logarithms (MOVER: Zou and Donner 2008).
-    """
-    ratio = rate.value / ceiling.value
-    down = math.hypot(_log(rate.low / rate.value), _log(ceiling.value / ceiling.high))
-    up = math.hypot(_log(rate.high / rate.value), _log(ceiling.value / ceiling.low) if ceiling.low > 0 else math.inf)
-    count = min(rate.count, ceiling.count)
-    return Interval(value=1 - ratio, low=1 - ratio * math.exp(up), high=1 - ratio * math.exp(-down), count=count)
-
-
 @lru_cache(maxsize=1024)
 def student_t_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t at a probability of at least 0.5, by bisection of its distribution function.

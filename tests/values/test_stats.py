@@ -14,7 +14,6 @@ from autotune_loader.values.statistics import (
     Interval,
     Round,
     correlated_mean_interval,
-    gap_to_ceiling,
     mean_interval,
     paired_ratio,
     student_t_quantile,
@@ -179,20 +178,3 @@ def test_never_more_than_a_third_is_left_out() -> None:
 
 def test_unmeasured_noise_is_not_suspect() -> None:
     assert usable_rounds([Round(rates={"a": 1.0})]).note is None
-
-
-def test_the_gap_to_the_ceiling_adds_both_uncertainties() -> None:
-    rate = Interval(value=90.0, low=88.0, high=92.0, count=40)
-    ceiling = Interval(value=100.0, low=99.0, high=101.0, count=20)
-    gap = gap_to_ceiling(rate, ceiling)
-    assert gap.value == pytest.approx(0.1)
-    assert gap.low == pytest.approx(0.078, abs=1e-3)
-    assert gap.high == pytest.approx(0.122, abs=1e-3)
-    assert gap.count == 20
-
-
-def test_a_ceiling_of_unknown_error_leaves_the_gap_open() -> None:
-    rate = Interval(value=90.0, low=88.0, high=92.0, count=40)
-    gap = gap_to_ceiling(rate, Interval(value=100.0, low=0.0, high=math.inf, count=1))
-    assert gap.value == pytest.approx(0.1)
-    assert (gap.low, gap.high) == (-math.inf, 1.0)
