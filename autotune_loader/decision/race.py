@@ -218,6 +218,10 @@ class Race:
             return None
         winner = self._cheapest_unbeaten(incumbent)
         rates, bursts = _rates(usable.rounds, winner), self._usable_bursts()
+        ran = [config for config in self.configs if _rates(usable.rounds, config)]
+        belief, cost = self._belief(ran), self.rules.cost
+        # Rounds may have shown cheaper ones to be slower.
+        equal = [ran[index] for index in belief.as_fast(self.rules.tolerance)]
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
         speedup = paired_ratio(usable.rounds, winner, self.baseline, STOPPED_CONFIDENCE) if len(logs) > 1 else None
@@ -231,8 +235,8 @@ class Race:
             winner=winner,
             rate=mean_interval(rates) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
             bursts=bursts,
-            as_fast=tuple(self._as_fast(winner)),
-            expected_loss=self._expected_loss(winner),
+            as_fast=tuple(config for config in equal if config != winner and cost(config) >= cost(winner)),
+            expected_loss=float(belief.regret_samples()[:, ran.index(winner)].mean()),
             speedup=exactly_one if winner == self.baseline else speedup,
             notes=((usable.note,) if usable.note else ()) + failed,
             failures=failed,
@@ -245,16 +249,6 @@ class Race:
             for config, bursts in self._bursts.items()
         }
         return {config: bursts for config, bursts in kept.items() if bursts}
-
-    def _as_fast(self, winner: LoaderConfig) -> list[LoaderConfig]:
-        """Who counts as equally fast, of those that ran and cost no less: rounds may have shown cheaper ones to be slower."""
-        ran = [config for config in self.configs if _rates(self.usable(), config)]
-        equal = [ran[index] for index in self._belief(ran).as_fast(self.rules.tolerance)]
-        return [config for config in equal if config != winner and self.rules.cost(config) >= self.rules.cost(winner)]
-
-    def _expected_loss(self, winner: LoaderConfig) -> float:
-        ran = [config for config in self.configs if _rates(self.usable(), config)]
-        return float(self._belief(ran).regret_samples()[:, ran.index(winner)].mean())
 
     def _belief(self, configs: Sequence[LoaderConfig]) -> Posterior:
         """What is believed of some candidates, in their order: with what is known of everything, or by the rounds alone."""

@@ -57,7 +57,7 @@ def counted_rounds(count: int) -> str:
     return f"{count} paired round" + ("" if count == 1 else "s")
 
 
-def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
+def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"
     if not is_telling(rate):
@@ -65,7 +65,7 @@ def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
-def _speedup_sentence(
+def speedup_sentence(
     best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
 ) -> str:
     whose = f"the baseline ({baseline})"

@@ -18,9 +18,9 @@ from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.report.summary import (
     UNDECIDED,
-    _rate_words,
-    _speedup_sentence,
     counted_rounds,
+    rate_words,
+    speedup_sentence,
     why_it_ended,
     why_undecided,
 )
@@ -136,8 +136,8 @@ def assemble_reused(
         doubt,
         f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
         f"{rate:,.0f} samples/s{paired}.",
-        f"Use {earlier.best}: {_rate_words(measured.samples_per_s)}.",
-        _speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
+        f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
+        speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
         earlier.verdict.sentence,
         f"Step: {context.warmup.step}.",
     )
@@ -289,8 +289,8 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     if found.status == "undecided":
         sentences.append(f"{UNDECIDED}: {found.finals.undecided}. Until then this is the safest guess.")
     is_decided = found.status == "complete"
-    sentences.append(f"Use {best}: {_rate_words(measured.samples_per_s, unit)}.")
-    sentences.append(_speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
+    sentences.append(f"Use {best}: {rate_words(measured.samples_per_s, unit)}.")
+    sentences.append(speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
     sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]

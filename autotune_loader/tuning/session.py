@@ -168,9 +168,8 @@ class TuningSession:
         suggested = [config for config in self._job.suggestions if self._space.veto(config) is None]
         design = initial_design(self._space, self._job.usable_cores) if is_auto else ()
         begin_with = list(dict.fromkeys([*own, LoaderConfig(), *suggested, *design]))
-        if (
-            self._job.fetch_s > SLOW_FETCH_S
-        ):  # there may be time for one or two, and those without workers say the least
+        if self._job.fetch_s > SLOW_FETCH_S:
+            # There may be time for one or two, and those without workers say the least.
             begin_with.sort(key=lambda config: -config.num_workers)
         grid = self._space.configs() if self._options.search == "grid" else None
         while True:
@@ -179,8 +178,10 @@ class TuningSession:
             if isinstance(todo, Stop):
                 self.state.stop_reason = todo.reason
                 return
-            is_ours = todo.config is None or todo.config in begin_with
-            self._try(todo.config if is_ours or todo.config is None else as_planned(todo.config, self._space))
+            config = todo.config
+            if config is not None and config not in begin_with:
+                config = as_planned(config, self._space)
+            self._try(config)
 
     def _goal(self, begin_with: Sequence[LoaderConfig], grid: Sequence[LoaderConfig] | None) -> Goal:
         variants_kept = self._count_variants()

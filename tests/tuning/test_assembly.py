@@ -29,7 +29,7 @@ from autotune_loader.values.statistics import Interval, Round
     ],
 )
 def test_a_rate_has_an_interval_only_where_it_tells_something(low: float, high: float, words: str) -> None:
-    assert assembly._rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
+    assert assembly.rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
 
 
 def outcome(rates: float, *, rounds: int, foreign: float = 0.0, expected_loss: float = 0.0) -> RaceOutcome:

@@ -123,8 +123,7 @@ def _waits_beside_neighbours(evidence: Evidence) -> bool:
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
-    measured = evidence.measurement
-    waits = f"the loop waits for data {share_text(measured.wait_share)} of the time"
+    measured, waits = evidence.measurement, _waits_words(evidence)
     more = _more(headroom) if evidence.ceiling_doubt is None else "; what the step alone could do is unknown"
     sentences: dict[Binding, Callable[[], str]] = {
         "step": lambda: (
@@ -154,8 +153,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
 
 def _disagreement(evidence: Evidence) -> str:
     """Two figures of which one must be wrong, or of which each would explain the other."""
-    measured = evidence.measurement
-    waits = f"the loop waits for data {share_text(measured.wait_share)} of the time"
+    measured, waits = evidence.measurement, _waits_words(evidence)
     foreign = measured.foreign_cpu_share or 0.0
     others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
     if measured.wait_share < HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
@@ -164,6 +162,10 @@ def _disagreement(evidence: Evidence) -> str:
         f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
         f"may have waited for a core as well as for data{others}; {waits}"
     )
+
+
+def _waits_words(evidence: Evidence) -> str:
+    return f"the loop waits for data {share_text(evidence.measurement.wait_share)} of the time"
 
 
 def _value(ceiling: Interval | None) -> float:
