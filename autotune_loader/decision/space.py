@@ -26,6 +26,8 @@ FILLING_ROOM, MORE_WORKERS = 1.5, 2
 FEEDING_ROOM = 2.5
 # More than this many worker processes on one rank has never been shown to help, and starting them takes seconds.
 MAX_WORKERS = 64
+# Workers are kept between epochs where starting them anew would take more than this share of an epoch.
+STARTUP_WORTH_AVOIDING = 0.005
 # Share of /dev/shm, descriptors and memory that a configuration may plan to use.
 SAFE_SHARE = 0.9
 # Interpreter, torch and a forked dataset that is not touched: what one more worker costs before it has loaded anything.
@@ -217,6 +219,11 @@ class Space:
         """Changes when a trial of one space would mean something else in another; what happens to be free does not."""
         axes = {name: repr(getattr(self, name)) for name in self.__slots__ if name not in ("limits", "batch")}
         return hashlib.sha256(json.dumps(axes, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def least(*limits: int | None) -> int | None:
+    """The least of the limits that are known; None where none is."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def max_useful_workers(usable_cores: int, wall_s: float, cpu_s: float, step_s: float = 0.0) -> int:

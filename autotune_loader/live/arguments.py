@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
+
+from autotune_loader.pipeline.build import batching_of
+from autotune_loader.values.config import LoaderConfig
 
 NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Arguments that torch refuses without workers; for an AutoLoader the number of workers is only a start."""
@@ -31,10 +34,4 @@ def asked_for(dataset: Any, args: tuple[Any, ...], arguments: dict[str, Any]) ->
 def _arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
     asked = {name: getattr(loader, name) for name in (*names, *NEEDS_WORKERS, "in_order")}
-    if isinstance(loader.dataset, IterableDataset):
-        return asked | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if loader.batch_sampler is None:
-        return asked | {"batch_size": None, "sampler": loader.sampler}
-    if loader.batch_size is not None:  # then it made its batch sampler itself
-        return asked | {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
-    return asked | {"batch_sampler": loader.batch_sampler}
+    return asked | batching_of(loader, LoaderConfig())

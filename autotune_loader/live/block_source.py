@@ -21,7 +21,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import BatchTrace
 
 SEARCH_BLOCK = BurstPlan(max_s=1.0, min_s=0.3, relative_error=0.015)
-"""Long enough to see most changes; what is still in doubt afterwards is compared in pairs."""
+"""Long enough to see most changes."""
 COMPARE_BLOCK = BurstPlan(max_s=1.5, min_s=0.5, relative_error=0.005)
 LOOK_S = 0.05
 """So often a block that is under way is looked at."""
@@ -114,9 +114,7 @@ class BlockSource:
             traces, plan, workers=workers, now=traces[-1].step_end
         ):
             return None
-        started = min(traces[0].requested, traces[0].fetch_start)
-        measured = replace(summarise(traces, workers=workers, started=started), traces=tuple(traces[-MOST_LOOKED_AT:]))
-        return self._ended(block, measured)
+        return self._ended(block, _measured(traces, workers))
 
     def latest(self, config: LoaderConfig, first: int) -> Evidence | None:
         """What runs, by its batches from `first` on; the latest pool's only."""

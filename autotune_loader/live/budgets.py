@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune_loader.decision.space import BatchCost, Limits, Space
+from autotune_loader.decision.space import BatchCost, Limits, Space, least
 from autotune_loader.machine.limits import local_world_size, memory_budget, open_files_limit, shared_memory
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -65,9 +65,9 @@ class Budgets:
         needs = space.memory_need(old) + space.memory_need(new)
         ranks = local_world_size()
         return (
-            in_flight <= _least(self.max_shm, shm.free_bytes * SAFE_SHARE / ranks if shm else None)
-            and needs <= _least(self.max_host_memory)
-            and space.memory_need(new) <= _least(host * SAFE_SHARE / ranks if host is not None else None)
+            _fits(in_flight, self.max_shm, int(shm.free_bytes * SAFE_SHARE / ranks) if shm else None)
+            and _fits(needs, self.max_host_memory)
+            and _fits(space.memory_need(new), int(host * SAFE_SHARE / ranks) if host is not None else None)
         )
 
     def fits_now(self, config: LoaderConfig, shape: BatchShape | None) -> bool:
@@ -95,8 +95,8 @@ class Budgets:
             in_order=(like.in_order,),
             multiprocessing_contexts=(like.multiprocessing_context,),
             limits=Limits(
-                shm_bytes=_whole(_least(self.max_shm, shm.free_bytes / ranks if shm else None)),
-                memory_bytes=_whole(_least(self.max_host_memory, memory / ranks if memory is not None else None)),
+                shm_bytes=least(self.max_shm, shm.free_bytes // ranks if shm else None),
+                memory_bytes=least(self.max_host_memory, memory // ranks if memory is not None else None),
                 descriptors=open_files_limit(),
             ),
             batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
@@ -110,9 +110,6 @@ class Budgets:
         )
 
 
-def _whole(bound: float) -> int | None:
-    return None if bound == float("inf") else int(bound)
-
-
-def _least(*bounds: float | None) -> float:
-    return min((bound for bound in bounds if bound is not None), default=float("inf"))
+def _fits(need_bytes: int, *bounds: int | None) -> bool:
+    most = least(*bounds)
+    return most is None or need_bytes <= most

@@ -23,7 +23,7 @@ from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
-from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.pipeline.workload import DataSide, length_of
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
@@ -209,7 +209,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             }
         return {
             "schema_version": SCHEMA_VERSION,
-            "samples": _length(self.dataset),
+            "samples": length_of(self.dataset),
             "batch_size": self.batch_size,
             "config": self.best.to_dict(),
             "epochs": self._epochs,
@@ -228,7 +228,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             ValueError: the state is of another dataset or batch size, or of an IterableDataset with another number of workers.
         """
         workers = self.config.num_workers if isinstance(self.dataset, IterableDataset) else None
-        check_saved(state, samples=_length(self.dataset), batch_size=self.batch_size, workers=workers)
+        check_saved(state, samples=length_of(self.dataset), batch_size=self.batch_size, workers=workers)
         self._saved, self._kept, self._latest, self._order = state, None, None, None
         self._epochs, self._seed = state["epochs"], state["seed"]
         if self.tune and workers is None and "config" in state:
@@ -277,11 +277,10 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             start=self._own,
             usable_cores=cores_within(self.max_cores),
             max_workers=self.max_workers,
-            epoch_batches=_length(self),
+            epoch_batches=length_of(self),
             is_fixed=is_fixed,
         )
-        # Kept workers would never hear of the dataset's new epoch.
-        may_keep = not is_fixed and not DataSide(dataset=self.dataset, batch_size=self.batch_size).has_epochs
+        may_keep = not is_fixed and not self._has_epochs()
         return LiveTuning(
             self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self.on_change)
         )
@@ -300,6 +299,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             return own
         context = self._wished_context if isinstance(self._wished_context, str) else None
         return replace(own, num_workers=workers, multiprocessing_context=context, **wishes)
+
+    def _has_epochs(self) -> bool:
+        return DataSide(dataset=self.dataset, batch_size=self.batch_size).has_epochs
 
     def _start(self, config: LoaderConfig | str | os.PathLike[str] | None) -> LoaderConfig:
         if isinstance(config, LoaderConfig):
@@ -328,17 +330,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._state.budgets.refuse(config, self._state.shape)
         if not config.num_workers:
             return config
-        has_epochs = hasattr(self.dataset, "set_epoch") or hasattr(self.dataset, "epoch")
         # Kept workers never hear of the dataset's new epoch, unless the user wants it so.
-        keeps = config.persistent_workers and (self.persistent_workers or not has_epochs)
+        keeps = config.persistent_workers and (self.persistent_workers or not self._has_epochs())
         return replace(config, in_order=self.in_order, persistent_workers=keeps)
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _announcing(on_change: Callable[[Event], None] | None) -> Callable[[Event], None]:

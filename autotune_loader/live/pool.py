@@ -118,8 +118,7 @@ class Pool:
         self._context = PoolContext(parts.context or config.multiprocessing_context)
         shield(self)
         with warnings.catch_warnings():
-            # More workers than cores are meant; what cannot be pickled is told below.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            # What cannot be pickled is told below.
             warnings.filterwarnings("ignore", message="Got pickle error")
             self._loader: Any = build_loader(**self._arguments(parts, order, number))
             self._iterator: Any = self._started(parts)

@@ -13,12 +13,25 @@ from autotune_loader.report.advice import advise, judge
 from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.trial import Trial, role_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch.utils.data import DataLoader
 
+HISTORY_COLUMNS = [
+    "event",
+    "seconds",
+    "batch",
+    "num_workers",
+    "prefetch_factor",
+    "samples_per_s",
+    "low",
+    "high",
+    "waiting",
+    "failure",
+]
 NOTHING = Verdict(binding="unknown", sentence="Too few batches were trained to say anything.")
 
 
@@ -81,37 +94,18 @@ def history_frame(history: list[Event]) -> pd.DataFrame:
     """One row for each block, settlement and shift: when, with which configuration, how fast."""
     import pandas as pd
 
-    rows = []
-    for event in history:
-        outcome = None if event.evidence is None else event.evidence.outcome
-        rate = getattr(outcome, "samples_per_s", None)
-        rows.append(
-            {
-                "event": event.kind,
-                "seconds": event.seconds,
-                "batch": event.batch,
-                "num_workers": event.config.num_workers,
-                "prefetch_factor": event.config.prefetch_factor,
-                "samples_per_s": getattr(rate, "value", None),
-                "low": getattr(rate, "low", None),
-                "high": getattr(rate, "high", None),
-                "waiting": event.waiting,
-                "failure": getattr(outcome, "message", None),
-            }
-        )
-    columns: list[str] = [
-        "event",
-        "seconds",
-        "batch",
-        "num_workers",
-        "prefetch_factor",
-        "samples_per_s",
-        "low",
-        "high",
-        "waiting",
-    ]
-    frame: pd.DataFrame = pd.DataFrame(rows, columns=[*columns, "failure"])
+    frame: pd.DataFrame = pd.DataFrame([_row(event) for event in history], columns=HISTORY_COLUMNS)
     return frame
+
+
+def _row(event: Event) -> tuple[object, ...]:
+    """In the order of `HISTORY_COLUMNS`."""
+    config, outcome = event.config, None if event.evidence is None else event.evidence.outcome
+    rate = outcome.samples_per_s if isinstance(outcome, Measurement) else None
+    figures = (None, None, None) if rate is None else (rate.value, rate.low, rate.high)
+    failure = outcome.message if isinstance(outcome, Failure) else None
+    where = (event.kind, event.seconds, event.batch, config.num_workers, config.prefetch_factor)
+    return (*where, *figures, event.waiting, failure)
 
 
 def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:

@@ -10,7 +10,7 @@ tells which steps those are, so that no rate counts them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -97,16 +97,14 @@ def continuous(traces: Sequence[BatchTrace], changes: Sequence[Change] = ()) -> 
 
 
 def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
-    return BatchTrace(
-        worker=trace.worker,
+    return replace(
+        trace,
         fetch_start=trace.fetch_start - by_s,
         fetch_end=trace.fetch_end - by_s,
         collate_end=trace.collate_end - by_s,
-        cpu_s=trace.cpu_s,
         requested=trace.requested - by_s,
         received=trace.received - by_s,
         step_end=trace.step_end - by_s - cut_s,
-        samples=trace.samples,
     )
 
 

@@ -239,9 +239,8 @@ class Tuner:
     def _decide(self, beliefs: Beliefs) -> Steps:
         """Run what is believed to be the best of what was observed."""
         posterior = beliefs.posterior()
-        tried = (
-            [] if posterior is None else [key for key in {e.key: 0 for e in beliefs.log} if key in posterior.configs]
-        )
+        known = () if posterior is None else posterior.configs
+        tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in known]
         if posterior is None or not tried:
             yield from self._change_to(self._job.start)
             return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING
 from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.ranks import Follower, LeaderSource, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
@@ -17,9 +18,6 @@ from autotune_loader.machine.limits import usable_cores
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
-
-START_SHARE = 0.005
-"""Workers are kept between epochs where starting them anew takes more than this share of an epoch."""
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ class LiveTuning:
         first, batches = rows[0], traces.end - starts[-1].batch
         epoch_s = (rows[-1].step_end - rows[0].requested) / len(rows) * batches
         start_s = starts[-1].blocked_s + max(0.0, first.wait_s - first.service_s)
-        if start_s > START_SHARE * epoch_s:
+        if start_s > STARTUP_WORTH_AVOIDING * epoch_s:
             run.keeps_workers = True
             run.change_to(replace(config, persistent_workers=True))
 

@@ -65,7 +65,7 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
     Raises:
         ValueError: a batch size was tuned, but this loader has a sampler of batches, which decides it.
     """
-    batching, own = _batching(loader, config), _arguments_of_subclass(loader)
+    batching, own = batching_of(loader, config), _arguments_of_subclass(loader)
     if own is None:
         return _changed_copy(loader, build_loader(loader.dataset, config, **batching))
     parts = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn", "generator", "timeout")}
@@ -100,7 +100,12 @@ def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
     return changed
 
 
-def _batching(loader: Any, config: LoaderConfig) -> dict[str, Any]:
+def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
+    """The arguments by which a loader makes its batches, with the size that was tuned, if any was.
+
+    Raises:
+        ValueError: as `rebuild`.
+    """
     drop_last = loader.drop_last if config.drop_last is None else config.drop_last
     if isinstance(loader.dataset, IterableDataset):
         return {"batch_size": config.batch_size or loader.batch_size, "drop_last": drop_last}

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 
 import msgspec
 
-from autotune_loader.decision.space import Limits, Space, max_useful_workers
+from autotune_loader.decision.space import Limits, Space, least, max_useful_workers
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.probe.protocol import Probe
@@ -31,7 +31,6 @@ from autotune_loader.tuning.ranks import (
     serve,
     unwrapped,
 )
-from autotune_loader.tuning.search_space import least
 
 
 def environment(ranks: Ranks | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

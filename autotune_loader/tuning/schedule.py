@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune_loader.decision.race import TYPICAL_NOISE
-from autotune_loader.decision.space import Space
+from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING, Space
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.model import threads_at_work
@@ -32,8 +32,6 @@ FINALS_PATIENCE_S = 7.0
 """Open questions are worth this many seconds of rounds, and some more where these do not agree with the choice."""
 VARIANTS_SHARE = 0.15
 """Share of the budget that is kept for variants of the best, where the user allows what the twin knows nothing of."""
-STARTUP_WORTH_AVOIDING = 0.005
-"""Persistent workers are used where starting workers anew would take more than this share of an epoch."""
 
 ROUNDS_PER_BURST = 4.5
 """A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`)."""

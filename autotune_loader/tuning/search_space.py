@@ -5,13 +5,20 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Collection
 
-from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.decision.space import (
+    STARTUP_WORTH_AVOIDING,
+    BatchCost,
+    Limits,
+    Space,
+    consumer_thread_counts,
+    least,
+    max_useful_workers,
+)
 from autotune_loader.machine.facts import Machine, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.report.semantics import why_no_drop_last
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.schedule import STARTUP_WORTH_AVOIDING
 
 # Powers of two around the user's batch size, in the order in which they are tried.
 BATCH_FACTORS = (2, 4, 0.5)
@@ -116,8 +123,3 @@ def _device_bytes(machine: Machine, workload: Workload) -> int | None:
     kind, _, index = workload.training.device.partition(":")
     of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
     return of_device.get(int(index or 0))
-
-
-def least(*limits: int | None) -> int | None:
-    """The least of the limits that are known; None where none is."""
-    return min((limit for limit in limits if limit is not None), default=None)

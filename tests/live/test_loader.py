@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.traces import pauses
@@ -80,6 +80,13 @@ def test_persistent_workers_are_not_kept_for_a_dataset_that_is_told_its_epoch() 
 
     assert not AutoLoader(data, config=kept).config.persistent_workers
     assert AutoLoader(data, num_workers=1, persistent_workers=True).config.persistent_workers
+
+
+def test_nor_for_a_dataset_that_wraps_one() -> None:
+    inner = Numbers(4)
+    inner.epoch = 0  # type: ignore[attr-defined]
+    kept = LoaderConfig(num_workers=1, persistent_workers=True)
+    assert not AutoLoader(Subset(inner, [0, 1]), batch_size=2, config=kept).config.persistent_workers
 
 
 def test_an_exception_of_the_dataset_is_raised_at_its_batch_and_the_next_follows() -> None:
