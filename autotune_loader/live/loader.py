@@ -23,7 +23,9 @@ from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, length_of
+from autotune_loader.results.known_jobs import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
@@ -55,7 +57,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         *args: as for DataLoader.
         config: what to start with: a configuration or a `loader.json`. It wins over `num_workers`, `prefetch_factor` and
             `pin_memory`; the order never depends on it. Without it and `num_workers`: a `loader.json` that is found as
-            `load_config()` finds it, else 2 workers, which give way to none where the dataset cannot be loaded in workers.
+            `load_config()` finds it, else what an earlier AutoLoader or `tune()` found best for these data on this machine
+            (`AUTOTUNE_LOADER_CACHE=off` forgets it), else 2 workers, which give way to none where the dataset cannot be
+            loaded in workers.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
         tune: False only watches: `report()` says what binds.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger.
@@ -103,6 +107,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._seed: int | None = None
         self._epochs = 0
         self._saved: Mapping[str, Any] | None = None
+        self._job: str | None = None
         self._kept: EpochIterator | None = None
         self._latest: weakref.ref[EpochIterator] | None = None
         self._order: Order | None = None
@@ -282,7 +287,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         )
         may_keep = not is_fixed and not self._has_epochs()
         return LiveTuning(
-            self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self.on_change)
+            self._state, self._change, job, may_keep_workers=may_keep, on_change=_announcing(self.on_change, self._job)
         )
 
     def _first(self, own: LoaderConfig, wishes: dict[str, Any]) -> LoaderConfig:
@@ -294,6 +299,13 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             return self._allowed(replace(found, pin_memory=own.pin_memory))
         except (TunerError, ValueError) as error:
             log.debug("no file to begin with: %s", error)
+        self._job = job_key(DataSide.from_loader(self), inspect_machine().fingerprint())
+        known = recall(self._job)
+        if known is not None:
+            try:
+                return self._allowed(replace(known, batch_size=None, drop_last=None, pin_memory=own.pin_memory))
+            except ValueError as error:
+                log.debug("what is known of this job is not to be used: %s", error)
         workers = FIRST_WORKERS if self.max_workers is None else min(FIRST_WORKERS, self.max_workers)
         if not workers:
             return own
@@ -335,8 +347,10 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         return replace(config, in_order=self.in_order, persistent_workers=keeps)
 
 
-def _announcing(on_change: Callable[[Event], None] | None) -> Callable[[Event], None]:
+def _announcing(on_change: Callable[[Event], None] | None, job: str | None) -> Callable[[Event], None]:
     def settled(event: Event) -> None:
+        if job is not None:
+            remember(job, event.config)
         log.info("settled on %s after %.0f s of training", event.config, event.seconds)
         if on_change is not None:
             on_change(event)

@@ -71,9 +71,9 @@ class Identity:
             "multiprocessing_context": own.multiprocessing_context if own else None,
         }
         for name in ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
-            parts[name] = _name(getattr(data, name))
+            parts[name] = name_of(getattr(data, name))
         for name in ("model", "train_step", "loss_fn", "optimizer"):
-            parts[name] = _name(getattr(training, name))
+            parts[name] = name_of(getattr(training, name))
         return cls(machine=replace(machine, driver=None), workload=parts, options=dict(options))
 
     @property
@@ -185,7 +185,7 @@ def keep(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(entry, folder / f"{identity.key}.json", private=True)
-        _remove_oldest(folder)
+        remove_oldest(folder)
     except OSError as error:
         log.warning("the result is not kept for reuse: %s", error)
 
@@ -201,7 +201,8 @@ def _read(path: Path, status: os.stat_result) -> Entry:
     return Entry(result=TuningResult.from_file(file), note=file.cache)
 
 
-def _remove_oldest(folder: Path) -> None:
+def remove_oldest(folder: Path) -> None:
+    """Keep the files that were used last, and none that was left half written."""
     changed = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
     entries = [path for path in changed if re.fullmatch(r"[0-9a-f]{32}\.json", path.name)]
     # A temporary file an hour old was left by a run that was killed while it wrote.
@@ -210,7 +211,7 @@ def _remove_oldest(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _name(value: Any) -> str | None:
+def name_of(value: Any) -> str | None:
     """What a part of the workload is called: a function's own name, an object's class; the script's for `__main__`."""
     if value is None:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.results import cache
+from autotune_loader.results import cache, known_jobs
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.assemble import assemble_reused
 from autotune_loader.tuning.options import TuneOptions
@@ -86,7 +86,7 @@ class EarlierResult:
         return assemble_reused(entry, seen, context, baseline, time.monotonic() - started, study)
 
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
-        """Keep the result of a search for the next call, without what was said of this one alone."""
+        """Keep the result of a search for the next call, without what was said of this one alone, and for AutoLoaders."""
         lasting = tuple(warning for warning in result.warnings if warning not in self.objections)
         cache.keep(
             self.identity,
@@ -96,6 +96,8 @@ class EarlierResult:
             max_trials=self.options.max_trials,
             cut_short=cut_short,
         )
+        if result.status == "complete":
+            known_jobs.remember(known_jobs.job_key(self.context.workload.data, self.context.fingerprint), result.best)
 
 
 def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_threads: int) -> optuna.Study:

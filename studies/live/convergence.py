@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -34,6 +35,8 @@ SURVEYED = (0, 1, 2, 4, 7, 10, 14, 18)
 SURVEY_S, ROUND_S, ROUNDS = 0.8, 1.5, 3
 LIVE_S, HORIZON_S = 60.0, 120.0
 SETTLED_SHARE = 0.95
+COLD = {**os.environ, "AUTOTUNE_LOADER_CACHE": "off"}
+"""Nothing is known from an earlier run."""
 SLOWER = 4.0
 """How many times longer samples take after the disturbance."""
 
@@ -128,7 +131,13 @@ def race(bench: Bench, arms: Sequence[str]) -> list[dict[str, float]]:
 def in_child(what: str, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "studies.live.convergence", "--child", what]
     done = subprocess.run(
-        [*command, "--seconds", str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=240
+        [*command, "--seconds", str(seconds)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=240,
+        env=COLD,
     )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

@@ -89,6 +89,11 @@ def test_it_tunes_itself_in_mid_epoch_and_tells_what_it_found(tmp_path: Path) ->
     assert load_config(tmp_path / "loader.json") == loader.best
     assert AutoLoader(Waiting(8), batch_size=8).config == loader.best  # found beside the script
 
+    (tmp_path / "loader.json").unlink()
+    assert AutoLoader(Waiting(1600), batch_size=8).config == told[-1].config  # the cache knows these data
+    assert AutoLoader(Waiting(8), batch_size=8).config.num_workers == FIRST_WORKERS
+    assert AutoLoader(Waiting(1600), batch_size=8, max_workers=1).config.num_workers == 1
+
 
 def test_who_only_watches_changes_nothing_and_still_tells() -> None:
     loader = AutoLoader(Waiting(640), batch_size=8, tune=False, num_workers=1)
