@@ -102,6 +102,22 @@ class SpinDataset(Dataset[tuple[torch.Tensor, int]]):
         return torch.frombuffer(bytearray(digest), dtype=torch.uint8).float(), index % 10
 
 
+class LoopDataset(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that are computed by a loop in Python, as augmentations written by hand are."""
+
+    def __init__(self, length: int, turns: int) -> None:
+        self.length, self.turns = length, turns
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        total = index
+        for turn in range(self.turns):
+            total = (total * 31 + turn) & 0xFFFF
+        return torch.full((64,), float(total)), index % 10
+
+
 class LargeTensorDataset(Dataset[torch.Tensor]):
     """Samples that cost little to make and much to move: 1 MiB each."""
 
@@ -275,6 +291,31 @@ def wait_heavy_tail() -> StudyWorkload:
         batch_size=8,
         description="lognormal waits around 2 ms, every 32nd sample 200 ms, 4 ms accelerator step",
         kind="wait",
+    )
+
+
+def wait_behind_step() -> StudyWorkload:
+    """More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms."""
+    return StudyWorkload(
+        name="wait_behind_step",
+        dataset=SleepDataset(4096, median_s=0.004),
+        model=nn.Identity(),
+        train_step=AccelStep(0.012),
+        batch_size=32,
+        description="4 ms of waiting per sample, 12 ms accelerator step",
+        kind="wait",
+    )
+
+
+def python_loops() -> StudyWorkload:
+    return StudyWorkload(
+        name="python_loops",
+        dataset=LoopDataset(4096, turns=20_000),
+        model=nn.Identity(),
+        train_step=AccelStep(0.010),
+        batch_size=16,
+        description="about 1 ms of a Python loop per sample, 10 ms accelerator step",
+        kind="cpu",
     )
 
 
@@ -452,7 +493,9 @@ WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     for factory in (
         wait_light_tail,
         wait_heavy_tail,
+        wait_behind_step,
         cpu_bound,
+        python_loops,
         jpeg,
         large_tensors,
         in_memory,

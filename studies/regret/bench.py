@@ -170,7 +170,8 @@ class ForeignCpu:
         after = _foreign_cpu_s()
         if self._before is None or after is None:
             return None
-        return max(0.0, after - self._before) / (time.perf_counter() - self._begun) / (os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0))
+        return max(0.0, after - self._before) / (time.perf_counter() - self._begun) / cores
 
 
 def _foreign_cpu_s() -> float | None:

@@ -1,4 +1,4 @@
-"""Regret on real workloads of this machine: `python -m studies.regret.real [--quick] [--load] [--report]`.
+"""Regret on real workloads of this machine: `python -m studies.regret.real [--quick] [--load] [--cores 1] [--report]`.
 
 For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and
 who looks slower than the best meets it again. Each measurement is one line of `results/real.jsonl`, and only what is
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.statistics import Round
 from studies.quiet import QuietTurns
 from studies.regret import OURS, PLAIN_RULE, oracle
@@ -50,6 +51,8 @@ ORDER = (
 QUICK_WORKLOADS = ("jpeg", "wait_light_tail", "in_memory")
 QUICK_STRATEGIES = (OURS, BEFORE, "torch default", "workers = cores", PLAIN_RULE, "climb 3 %")
 LOADED_WORKLOADS = ("jpeg", "wait_light_tail", "cpu_bound", "tutorial", "text")
+# Where the number of workers follows from the job, not from the cores.
+FEW_CORES_WORKLOADS = ("wait_behind_step", "tutorial", "wait_heavy_tail", "python_loops")
 LOADED = f"{OURS}, loaded"
 # Neighbours that no choice was made beside; they make rounds scatter more, so that there are more of them.
 ORACLES_NEIGHBOURS = 1000
@@ -73,7 +76,7 @@ class Plan:
 
 def lattice_for(workload: str) -> Lattice:
     study = regret_workload(workload)
-    return lattice_of(os.cpu_count() or 1, on_cpu=study.model is not None and study.train_step is None)
+    return lattice_of(usable_cores().usable, on_cpu=study.model is not None and study.train_step is None)
 
 
 def study(workload: str, plan: Plan, known: Known, log: Log, quiet: QuietTurns) -> None:
@@ -195,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three workloads, four strategies, one seed: five minutes")
     parser.add_argument("--load", action="store_true", help="beside neighbours that burn 0 to 50 %% of two cores")
+    parser.add_argument("--cores", type=int, help="pinned to so many; the four kinds of job that few cores decide on")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--workloads", help="separated by commas")
     parser.add_argument("--strategies", help="separated by commas")
@@ -204,7 +208,17 @@ def main() -> None:
     parser.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records and tables")
     chosen = parser.parse_args()
-    names = LOADED_WORKLOADS if chosen.load else QUICK_WORKLOADS if chosen.quick else ORDER
+    if chosen.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: chosen.cores])
+    names = (
+        FEW_CORES_WORKLOADS
+        if chosen.cores
+        else LOADED_WORKLOADS
+        if chosen.load
+        else QUICK_WORKLOADS
+        if chosen.quick
+        else ORDER
+    )
     plan = Plan(
         workloads=listed(chosen.workloads or ",".join(names), tuple(WORKLOADS | DOCUMENTS), parser),
         strategies=listed(
@@ -216,7 +230,7 @@ def main() -> None:
         coarse=chosen.quick,
         foreign_limit=1.0 if chosen.load else oracle.FOREIGN_LIMIT,
     )
-    name = "loaded" if chosen.load else "quick" if chosen.quick else "real"
+    name = f"cores_{chosen.cores}" if chosen.cores else "loaded" if chosen.load else "quick" if chosen.quick else "real"
     log = Log(chosen.results / f"{name}.jsonl", plan.foreign_limit)
     if not chosen.report:
         # Like Ctrl-C: the processes of the bench and of whoever chooses, which have sessions of their own, are ended.

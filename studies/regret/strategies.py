@@ -71,13 +71,16 @@ class Choice:
 
 
 def lattice_of(cores: int, on_cpu: bool) -> Lattice:
-    """Workers up to twice the cores, and four times where nothing but loading needs them; threads for a step on the CPU."""
-    workers = {0, 1, 2, 3, cores // 2, 3 * cores // 4, cores, 3 * cores // 2, 2 * cores}
+    """Workers up to twice the cores, and four times where nothing but loading needs them; threads for a step on the CPU.
+
+    Up to 16 always: where samples are waited for, their number does not depend on the cores.
+    """
+    workers = {0, 1, 2, 3, 4, 6, 8, 12, 16, cores // 2, 3 * cores // 4, cores, 3 * cores // 2, 2 * cores}
     threads: tuple[int | None, ...] = (None,)
     if on_cpu:
         threads = (None, *sorted({max(1, cores // 2), 1}, reverse=True))
     else:
-        workers |= {3 * cores, 4 * cores}
+        workers |= {24, 3 * cores, 4 * cores}
     return Lattice(workers=tuple(sorted(workers)), threads=threads)
 
 

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     "wait_light_tail",
     "wait_heavy_tail",
+    "wait_behind_step",
     "cpu_bound",
+    "python_loops",
     "large_tensors",
     "in_memory",
     "step_bound",
