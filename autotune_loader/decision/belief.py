@@ -16,7 +16,7 @@ import numpy as np
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.plain_rule import plain_rule_of
 from autotune_loader.decision.posterior import Posterior, prior_covariance
-from autotune_loader.decision.space import Space
+from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
@@ -52,11 +52,31 @@ class Beliefs:
     def space(self) -> Space:
         """The legal configurations, with fewer workers than failed where no more than those have succeeded."""
         failed = self._fewest_that_failed()
-        return self._space if failed is None else replace(self._space, max_workers=failed - 1)
+        return self._widened() if failed is None else replace(self._space, max_workers=failed - 1)
 
     @space.setter
     def space(self, space: Space) -> None:
         self._space = space
+
+    def _widened(self) -> Space:
+        """With as many workers as the fetches seen so far could use: the few before the search may all have been quick ones.
+
+        Workers that share cores take longer for a batch without being of any more use, so that they do not count.
+        """
+        space, cores = self._space, self.context.usable_cores
+        seen = [m for each in self.log if each.config.num_workers <= cores and (m := each.measurement) is not None]
+        if space.workers_are_capped or not seen:
+            return space
+        batches = sum(each.samples_per_s.count for each in seen)
+
+        def mean(of: Callable[[Measurement], float]) -> float:
+            return sum(of(each) * each.samples_per_s.count for each in seen) / max(batches, 1)
+
+        useful = max_useful_workers(
+            int(cores), mean(lambda m: m.service_s), mean(lambda m: m.service_cpu_s), mean(lambda m: m.step_s)
+        )
+        useful = min(useful, self.context.epoch_batches or useful)
+        return space if useful <= space.max_workers else replace(space, max_workers=useful)
 
     def below_failures(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with no more workers than lie halfway from those that succeeded to those that failed."""
@@ -142,7 +162,7 @@ class Beliefs:
 
     def _modelled(self) -> list[Evidence]:
         """Evidence that the twin understands: what varies in other knobs is compared by its rates alone."""
-        return [each for each in self.log if each.kind == "steady" and self.space.is_modelled(each.config)]
+        return [each for each in self.log if each.kind == "steady" and self._space.is_modelled(each.config)]
 
     def _corrected(self, twin: Twin) -> Posterior:
         seen = [each for each in self._modelled() if each.measurement is not None]

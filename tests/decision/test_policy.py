@@ -45,6 +45,25 @@ def test_it_begins_with_what_it_is_given_in_order(beliefs: Beliefs) -> None:
     assert todo.config not in FIRST
 
 
+@pytest.mark.parametrize(("capped", "expected"), [(False, 45), (True, 4)])
+def test_slow_batches_that_the_first_look_missed_allow_more_workers(capped: bool, expected: int) -> None:
+    # GIVEN a space made after a look at quick batches, and storage whose batches take 18 steps in the mean
+    space = Space(max_workers=4, workers_are_capped=capped)
+    beliefs = Beliefs(space, TwinContext(usable_cores=1, consumer_cores=0.1))
+    source = SimulatedSource(SimulatedMachine(cores=1, cpu_s=0.0005, wait_s=0.0715, step_s=0.004), FakeClock())
+    # WHEN a burst has shown it
+    beliefs.log.add(source.gather(LoaderConfig(num_workers=1), Ask(phase="search", group=0)))
+    # THEN as many may be tried as can be of use, unless more would be wrong
+    assert beliefs.space.max_workers == pytest.approx(expected, abs=4)
+
+
+def test_crowded_workers_are_no_reason_to_allow_more() -> None:
+    beliefs = Beliefs(Space(max_workers=4), TwinContext(usable_cores=1, consumer_cores=0.1))
+    source = SimulatedSource(SimulatedMachine(cores=1, cpu_s=0.02, step_s=0.01), FakeClock())
+    beliefs.log.add(source.gather(LoaderConfig(num_workers=4), Ask(phase="search", group=0)))
+    assert beliefs.space.max_workers == 4
+
+
 def test_what_others_observe_is_passed_over(beliefs: Beliefs) -> None:
     assert explore(beliefs, replace(GOAL, elsewhere={FIRST[0]})) == Explore(config=FIRST[1])
 
