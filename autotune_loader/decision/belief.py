@@ -16,7 +16,7 @@ import numpy as np
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.plain_rule import plain_rule_of
 from autotune_loader.decision.posterior import Posterior, prior_covariance
-from autotune_loader.decision.space import Space, max_useful_workers
+from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
@@ -25,6 +25,8 @@ from autotune_loader.values.measurement import Failure, Measurement
 
 CORES_OF_A_SERIAL_STEP = 1.3
 """A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
+FILLED = 0.7
+"""Workers that keep more than this share of the cores busy are in each other's way."""
 GROWS_WITH_WORKERS = (
     "oom_killed",
     "out_of_memory",
@@ -61,10 +63,12 @@ class Beliefs:
     def _widened(self) -> Space:
         """With as many workers as the fetches seen so far could use: the few before the search may all have been quick ones.
 
-        Workers that share cores take longer for a batch without being of any more use, so that they do not count.
+        Twice as many as were observed at most. Where workers fill the cores they take longer for a batch without being of
+        any more use, so that such bursts do not count.
         """
         space, cores = self._space, self.context.usable_cores
-        seen = [m for each in self.log if each.config.num_workers <= cores and (m := each.measurement) is not None]
+        measured = [(each.config.num_workers, m) for each in self.log if (m := each.measurement) is not None]
+        seen = [m for workers, m in measured if workers * m.service_cpu_s <= FILLED * cores * m.service_s]
         if space.workers_are_capped or not seen:
             return space
         batches = sum(each.samples_per_s.count for each in seen)
@@ -72,10 +76,14 @@ class Beliefs:
         def mean(of: Callable[[Measurement], float]) -> float:
             return sum(of(each) * each.samples_per_s.count for each in seen) / max(batches, 1)
 
-        useful = max_useful_workers(
-            int(cores), mean(lambda m: m.service_s), mean(lambda m: m.service_cpu_s), mean(lambda m: m.step_s)
+        fetch_s, fetch_cpu_s, step_s = (
+            mean(lambda m: m.service_s),
+            mean(lambda m: m.service_cpu_s),
+            mean(lambda m: m.step_s),
         )
-        useful = min(useful, self.context.epoch_batches or useful)
+        useful = max_useful_workers(cores, fetch_s, fetch_cpu_s, step_s, room=FILLING_ROOM)
+        observed = max(workers for workers, _ in measured)
+        useful = min(useful, 2 * observed, self.context.epoch_batches or useful)
         return space if useful <= space.max_workers else replace(space, max_workers=useful)
 
     def below_failures(self, config: LoaderConfig) -> LoaderConfig:

@@ -226,7 +226,9 @@ def least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def max_useful_workers(usable_cores: int, wall_s: float, cpu_s: float, step_s: float = 0.0) -> int:
+def max_useful_workers(
+    usable_cores: int, wall_s: float, cpu_s: float, step_s: float = 0.0, *, room: float = FEEDING_ROOM
+) -> int:
     """How many workers could possibly help: those that fill the cores or keep the step busy, whichever are fewer, and more.
 
     Args:
@@ -234,10 +236,11 @@ def max_useful_workers(usable_cores: int, wall_s: float, cpu_s: float, step_s: f
         wall_s: of fetching one batch.
         cpu_s: of the same; the rest of its time a worker waits and leaves its core to others.
         step_s: of one training step; 0 for none.
+        room: how many times the workers that keep the step busy, for slow batches; less where `wall_s` has seen these.
     """
     filling = usable_cores * max(wall_s / cpu_s if cpu_s > 0 else math.inf, 1.0) if wall_s > 0 else usable_cores
     feeding = max(wall_s / step_s if step_s > 0 else math.inf, usable_cores)
-    return round(min(MAX_WORKERS, FILLING_ROOM * filling + MORE_WORKERS, FEEDING_ROOM * feeding + MORE_WORKERS))
+    return round(min(MAX_WORKERS, FILLING_ROOM * filling + MORE_WORKERS, room * feeding + MORE_WORKERS))
 
 
 def consumer_thread_counts(usable_cores: int, default_threads: int) -> tuple[int | None, ...]:

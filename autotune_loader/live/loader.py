@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -62,7 +63,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             loaded in workers.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
         tune: False only watches: `report()` says what binds.
-        on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger.
+        on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
+            the log at INFO, or on a terminal where that is not listened to.
         max_workers: most worker processes at any time.
         max_cores: cores that may be counted on.
         max_host_memory: most bytes of workers and the batches they hold.
@@ -351,11 +353,21 @@ def _announcing(on_change: Callable[[Event], None] | None, job: str | None) -> C
     def settled(event: Event) -> None:
         if job is not None:
             remember(job, event.config)
-        log.info("settled on %s after %.0f s of training", event.config, event.seconds)
+        _say(f"settled on {event.config} after {event.seconds:.0f} s of training")
         if on_change is not None:
             on_change(event)
 
     return settled
+
+
+def _say(text: str) -> None:
+    """To the log where it is listened to, else to a terminal, above what is drawn there."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", text)
+    elif sys.stderr is not None and sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True, markup=False, emoji=False).print(f"AutoLoader {text}")
 
 
 def _source_of(loader: AutoLoader[Any]) -> Source:

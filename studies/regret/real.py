@@ -70,6 +70,8 @@ class Plan:
     rounds: int = oracle.ROUNDS
     coarse: bool = False
     """Whether the survey leaves the prefetch factors out."""
+    plateaus: bool = True
+    """Whether choices with far fewer workers are weighed until their loss is known to 1 %."""
     foreign_limit: float = oracle.FOREIGN_LIMIT
     """Share of the cores that others may use in a round that counts."""
 
@@ -146,7 +148,7 @@ def judge(workload: str, plan: Plan, bench: Bench, lattice: Lattice, known: Know
         known.rounds,
         known.confirming,
         lambda latest: raced(latest, "confirming"),
-        right_sized=[] if plan.coarse else known.chosen(OURS),
+        right_sized=known.chosen(OURS) if plan.plateaus else [],
         seconds=plan.seconds,
         foreign_limit=plan.foreign_limit,
     )
@@ -228,6 +230,7 @@ def main() -> None:
         seconds=chosen.seconds,
         rounds=LOADED_ROUNDS if chosen.load else 5 if chosen.quick else oracle.ROUNDS,
         coarse=chosen.quick,
+        plateaus=not (chosen.quick or chosen.cores),
         foreign_limit=1.0 if chosen.load else oracle.FOREIGN_LIMIT,
     )
     name = f"cores_{chosen.cores}" if chosen.cores else "loaded" if chosen.load else "quick" if chosen.quick else "real"

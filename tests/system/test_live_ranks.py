@@ -1,4 +1,4 @@
-"""AutoLoader on two ranks under torchrun's agent: they change at the same batches, and each reads its own half."""
+"""AutoLoader on ranks under torchrun's agent: they change at the same batches, and each reads its own share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from preloaded import PreloadedPython
-from test_two_ranks import HARD_DEADLINE_S, run_two_ranks
+from test_two_ranks import HARD_DEADLINE_S, run_ranks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
 
@@ -17,10 +17,10 @@ DDP = """
 
     class Slower(Points):
         def __len__(self):
-            return 1024
+            return 512 * dist.get_world_size()
         def __getitem__(self, index):
             time.sleep(0.004 if os.environ["RANK"] == "1" else 0.002)  # one rank's storage is slower
-            return torch.full((4,), index / 1024), index % 2, index
+            return torch.full((4,), index / 2048), index % 2, index
 
     if __name__ == "__main__":
         dist.init_process_group("gloo")
@@ -47,12 +47,14 @@ DDP = """
 """
 
 
-def test_all_ranks_change_at_the_same_batches(tmp_path: Path, preloaded: PreloadedPython) -> None:
-    said = run_two_ranks(DDP, tmp_path, preloaded)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_change_at_the_same_batches(ranks: int, tmp_path: Path, preloaded: PreloadedPython) -> None:
+    said = run_ranks(DDP, tmp_path, preloaded, ranks=ranks)
 
     assert said[0]["changes"]
-    assert said[0]["changes"] == said[1]["changes"]
-    assert said[0]["config"] == said[1]["config"]
-    assert said[0]["weights"] == pytest.approx(said[1]["weights"])
-    for first, second in zip(said[0]["seen"], said[1]["seen"], strict=True):
-        assert sorted(first + second) == list(range(1024))
+    for other in said[1:]:
+        assert other["changes"] == said[0]["changes"]
+        assert other["config"] == said[0]["config"]
+        assert other["weights"] == pytest.approx(said[0]["weights"])
+    for shares in zip(*(each["seen"] for each in said), strict=True):
+        assert sorted(index for share in shares for index in share) == list(range(512 * ranks))

@@ -139,7 +139,7 @@ ACCELERATE = """
 """
 
 
-# What `torchrun --standalone --nproc-per-node 2` does, but that its ranks are forked: a framework's import takes seconds.
+# What `torchrun --standalone --nproc-per-node N` does, but that its ranks are forked: a framework's import takes seconds.
 TORCHRUN = """
 import runpy, sys, uuid
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -147,16 +147,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 def rank():
     runpy.run_path(sys.argv[0], run_name="__main__")
 
+ranks = int(sys.argv.pop(1))
 del sys.argv[0]
 elastic_launch(LaunchConfig(
-    min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
+    min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
     rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
 ), rank)()
 """
 
 
-def run_two_ranks(script: str, folder: Path, python: PreloadedPython) -> list[dict[str, Any]]:
-    """What both ranks said; fails when a process that they started is still there afterwards."""
+def run_ranks(script: str, folder: Path, python: PreloadedPython, *, ranks: int = 2) -> list[dict[str, Any]]:
+    """What all ranks said; fails when a process that they started is still there afterwards."""
     mark = uuid.uuid4().hex
     (folder / "job.py").write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
     (folder / "torchrun.py").write_text(TORCHRUN)
@@ -166,14 +167,14 @@ def run_two_ranks(script: str, folder: Path, python: PreloadedPython) -> list[di
         "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
         MARK: mark,
     }
-    job = python.start("torchrun.py", "job.py", str(folder), folder=folder, environ=environ)
+    job = python.start("torchrun.py", str(ranks), "job.py", str(folder), folder=folder, environ=environ)
     try:
         assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
         assert [process.cmdline() for process in started_by(job, mark)] == []
     finally:
         for process in started_by(job, mark):
             process.send_signal(signal.SIGKILL)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def started_by(job: Run, mark: str) -> list[psutil.Process]:
@@ -200,7 +201,7 @@ def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(
     tmp_path: Path, preloaded_frameworks: PreloadedPython
 ) -> None:
     # GIVEN a Lightning job on two ranks WHEN its data module is tuned in fit()
-    said = run_two_ranks(LIGHTNING, tmp_path, preloaded_frameworks)
+    said = run_ranks(LIGHTNING, tmp_path, preloaded_frameworks)
 
     # THEN both have one configuration for their share of the cores, and Lightning's own sampler shares out the samples
     assert_trained_as_one(said, 256)
@@ -216,7 +217,7 @@ def with_accelerate(
 ) -> list[dict[str, Any]]:
     if not find_spec("accelerate"):
         pytest.skip("needs accelerate")
-    return run_two_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"), preloaded_frameworks)
+    return run_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"), preloaded_frameworks)
 
 
 def test_accelerate_tunes_in_lock_step_where_all_ranks_load(with_accelerate: list[dict[str, Any]]) -> None:
