@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuning import LiveTuning
 from autotune_loader.results.load import find_loader_file
 from autotune_loader.results.loader_file import Verdict
@@ -13,6 +14,7 @@ from autotune_loader.values.config import LoaderConfig
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 NOISE = 0.1
 """Rates and shares this close are the same on another day."""
@@ -23,6 +25,7 @@ class Findings:
 
     _tuning: LiveTuning | None
     config: Any
+    traces: Any
 
     @property
     def best(self) -> LoaderConfig:
@@ -35,6 +38,15 @@ class Findings:
         from autotune_loader.live.result import history_frame
 
         return history_frame([] if self._tuning is None else self._tuning.tuner.history)
+
+    def plot(self) -> Figure:
+        """A picture of the training that is remembered: samples/s over time, and where the configuration changed."""
+        from autotune_loader.report.plots.training import plot_training, training_info
+
+        log = self.traces
+        batches = log.block(log.first)
+        starts = [(each.serves_from - log.first, each.config) for each in log.changes]
+        return plot_training(training_info(continuous(batches, log.changes), starts))
 
     @property
     def verdict(self) -> Verdict:

@@ -19,7 +19,7 @@ from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
-from autotune_loader.decision.space import Space, max_useful_workers
+from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
@@ -176,7 +176,8 @@ class Tuner:
         assert measured is not None
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        useful = max_useful_workers(job.usable_cores, measured.service_s, measured.service_cpu_s, measured.step_s)
+        fetch_s, step_s = measured.service_s, measured.step_s
+        useful = max_useful_workers(job.usable_cores, fetch_s, measured.service_cpu_s, step_s, room=FILLING_ROOM)
         self.beliefs = Beliefs(
             self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
         )

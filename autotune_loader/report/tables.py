@@ -37,6 +37,11 @@ STATUS_SENTENCES = {  # what a reader has to know before the rest
 }
 
 
+def _status_sentence(result: TuningResult) -> str:
+    """Nothing of an AutoLoader that has not settled: its summary says so."""
+    return "" if (result.status, result.origin) == ("partial", "live") else STATUS_SENTENCES[result.status]
+
+
 def render_report(result: TuningResult, width: int = 100) -> str:
     """The whole result as text of at most `width` columns: table, speed-up, verdict, advice, warnings."""
     doubt = f"{_wrapped(result.summary[0], width)}\n\n" if result.status == "undecided" else ""
@@ -102,7 +107,7 @@ def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
 def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
-    facts = [_wrapped(sentence, width) for sentence in (STATUS_SENTENCES[result.status], *_facts(result)) if sentence]
+    facts = [_wrapped(sentence, width) for sentence in (_status_sentence(result), *_facts(result)) if sentence]
     advice = [_wrapped(f"- {each}", width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
     blocks = [facts, verdict, ["Next:", *advice] if advice else [], warnings]
