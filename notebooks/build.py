@@ -1,6 +1,7 @@
 """Builds and runs the notebooks: `python notebooks/build.py [folder]`. Their text is here, so that a change can be read.
 
 quickstart       from a dataset to a loader
+autoloader       training that tunes its own loader
 inspect_study    the trials as a frame, the pictures, Optuna's own plots, what-if
 """
 
@@ -70,6 +71,32 @@ QUICKSTART = (
     ),
 )
 
+LIVE = (
+    MARKDOWN(
+        "# Training that tunes its own loader\n\n`AutoLoader` stands where `DataLoader` stood. Samples, order and augmentations "
+        "are those of a loader that never changes."
+    ),
+    CODE(WORKLOAD.strip().replace("TuningResult, load_config, tune", "AutoLoader")),
+    CODE(
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "loader = AutoLoader(dataset, batch_size=32, shuffle=True)\n\n"
+        "for epoch in range(8):\n"
+        "    for pixels, labels in loader:\n"
+        "        loss = torch.nn.functional.cross_entropy(model(pixels), labels)\n"
+        "        optimizer.zero_grad()\n"
+        "        loss.backward()\n"
+        "        optimizer.step()\n"
+        "        time.sleep(0.006)  # what a larger model would take on a GPU, while the CPU is free"
+    ),
+    MARKDOWN("It begins with two workers, tries what the first batches suggest, and is silent from then on."),
+    CODE("loader.plot()"),
+    MARKDOWN("Each block of batches that was looked at, and what was decided."),
+    CODE("loader.history.round(2)"),
+    CODE("print(loader.report())"),
+    MARKDOWN("The next job begins where this one ended."),
+    CODE('loader.save("loader.json")'),
+)
+
 INSPECT = (
     MARKDOWN("# Inspect a study\n\nEverything that a tuning run has seen stays open to questions."),
     CODE(WORKLOAD.strip()),
@@ -116,7 +143,7 @@ INSPECT = (
     ),
 )
 
-NOTEBOOKS = {"quickstart": QUICKSTART, "inspect_study": INSPECT}
+NOTEBOOKS = {"quickstart": QUICKSTART, "autoloader": LIVE, "inspect_study": INSPECT}
 
 
 def make(name: str) -> nbformat.NotebookNode:
