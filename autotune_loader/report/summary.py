@@ -36,7 +36,7 @@ def why_undecided(outcome: RaceOutcome | None, tolerance: float) -> str | None:
     """
     if outcome is None:
         return "no paired round fitted into the budget; a larger budget would decide it"
-    if len({config.key() for config in outcome.configs}) < 2:
+    if outcome.at_ceiling or len({config.key() for config in outcome.configs}) < 2:
         return None
     count = len(outcome.rounds)
     busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)

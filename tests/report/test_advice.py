@@ -100,6 +100,17 @@ VERDICTS = [
         evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
         "computes 10 ms, longer than other processes on 50 % of the cores explain",
     ),
+    # Fetches sleep, and are in time: a loop that hardly waits does not wait for storage.
+    (
+        "step",
+        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1090.0)),
+        "waits for data 8 % of the time, and it reaches 1,000/s where the step alone reaches 1,090/s",
+    ),
+    (
+        "unknown",
+        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1200.0)),
+        "waits for data 8 % of the time, yet it reaches 1,000/s",
+    ),
     # Two witnesses that disagree: both are named, and nothing is concluded.
     (
         "unknown",
