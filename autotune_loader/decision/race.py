@@ -31,6 +31,8 @@ from autotune_loader.values.statistics import (
     Round,
     log_ratios,
     mean_interval,
+    mean_of_selected,
+    of_selected,
     paired_ratio,
     usable_rounds,
 )
@@ -236,7 +238,8 @@ class Race:
         equal = [ran[index] for index in belief.as_fast(self.rules.tolerance)]
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
-        speedup = paired_ratio(usable.rounds, winner, self.baseline, STOPPED_CONFIDENCE) if len(logs) > 1 else None
+        confidence = of_selected(STOPPED_CONFIDENCE, usable.rounds, winner)
+        speedup = paired_ratio(usable.rounds, winner, self.baseline, confidence) if len(logs) > 1 else None
         failed = tuple(
             f"{config} failed {len(failures)} time(s) in the finals: {failures[-1].message}"
             for config, failures in self._failures.items()
@@ -245,7 +248,7 @@ class Race:
             configs=tuple(self.configs),
             rounds=usable.rounds,
             winner=winner,
-            rate=mean_interval(rates) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
+            rate=mean_of_selected(usable.rounds, winner) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
             bursts=bursts,
             as_fast=tuple(config for config in equal if config != winner and cost(config) >= cost(winner)),
             expected_loss=float(belief.regret_samples()[:, ran.index(winner)].mean()),

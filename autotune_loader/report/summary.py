@@ -65,6 +65,11 @@ def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
+def is_claimed(speedup: Interval) -> bool:
+    """Whether the result says in words that the choice is faster than the baseline."""
+    return speedup.low > 1 and speedup.value > WORTH_CLAIMING
+
+
 def speedup_sentence(
     best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
 ) -> str:
@@ -75,6 +80,6 @@ def speedup_sentence(
     if speedup is None:
         return ""
     interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {speedup.count} paired rounds"
-    if speedup.low > 1 and speedup.value > WORTH_CLAIMING:
+    if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
     return f"Against {whose} the difference is within noise ({interval})."
