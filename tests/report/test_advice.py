@@ -549,6 +549,20 @@ def test_waiting_workers_are_told_what_more_of_them_would_bring():
     assert 0.7 < advice.expected_gain < 1.1
 
 
+def test_a_loop_that_is_no_faster_with_more_workers_and_batches_that_lie_ready_does_not_wait_for_storage():
+    # GIVEN fetches that sleep, six workers that just keep up, and batches that take a while to receive
+    six, twelve = LoaderConfig(num_workers=6), LoaderConfig(num_workers=12)
+    found = simulated(six, [twelve], cpu_s=0.002, wait_s=0.06, step_s=0.01, receive_s=0.0018, service_cv=0.02)
+    # THEN that is told with what shows it, and nothing is promised for reading faster
+    assert judge(found).binding == "unknown"
+    assert "yet with more workers, whose batches lay ready, the rate is no higher (2,720/s)" in judge(found).sentence
+    assert "of 12 ms a batch the step takes 10.0 ms and receiving it 1.8 ms" in judge(found).sentence
+    assert [each for each in advise(found, judge(found)) if each.expected_gain] == []
+    # BUT where twelve are faster, six do wait
+    slower = simulated(six, [twelve], cpu_s=0.002, wait_s=0.12, step_s=0.01, receive_s=0.0018, service_cv=0.02)
+    assert judge(slower).binding == "wait"
+
+
 def test_a_full_pinning_thread_is_named():
     pinned = LoaderConfig(num_workers=4, pin_memory=True)
     found = simulated(pinned, cpu_s=0.01, pin_s=0.03, step_s=0.002, batch_bytes=64 << 20)

@@ -11,7 +11,8 @@ shows it, the verdict is `unknown`, with both figures.
     transport   taking a batch over costs a good part of the loop
     cpu         a fetch has the CPU for most of its time, or our processes keep the cores full
     wait        a fetch does without the CPU for most of its time while cores are idle: storage, network, sleep; a loop that
-                waits for a tenth of its time or less does not show it
+                waits for a tenth of its time or less does not show it, nor one that is no faster with more workers and ready
+                batches
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
         found = _never_waiting(evidence)
         is_slowed = evidence.rate.value < (1 - 2 * HARDLY_WAITS) * _value(evidence.ceiling)
         return "unknown" if found == "step" and evidence.ceiling is not None and is_slowed else found
+    if evidence.fed_burst() is not None:
+        return "unknown"
     idle = evidence.idle_share()
     return "wait" if idle is None or idle > IDLE_SHARE or _waits_beside_neighbours(evidence) else "unknown"
 
@@ -163,6 +166,13 @@ def _disagreement(evidence: Evidence) -> str:
     others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
     if measured.wait_share <= 2 * HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
         return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}{others}"
+    fed = evidence.fed_burst()
+    if fed is not None:
+        return (
+            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher "
+            f"({rate_text(fed.samples_per_s.value)}): of {_ms(fed.batch_size / fed.samples_per_s.value)} a batch the step "
+            f"takes {_ms(fed.step_s)} and receiving it {_ms(receive_s(fed))}{others}"
+        )
     return (
         f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
         f"may have waited for a core as well as for data{others}; {waits}"
