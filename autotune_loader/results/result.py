@@ -221,6 +221,12 @@ class TuningResult:
 
         return trials_frame(self)
 
+    def rivals(self) -> pd.DataFrame:
+        """One row per configuration: its rate in the search, in the rounds and by the twin, and why it was not chosen."""
+        from autotune_loader.report.rivals import rivals_frame
+
+        return rivals_frame(self)
+
     def report(self) -> str:
         """The whole result as text: table, verdict, advice."""
         from autotune_loader.report.tables import render_report
