@@ -79,7 +79,7 @@ def speedup_sentence(
         return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
-    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {speedup.count} paired rounds"
+    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted_rounds(speedup.count)}"
     if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
     return f"Against {whose} the difference is within noise ({interval})."
