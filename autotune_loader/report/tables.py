@@ -117,7 +117,8 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append("Speed-up: none, as that is the configuration before tuning.")
     elif result.speedup is not None:
         rounds = counted(result.speedup.count, "paired round")
-        rounds = f"95 % interval of {rounds}" if is_telling(result.speedup) else f"too few rounds for an interval ({rounds})"
+        is_known = is_telling(result.speedup)
+        rounds = f"95 % interval of {rounds}" if is_known else f"too few rounds for an interval ({rounds})"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
     elif result.finals.rounds:
         rounds = counted(len(result.finals.rounds), "paired round")

@@ -108,7 +108,7 @@ VERDICTS = [
     ),
     (
         "unknown",
-        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1200.0)),
+        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1105.0)),
         "waits for data 8 % of the time, yet it reaches 1,000/s",
     ),
     # Two witnesses that disagree: both are named, and nothing is concluded.

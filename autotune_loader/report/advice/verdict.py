@@ -116,7 +116,7 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
     if evidence.measurement.wait_share <= 2 * HARDLY_WAITS:
         # Nine tenths of the loop are its step, or what slows that: fetches may sleep, and are in time.
         found = _never_waiting(evidence)
-        is_slowed = evidence.rate.value < (1 - 2 * HARDLY_WAITS) * _value(evidence.ceiling)
+        is_slowed = _value(evidence.ceiling) / evidence.rate.value - 1 > 2 * HARDLY_WAITS
         return "unknown" if found == "step" and evidence.ceiling is not None and is_slowed else found
     if evidence.fed_burst() is not None:
         return "unknown"
