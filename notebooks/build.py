@@ -112,7 +112,9 @@ INSPECT = (
         "## Why this one\n\nEvery configuration once: its burst in the search, its mean in the paired rounds, what the twin "
         "makes of all bursts, and why it was not chosen. Bursts of the search chose who raced: reported are the rounds."
     ),
-    CODE('import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.rivals().round(0)'),
+    CODE(
+        'import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.to_dataframe(per="configuration").round(0)'
+    ),
     MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"

@@ -37,7 +37,8 @@ def rivals_frame(result: TuningResult) -> pd.DataFrame:
         )
         for row, rate in zip(rows, predicted, strict=True)
     ]
-    return pd.DataFrame(found, columns=COLUMNS)
+    frame: pd.DataFrame = pd.DataFrame(found, columns=COLUMNS)
+    return frame
 
 
 def _in_search(result: TuningResult, row: Standing) -> float:

@@ -14,7 +14,7 @@ def result() -> TuningResult:
 
 
 def test_each_configuration_has_a_row_with_what_is_known_of_it(result: TuningResult) -> None:
-    frame = rivals_frame(result)
+    frame = result.to_dataframe(per="configuration")
     assert list(frame.columns) == COLUMNS
     assert list(frame["configuration"]) == [str(row.config) for row in standings(result)]
     chosen = frame.set_index("configuration").loc[str(BEST)]
@@ -35,3 +35,8 @@ def test_each_rival_has_its_reason(result: TuningResult) -> None:
     others = set(why.index) - raced - set(failed) - {str(BEST)}
     assert others
     assert all(why[name].startswith("not raced: ") for name in others)
+
+
+def test_a_mistyped_row_is_answered_with_what_works(result: TuningResult) -> None:
+    with pytest.raises(ValueError, match="per='worker' is neither 'trial' nor 'configuration'"):
+        result.to_dataframe(per="worker")
