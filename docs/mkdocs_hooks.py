@@ -1,4 +1,4 @@
-"""MkDocs hook: the command line's reference is made of the commands' own help, the table of libraries of its study."""
+"""MkDocs hooks: the version at the foot of each page; the commands' own help, and the table of libraries of its study."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ MARK = "<!-- autotune-loader --help, and that of every command -->"
 
 LIBRARIES = "<!-- studies.libraries -->"
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `studies`, which is installed nowhere
+
+
+def on_config(config: Any) -> Any:
+    """The version that the pages describe, at the foot of each."""
+    from autotune_loader.version import __version__
+
+    config.copyright = f"autotune_loader {__version__}"
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -17,22 +17,35 @@ from nbclient import NotebookClient
 HERE = Path(__file__).parent
 MARKDOWN, CODE = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
 
-WORKLOAD = """
+JPEGS = """
+from torch.utils.data import DataLoader
+
+from autotune_loader import load_config, tune
+from autotune_loader.demo import JpegFolder, SmallCnn, cache_folder, make_jpegs
+
+make_jpegs(cache_folder())  # 1,200 pictures, made once; your own dataset and model go here
+dataset, model = JpegFolder(cache_folder()), SmallCnn()
+"""
+
+SERVER = """
 import time
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, get_worker_info
 
-from autotune_loader import TuningResult, load_config, tune
+from autotune_loader import TuningResult, tune
 
 
 class Photos(Dataset):
-    \"\"\"Samples that cost a while of waiting and a little of computing, as decoding from a network drive does.\"\"\"
+    \"\"\"Samples on a server that takes a while to answer, and no more than six connections.\"\"\"
 
     def __len__(self):
-        return 4096
+        return 20_000
 
     def __getitem__(self, index):
+        worker = get_worker_info()
+        if worker is not None and worker.id >= 6:
+            raise ConnectionError("the server takes 6 connections")
         time.sleep(0.002)
         pixels = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(index))
         return pixels, index % 10
@@ -42,12 +55,25 @@ dataset = Photos()
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
 """
 
+# What each picture shows, under it.
+PICTURES = {
+    "workers": "Where the line stops rising, more workers do not help; the star is the choice, with its interval.",
+    "heatmap": "Bright is fast, the frame is the choice; hatched cells were predicted and not worth a burst.",
+    "memory": "Up is faster, left is cheaper: the choice is the one furthest to the left among those that are as fast.",
+    "history": "Every burst in its order; the line is what would have been found had the search ended there.",
+    "timeline": "A gap in the training loop's row is a wait, for the worker whose batch ends where the gap ends.",
+    "speedup": "Each dot is a round in which both were timed: where all of the band lies above the line, the gain is real.",
+    "failures": "What cannot be used here, by its reason: the search went on below it.",
+}
+
+
+def picture(name: str) -> tuple[nbformat.NotebookNode, nbformat.NotebookNode]:
+    return CODE(f"result.plot_{name}()"), MARKDOWN(PICTURES[name])
+
+
 QUICKSTART = (
-    MARKDOWN(
-        "# Quickstart\\n\\nFrom a dataset and a model to a `DataLoader` that is as fast as this machine allows. The "
-        "classes are defined right here: the workload travels to the measuring process by value.".replace("\\n", "\n")
-    ),
-    CODE(WORKLOAD.strip()),
+    MARKDOWN("# Quickstart\n\nFrom a dataset and a model to a `DataLoader` that is as fast as this machine allows."),
+    CODE(JPEGS.strip()),
     MARKDOWN("## Tune\n\nOne call; interrupting the cell keeps the best so far."),
     CODE(
         "result = tune(\n"
@@ -57,10 +83,10 @@ QUICKSTART = (
     ),
     MARKDOWN("The whole story: what was tried, what binds, what to do next."),
     CODE("print(result.report())"),
-    MARKDOWN("## Look\n\nWhere the line stops rising, more workers do not help."),
-    CODE("result.plot_workers()"),
-    MARKDOWN("A stall of the training loop is explained by the worker whose batch was not ready yet."),
-    CODE("result.plot_timeline()"),
+    MARKDOWN("## Look"),
+    *picture("workers"),
+    *picture("timeline"),
+    *picture("speedup"),
     MARKDOWN("## Train with it\n\nIn the training job, a file of plain data is all that is needed."),
     CODE(
         'config = load_config("loader.json")\n'
@@ -98,25 +124,34 @@ LIVE = (
 )
 
 INSPECT = (
-    MARKDOWN("# Inspect a study\n\nEverything that a tuning run has seen stays open to questions."),
-    CODE(WORKLOAD.strip()),
+    MARKDOWN(
+        "# Inspect a study\n\nEverything that a tuning run has seen stays open to questions; here of a job whose server "
+        "refuses a seventh worker. The class is defined right here: it travels to the measuring process by value."
+    ),
+    CODE(SERVER.strip()),
     CODE(
         "result = tune(\n"
         '    dataset, model, batch_size=32, budget="30s", output="loader.json", progress=False, reuse=False\n'
         ")\n"
         "result.verdict"
     ),
+    MARKDOWN(
+        "## Why this one\n\nEvery configuration once: its burst in the search, its mean in the paired rounds, what the twin "
+        "makes of all bursts, and why it was not chosen. Bursts of the search chose who raced: reported are the rounds."
+    ),
+    CODE(
+        'import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.to_dataframe(per="configuration").round(0)'
+    ),
     MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"
-        'columns = ["role", "num_workers", "prefetch_factor", "consumer_threads", "samples_per_s", "predicted_samples_per_s"]\n'
+        'columns = ["role", "num_workers", "prefetch_factor", "samples_per_s", "predicted_samples_per_s", "failure_kind"]\n'
         'frame[[*columns, "wait_share", "service_s", "service_cpu_s", "step_s"]].round(4)'
     ),
     MARKDOWN("## The pictures"),
-    *(CODE(f"result.plot_{name}()") for name in ("workers", "heatmap", "memory", "history", "timeline", "speedup")),
+    *(cell for name in PICTURES for cell in picture(name)),
     MARKDOWN("## What if\n\nThe twin answers for what was not run, and for machines that are not here."),
     CODE(
-        "import pandas as pd\n\n"
         "def rate(workers, cores=None):\n"
         "    return round(result.predict(num_workers=workers, cores=cores).samples_per_s.value)\n\n"
         "counts = [0, 1, 2, 4, 8, 16, 32]\n"

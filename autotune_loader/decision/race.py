@@ -31,6 +31,8 @@ from autotune_loader.values.statistics import (
     Round,
     log_ratios,
     mean_interval,
+    mean_of_selected,
+    of_selected,
     paired_ratio,
     usable_rounds,
 )
@@ -59,6 +61,9 @@ LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
 """The baseline is only compared with the winner; once that ratio is known this well it sits out."""
+NEAR_CEILING, ABOVE_CEILING = 0.95, 1.08
+"""As fast as the step alone, within noise: a loader has nothing left to gain. Beyond the second the ceiling is none: means of
+rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
 MAX_FAILURES = 2
 """A candidate that failed this often in the race is out; one that hung, at once."""
 
@@ -75,6 +80,13 @@ class RaceRules:
     """Seconds after which open questions are left open, once there were `PATIENT_ROUNDS`."""
     noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one burst, before the rounds show theirs; for a choice by rounds alone."""
+    ceiling: Callable[[LoaderConfig], float | None] = lambda config: None
+    """Samples/s of the step alone, which no loader can exceed; None where that is unknown."""
+
+
+def is_at_ceiling(rate: float, ceiling: float | None) -> bool:
+    """Whether a rate is as high as any loader's can be, so that nothing that costs more is worth its cost."""
+    return ceiling is not None and NEAR_CEILING * ceiling <= rate <= ABOVE_CEILING * ceiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +107,8 @@ class RaceOutcome:
     """What the winner is expected to lose against the best of the candidates, relatively."""
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
+    at_ceiling: bool = False
+    """Whether it is as fast as the step alone in two rounds or more: that decides, however few or disturbed these are."""
     notes: tuple[str, ...] = ()
     """What to know of the rounds: that some were disturbed, and `failures`."""
     failures: tuple[str, ...] = ()
@@ -224,7 +238,8 @@ class Race:
         equal = [ran[index] for index in belief.as_fast(self.rules.tolerance)]
         logs = log_ratios(usable.rounds, winner, self.baseline)
         exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=len(usable.rounds))
-        speedup = paired_ratio(usable.rounds, winner, self.baseline, STOPPED_CONFIDENCE) if len(logs) > 1 else None
+        confidence = of_selected(STOPPED_CONFIDENCE, usable.rounds, winner)
+        speedup = paired_ratio(usable.rounds, winner, self.baseline, confidence) if len(logs) > 1 else None
         failed = tuple(
             f"{config} failed {len(failures)} time(s) in the finals: {failures[-1].message}"
             for config, failures in self._failures.items()
@@ -233,10 +248,11 @@ class Race:
             configs=tuple(self.configs),
             rounds=usable.rounds,
             winner=winner,
-            rate=mean_interval(rates) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
+            rate=mean_of_selected(usable.rounds, winner) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
             bursts=bursts,
             as_fast=tuple(config for config in equal if config != winner and cost(config) >= cost(winner)),
             expected_loss=float(belief.regret_samples()[:, ran.index(winner)].mean()),
+            at_ceiling=winner in self._at_ceiling(),
             speedup=exactly_one if winner == self.baseline else speedup,
             notes=((usable.note,) if usable.note else ()) + failed,
             failures=failed,
@@ -286,7 +302,8 @@ class Race:
     def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
         """The incumbent, or a cheaper candidate that nobody beat in most rounds: what costs more must show that it helps.
 
-        Not slower than the incumbent alone is not enough: bursts of that one may be the disturbed ones.
+        Not slower than the incumbent alone is not enough: bursts of that one may be the disturbed ones. Where both are as fast
+        as the step alone, two rounds are enough: nobody can be much faster.
         """
         usable, active = self.usable(), self.active()
 
@@ -302,7 +319,19 @@ class Race:
             and is_unbeaten(config, incumbent, 0.0)
             and all(is_unbeaten(config, other, slower) for other in active if other != config)
         ]
-        return min([incumbent, *unbeaten], key=self.rules.cost)
+        at_ceiling = self._at_ceiling() if incumbent in self._at_ceiling() else []
+        as_fast = [
+            config for config in at_ceiling if fmean(log_ratios(usable, config, incumbent) or [-math.inf]) >= slower
+        ]
+        return min([incumbent, *unbeaten, *as_fast], key=self.rules.cost)
+
+    def _at_ceiling(self) -> list[LoaderConfig]:
+        """Who is as fast as the step alone, in the mean of at least two rounds; nobody where a rate denies that ceiling."""
+        known = {config: (_rates(self.usable(), config), self.rules.ceiling(config)) for config in self.active()}
+        means = {config: (fmean(rates), ceiling) for config, (rates, ceiling) in known.items() if len(rates) > 1}
+        if any(ceiling is not None and rate > ABOVE_CEILING * ceiling for rate, ceiling in means.values()):
+            return []
+        return [config for config, (rate, ceiling) in means.items() if is_at_ceiling(rate, ceiling)]
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)

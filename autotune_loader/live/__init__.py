@@ -3,3 +3,7 @@
 loader (what frameworks see) - epoch (changes, losses) - pool (one DataLoader) - order (which batch is next)
 tuner (when to change, to what) - block_source (evidence from batches) - shift (is it still so) - result (loader.json)
 """
+
+from autotune_loader.machine.host import require_linux
+
+require_linux("AutoLoader")

@@ -11,10 +11,30 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune_loader.values.errors import PlatformError
+
 PROC = Path("/proc")
 """Tests read another folder."""
 HAS_PROC = sys.platform.startswith("linux")
 """Whether `/proc` has the Linux format."""
+
+
+def require_linux(what: str, platform: str = sys.platform) -> None:
+    """Refuse to go on where nothing could be measured.
+
+    Args:
+        what: is wanted.
+        platform: as in `sys.platform`.
+
+    Raises:
+        PlatformError: another system.
+    """
+    if not platform.startswith("linux"):
+        raise PlatformError(
+            f"{what} works on Linux only, and this is {platform!r}: it measures by what Linux tells of processes and "
+            "memory. Tune on the Linux machine that trains (a container or WSL 2 will do); load_config(), and all that reads a "
+            "loader.json, works here"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,10 @@ from autotune_loader.values.measurement import BadSample
 
 SLOW_FETCH_S = 1.0
 """A batch that takes longer is cut short, if the rest of it would take as long again."""
+SLOW_CALL_S = 0.25
+"""Where `__getitems__` takes longer for one sample, two short calls tell how long all would take."""
+FEW = 4
+"""Samples of these two calls: one, and three."""
 MOST_NOTED = 20
 """Of each process in each burst: enough to name."""
 ODD_SHARE = 8
@@ -131,7 +135,10 @@ class BurstDataset(Wrapped):
             return self._one_by_one(keys)
         try:
             inner = self._inner
-            samples: list[Any] = self._fetch_many(keys) if self._fetch_many else [inner[key] for key in keys]
+            if reader.is_paced and self._fetch_many and len(keys) > FEW:
+                samples = self._in_parts(keys)
+            else:
+                samples = self._fetch_many(keys) if self._fetch_many else [inner[key] for key in keys]
         except Exception as error:
             if not is_of_dataset(error):
                 raise
@@ -139,6 +146,26 @@ class BurstDataset(Wrapped):
             return self._one_by_one(keys)
         reader.good, reader.has_good = keys[-1], True
         return samples
+
+    def _in_parts(self, keys: list[Any]) -> list[Any]:
+        """A batch of a dataset that fetches many at once, cut short where each sample adds much to a call."""
+        begun = time.monotonic()
+        first = self._fetch_many(keys[:1])
+        first_s = time.monotonic() - begun
+        if not isinstance(first, list):
+            whole: list[Any] = self._fetch_many(keys)
+            return whole
+        if first_s < SLOW_CALL_S:
+            return [*first, *self._fetch_many(keys[1:])]
+        read = [*first, *self._fetch_many(keys[1:FEW])]
+        read_s = time.monotonic() - begun
+        sample_s = max(0.0, (read_s - 2 * first_s) / (FEW - 2))
+        call_s = max(0.0, first_s - sample_s)
+        unread_s = call_s + len(keys) * sample_s - read_s
+        if unread_s <= SLOW_FETCH_S:
+            return [*read, *self._fetch_many(keys[FEW:])]
+        note_unread(unread_s)
+        return [read[position % FEW] for position in range(len(keys))]
 
     def _one_by_one(self, keys: list[Any]) -> list[Any]:
         reader, pace = self._reader, _Pace(len(keys))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from autotune_loader.decision.race import ABOVE_CEILING
 from autotune_loader.report.standings import standings
 from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.result import TuningResult
 
-ROUNDS_DIFFER = 0.08
-"""Means of rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
 BURSTS_DIFFER = 0.15
-"""Single bursts, which were run at another time than the step alone, by so much."""
+"""Single bursts, which were run at another time than the step alone, may differ from it by so much, and nothing is wrong."""
 HARDLY_STEPS = 0.95
 """A loop that waits for more than this tells nothing of its step."""
 
@@ -21,10 +20,11 @@ def ceiling_doubt(result: TuningResult) -> str | None:
         return None
     alone = f"the step alone was measured at {rate_text(ceiling.value)}"
     for row in standings(result):
-        margin = ROUNDS_DIFFER if row.source == "finals" and row.rate and row.rate.count > 1 else BURSTS_DIFFER
+        is_mean = row.source == "finals" and row.rate is not None and row.rate.count > 1
+        most = ABOVE_CEILING if is_mean else 1 + BURSTS_DIFFER
         if row.config.batch_size != result.best.batch_size or row.rate is None:
             continue
-        if row.rate.value > (1 + margin) * ceiling.value:
+        if row.rate.value > most * ceiling.value:
             return f"{alone}, and {row.config} reached {rate_text(row.rate.value)} with it"
     if rate is None or wait is None or wait > HARDLY_STEPS or result.finals.whole_epochs:
         return None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from autotune_loader.decision.race import MIN_ROUNDS
+from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, is_at_ceiling
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.summary import UNDECIDED
@@ -130,7 +130,7 @@ def _a_choice_is_called_decided_when_it_was(result: TuningResult) -> Iterator[st
     if result.status != "complete" or result.reused is not None:
         return
     candidates, rounds = {config.key() for config in result.finals.configs}, len(result.finals.rounds)
-    if len(candidates) < 2:
+    if len(candidates) < 2 or _is_at_ceiling(result):
         return
     if rounds < MIN_ROUNDS:
         yield f"complete after {rounds} of at least {MIN_ROUNDS} rounds between {len(candidates)}"
@@ -143,6 +143,13 @@ def _a_choice_is_called_decided_when_it_was(result: TuningResult) -> Iterator[st
     for row in standings(result):
         if row.source == "trial" and row.rate and is_telling(row.rate) and row.rate.low > FAR * chosen.value:
             yield f"{row.config} reached {rate_text(row.rate.value)}, the choice {rate_text(chosen.value)}"
+
+
+def _is_at_ceiling(result: TuningResult) -> bool:
+    """Whether the choice needs no more rounds: nothing can be faster than the step alone."""
+    rate, ceiling = result.measured.samples_per_s, result.ceiling
+    rounds = len(result.finals.rates_of(result.best))
+    return rate is not None and rounds >= LEAST_OF_WINNER and is_at_ceiling(rate.value, _value(ceiling))
 
 
 def _a_doubt_is_said_first(result: TuningResult) -> Iterator[str]:

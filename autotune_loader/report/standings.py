@@ -15,7 +15,7 @@ from autotune_loader.results.loader_file import Finals
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
 from autotune_loader.values.trial import Trial
 
 DEFAULT_TOLERANCE = 0.02
@@ -59,7 +59,7 @@ def tolerance_of(result: TuningResult) -> float:
 
 
 def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
-    rate = rate_of(config, result.finals, result.trials)
+    rate = rate_of(config, result.finals, result.trials, is_best=config == result.best)
     failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
     return Standing(
         config=config,
@@ -73,17 +73,25 @@ def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
     )
 
 
-def rate_of(config: LoaderConfig, finals: Finals, trials: Sequence[Trial]) -> Interval | None:
+def rate_of(config: LoaderConfig, finals: Finals, trials: Sequence[Trial], *, is_best: bool = False) -> Interval | None:
     """Samples/s of a configuration: from the finals where it ran in them, or else from its last burst that worked.
 
-    Of a single round, that of its burst; with less than a mean's interval.
+    Of a single round, that of its burst; with less than a mean's interval. That of the best one, which these rounds chose, is
+    wider: it holds although it was chosen.
     """
     rates, measurement = finals.rates_of(config), measurement_of(config, finals, trials)
     if len(rates) == 1 and measurement is not None and measurement.samples_per_s.value == rates[0]:
         return replace(measurement.samples_per_s, count=1)
+    if rates and is_best:
+        return mean_of_selected(_as_rounds(finals), config)
     if rates:
         return mean_interval(rates)
     return measurement.samples_per_s if measurement is not None else None
+
+
+def _as_rounds(finals: Finals) -> list[Round]:
+    named = (zip(finals.configs, rates, strict=True) for rates in finals.rounds)
+    return [Round(rates={config: rate for config, rate in each if rate}) for each in named]
 
 
 def measurement_of(config: LoaderConfig, finals: Finals, trials: Sequence[Trial]) -> Measurement | None:

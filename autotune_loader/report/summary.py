@@ -36,7 +36,7 @@ def why_undecided(outcome: RaceOutcome | None, tolerance: float) -> str | None:
     """
     if outcome is None:
         return "no paired round fitted into the budget; a larger budget would decide it"
-    if len({config.key() for config in outcome.configs}) < 2:
+    if outcome.at_ceiling or len({config.key() for config in outcome.configs}) < 2:
         return None
     count = len(outcome.rounds)
     busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)
@@ -65,6 +65,11 @@ def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
 
 
+def is_claimed(speedup: Interval) -> bool:
+    """Whether the result says in words that the choice is faster than the baseline."""
+    return speedup.low > 1 and speedup.value > WORTH_CLAIMING
+
+
 def speedup_sentence(
     best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
 ) -> str:
@@ -74,7 +79,7 @@ def speedup_sentence(
         return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
-    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {speedup.count} paired rounds"
-    if speedup.low > 1 and speedup.value > WORTH_CLAIMING:
+    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted_rounds(speedup.count)}"
+    if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
     return f"Against {whose} the difference is within noise ({interval})."

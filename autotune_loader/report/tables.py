@@ -15,6 +15,7 @@ from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
     counted,
+    is_telling,
     number_text,
     range_text,
     rate_text,
@@ -120,7 +121,9 @@ def _facts(result: TuningResult) -> list[str]:
     if result.best == result.baseline:
         facts.append("Speed-up: none, as that is the configuration before tuning.")
     elif result.speedup is not None:
-        rounds = f"95 % interval of {counted(result.speedup.count, 'paired round')}"
+        rounds = counted(result.speedup.count, "paired round")
+        is_known = is_telling(result.speedup)
+        rounds = f"95 % interval of {rounds}" if is_known else f"too few rounds for an interval ({rounds})"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
     elif result.finals.rounds:
         rounds = counted(len(result.finals.rounds), "paired round")

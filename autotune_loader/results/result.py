@@ -215,11 +215,18 @@ class TuningResult:
             for prediction in twin.predict_all(configs, epoch_batches=context.epoch_batches, cores=cores)
         ]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row per trial: configuration, rates, waits, memory, failure."""
-        from autotune_loader.report.frame import trials_frame
+    def to_dataframe(self, per: Literal["trial", "configuration"] = "trial") -> pd.DataFrame:
+        """One row per trial: configuration, rates, waits, memory, failure.
 
-        return trials_frame(self)
+        Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
+        """
+        from autotune_loader.report.frame import trials_frame
+        from autotune_loader.report.rivals import rivals_frame
+
+        frames = {"trial": trials_frame, "configuration": rivals_frame}
+        if per not in frames:
+            raise ValueError(f"per={per!r} is neither 'trial' nor 'configuration'; per='configuration' would work")
+        return frames[per](self)
 
     def report(self) -> str:
         """The whole result as text: table, verdict, advice."""

@@ -114,10 +114,8 @@ def assemble_reused(
     earlier, rate = entry.result, seen.rate()
     assert rate is not None
     measured = earlier.measured
-    then, ratio_now = measured.speedup, seen.speedup
-    # A speed-up that was state while the machine was busy need not be that of a quiet one.
-    is_refuted = then is not None and ratio_now is not None and not then.low <= ratio_now.value <= then.high
-    if baseline != earlier.baseline or (is_refuted and seen.partner == baseline):
+    # A speed-up that was stated while the machine was busy need not be that of a quiet one.
+    if baseline != earlier.baseline or (seen.refutes(measured.speedup) and seen.partner == baseline):
         now = seen.rate("partner") if seen.partner == baseline else rate
         unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
         speedup = seen.speedup if seen.partner == baseline else None
@@ -135,7 +133,7 @@ def assemble_reused(
     summary = (
         doubt,
         f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
-        f"{rate:,.0f} samples/s{paired}.",
+        f"{rate:,.0f} samples/s{paired}{'; ' if seen.why_long else ''}{seen.why_long}.",
         f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
         speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
         earlier.verdict.sentence,
@@ -205,14 +203,14 @@ def _cached_steps(best: LoaderConfig, state: SearchState) -> tuple[Measurement, 
 
 def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
     """Every figure from where the table has it, too."""
-    before = rate_of(state.baseline, finals, state.trials)
+    before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
         return Measured(baseline_samples_per_s=before)
     memory = measurement.memory
     bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
     return Measured(
-        samples_per_s=rate_of(best, finals, state.trials),
+        samples_per_s=rate_of(best, finals, state.trials, is_best=True),
         baseline_samples_per_s=before,
         speedup=None if state.finals is None else state.finals.speedup,
         ceiling_samples_per_s=state.ceiling_of(best),

@@ -78,7 +78,8 @@ class EarlierResult:
         announce(f"checking the result of {entry.note.tuned_at}: {entry.result.best}")
         seen = check(probe, entry, baseline, context.space, options.tolerance)
         if seen.objection:
-            text = f"the result of {entry.note.tuned_at} ({entry.result.best}) was not reused: {seen.objection}"
+            long = f" ({seen.why_long})" if seen.why_long else ""
+            text = f"the result of {entry.note.tuned_at} ({entry.result.best}) was not reused: {seen.objection}{long}"
             log.warning("%s; tuning anew", text)
             self.objections = (text,)
             return None

@@ -106,6 +106,7 @@ class Finals:
             cost=lambda config: cost(config, self._beliefs.space),
             patience_s=FINALS_PATIENCE_S,
             noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
+            ceiling=lambda config: rate.value if (rate := self._state.ceiling_of(config)) is not None else None,
         )
 
     def _learn(self, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:

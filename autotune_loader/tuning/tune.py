@@ -122,7 +122,8 @@ def tune(
         storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
-            it still holds; otherwise its best is tried early. False tunes anew; either way the result is kept for later.
+            it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
+            way the result is kept for later.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 

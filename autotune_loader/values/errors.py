@@ -32,6 +32,13 @@ class MachineMismatchError(TunerError):
     """A `loader.json` tuned on another machine was loaded with `on_mismatch="raise"`."""
 
 
+class PlatformError(TunerError, ImportError):
+    """Tuning was asked for on a system that it cannot measure.
+
+    An ImportError, so that a script can fall back on `DataLoader`.
+    """
+
+
 class MissingExtraError(TunerError, ImportError):
     """A feature needs a package that is not installed; the message names the pip install line."""
 

@@ -104,6 +104,21 @@ def test_of_equally_fast_configs_the_cheapest_wins():
     assert outcome.winner == FEW
 
 
+def test_two_rounds_at_the_ceiling_decide_and_the_cheapest_wins():
+    # GIVEN a step that no loader can outrun, scatter in favour of many workers, and time for two rounds
+    rates = {BASELINE: 990.0, FEW: 985.0, MANY: 1001.0}
+    at_ceiling = {"ceiling": lambda config: 1000.0}
+    # WHEN they race
+    outcome = race(RatedProbe(rates), [MANY, FEW], budget_s=6.5, noise_sd=0.08, **at_ceiling)
+    # THEN no workers are as good as many, and that is decided
+    assert len(outcome.rounds) == 2
+    assert (outcome.winner, outcome.at_ceiling) == (BASELINE, True)
+    # BUT a candidate far above the step alone shows that this is no ceiling
+    assert not race(RatedProbe({**rates, MANY: 1300.0}), [MANY, FEW], **at_ceiling).at_ceiling
+    # AND one that is slower than the tolerance does not win for being near it
+    assert race(RatedProbe({**rates, BASELINE: 955.0}), [MANY, FEW], **at_ceiling).winner == FEW
+
+
 def test_a_cheaper_config_that_is_slower_than_the_tolerance_does_not_win():
     outcome = race(RatedProbe({BASELINE: 50.0, FEW: 95.0, SOME: 100.0}, noise=0.005), [SOME, FEW])
     assert outcome.winner == SOME

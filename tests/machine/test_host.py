@@ -60,3 +60,17 @@ def test_members_of_a_group_are_found_after_its_leader_has_died() -> None:
         assert host.process_group_members(leader.pid) == (orphan,)
     finally:
         os.kill(orphan, 9)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_told_what_works_there(platform: str) -> None:
+    with pytest.raises(ImportError, match=rf"tune works on Linux only, and this is '{platform}'.*load_config\(\)"):
+        host.require_linux("autotune_loader.tune", platform)
+    host.require_linux("autotune_loader.tune", "linux")
+
+
+@pytest.mark.process
+def test_importing_what_tunes_says_so_at_once_and_the_rest_can_be_imported() -> None:
+    script = "import sys; sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "PlatformError: AutoLoader works on Linux only" in done.stderr

@@ -225,6 +225,41 @@ def test_a_slow_fetch_is_cut_short_and_filled_up(
     assert unread_s_of(fetch) == pytest.approx(unread_s)
 
 
+class SlowInBatches(Slow):
+    """A call takes `seconds[0]`, and each of its samples `seconds[1]`."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.clock.advance(self.seconds[0] + self.seconds[1] * len(indices))
+        return [torch.tensor(index) for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "read", "took_s", "unread_s"),
+    [
+        ((0.0, 1.0), 4, 4.0, 12.0),
+        ((0.5, 1.0), 4, 5.0, 11.5),
+        ((5.0, 0.0), 16, 15.0, 0.0),
+        ((0.01, 0.01), 16, 0.18, 0.0),
+    ],
+    ids=["slow samples", "slow calls of slow samples", "slow calls", "quick"],
+)
+def test_a_slow_fetch_of_many_at_once_is_cut_short_where_its_samples_are_slow(
+    seconds: tuple[float, ...],
+    read: int,
+    took_s: float,
+    unread_s: float,
+    notebook: Notebook,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(samples_module, "time", types.SimpleNamespace(monotonic=clock))
+
+    (batch, fetch), *_ = batches(side(SlowInBatches(clock, *seconds), batch_size=16), notebook, 1, is_paced=True)
+
+    assert (len(batch), len(set(batch.tolist()))) == (16, read)
+    assert (clock(), unread_s_of(fetch)) == (pytest.approx(took_s), pytest.approx(unread_s))
+
+
 def bench_of(dataset: Any, scratch: Path) -> Bench:
     data = DataSide.from_dataset(dataset, batch_size=4, sampler=SequentialSampler(dataset))
     bench = Bench(lambda: data, lambda: data, lambda: TrainingSide(device="cpu"), str(scratch))

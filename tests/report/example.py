@@ -21,7 +21,7 @@ from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
 from autotune_loader.values.trial import Trial
 
 BASELINE = LoaderConfig()
@@ -123,7 +123,7 @@ def synthetic_result() -> TuningResult:
         trials=tuple(trials),
         batch_size=BatchSizeChoice(value=32),
         measured=Measured(
-            samples_per_s=mean_interval([each[0] for each in rounds]),
+            samples_per_s=mean_of_selected([Round(rates=dict(zip(last, each, strict=True))) for each in rounds], BEST),
             baseline_samples_per_s=mean_interval([each[-1] for each in rounds]),
             speedup=Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=math.exp(logs.high), count=9),
             ceiling_samples_per_s=Interval(value=1450.0, low=1437.0, high=1463.0, count=40),

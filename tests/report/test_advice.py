@@ -100,6 +100,17 @@ VERDICTS = [
         evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
         "computes 10 ms, longer than other processes on 50 % of the cores explain",
     ),
+    # Fetches sleep, and are in time: a loop that hardly waits does not wait for storage.
+    (
+        "step",
+        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1090.0)),
+        "waits for data 8 % of the time, and it reaches 1,000/s where the step alone reaches 1,090/s",
+    ),
+    (
+        "unknown",
+        evidence(measured(wait_share=0.08, service_cpu_s=0.01, cpu_share=0.3), ceiling=exactly(1105.0)),
+        "waits for data 8 % of the time, yet it reaches 1,000/s",
+    ),
     # Two witnesses that disagree: both are named, and nothing is concluded.
     (
         "unknown",
@@ -536,6 +547,20 @@ def test_waiting_workers_are_told_what_more_of_them_would_bring():
     advice = advise(found, judge(found))[0]
     assert "max_workers=8" in advice.action
     assert 0.7 < advice.expected_gain < 1.1
+
+
+def test_a_loop_that_is_no_faster_with_more_workers_and_batches_that_lie_ready_does_not_wait_for_storage():
+    # GIVEN fetches that sleep, six workers that just keep up, and batches that take a while to receive
+    six, twelve = LoaderConfig(num_workers=6), LoaderConfig(num_workers=12)
+    found = simulated(six, [twelve], cpu_s=0.002, wait_s=0.06, step_s=0.01, receive_s=0.0018, service_cv=0.02)
+    # THEN that is told with what shows it, and nothing is promised for reading faster
+    assert judge(found).binding == "unknown"
+    assert "yet with more workers, whose batches lay ready, the rate is no higher (2,720/s)" in judge(found).sentence
+    assert "of 12 ms a batch the step takes 10.0 ms and receiving it 1.8 ms" in judge(found).sentence
+    assert [each for each in advise(found, judge(found)) if each.expected_gain] == []
+    # BUT where twelve are faster, six do wait
+    slower = simulated(six, [twelve], cpu_s=0.002, wait_s=0.12, step_s=0.01, receive_s=0.0018, service_cv=0.02)
+    assert judge(slower).binding == "wait"
 
 
 def test_a_full_pinning_thread_is_named():

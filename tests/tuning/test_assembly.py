@@ -67,6 +67,9 @@ def test_enough_quiet_rounds_decide_and_so_does_having_no_choice() -> None:
     assert why_undecided(outcome(100.0, rounds=5), 0.02) is None
     alone = replace(outcome(100.0, rounds=1), configs=(LoaderConfig(),))
     assert why_undecided(alone, 0.02) is None
+    # WHEN nothing can be faster, because the step alone is not, two disturbed rounds are enough
+    at_ceiling = replace(outcome(100.0, rounds=2, foreign=0.5, expected_loss=0.05), at_ceiling=True)
+    assert why_undecided(at_ceiling, 0.02) is None
 
 
 BUSY = SimulatedMachine(cores=2, cpu_s=0.06, step_s=0.06, step_cores=2.0, noise_sd=0.1, neighbours=2.0)

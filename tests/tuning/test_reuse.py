@@ -68,6 +68,46 @@ def test_a_check_takes_about_two_seconds() -> None:
     assert clock() < 3.0
 
 
+SHORT_EPOCHS = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s=0.05)
+
+
+def checked_by_epochs(epoch_batches: int, *, noise_sd: float = 0.0, seed: int = 0) -> tuple[Any, float]:
+    """A check of a result whose finals ran whole epochs, and the seconds that it took."""
+    machine = replace(SHORT_EPOCHS, noise_sd=noise_sd)
+    kept = earlier(machine)
+    probe = SimulatedProbe(replace(machine, noise_sd=0.0), FakeClock(), epoch_batches=epoch_batches)
+    rates = [
+        probe.burst(config, BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)).samples_per_s
+        for config in (BEST, LoaderConfig())
+    ]
+    result = replace(
+        kept.result,
+        measured=Measured(samples_per_s=rates[0]),
+        finals=Finals(configs=(BEST, LoaderConfig()), rounds=((rates[0].value, rates[1].value),), whole_epochs=True),
+    )
+    clock = FakeClock()
+    now = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
+    seen = check(now, replace(kept, result=result), LoaderConfig(), Space(max_workers=4), 0.02, clock)
+    return seen, clock()
+
+
+def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why() -> None:
+    # GIVEN epochs of 1.5 s, of which workers run two in a burst
+    seen, seconds = checked_by_epochs(50)
+    # THEN one round is enough for a yes
+    assert (seen.objection, len(seen.rounds), seen.why_long) == ("", 1, "")
+    assert seconds <= 5.0
+    # AND where a round takes longer, that is said
+    seen, seconds = checked_by_epochs(150)
+    assert (seen.objection, len(seen.rounds)) == ("", 1)
+    assert f"the check took {seconds:.0f} s, because epochs are short and were run whole" in seen.why_long
+
+
+def test_the_scatter_of_single_epochs_rejects_no_result_that_holds() -> None:
+    objections = [checked_by_epochs(30, noise_sd=0.08, seed=seed)[0].objection for seed in range(40)]
+    assert sum(map(bool, objections)) <= 1
+
+
 @pytest.mark.acceptance
 def test_noise_hardly_ever_costs_a_search() -> None:
     objections = [checked(replace(THEN, noise_sd=0.04), seed=seed).objection for seed in range(40)]
@@ -147,14 +187,15 @@ def test_where_the_best_is_torchs_default_it_is_checked_alone() -> None:
 def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bool) -> None:
     class Noting(SimulatedProbe):
         def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-            plans.append(plan)
+            plans.append((config.num_workers, plan.whole_epochs))
             return super().burst(config, plan)
 
-    plans: list[BurstPlan] = []
+    plans: list[tuple[int, bool]] = []
     entry = earlier()
     entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
     check(Noting(THEN, FakeClock(), epoch_batches=16), entry, LoaderConfig(), Space(max_workers=4), 0.02)
-    assert {plan.whole_epochs for plan in plans} == {whole}
+    # Without workers epochs are nothing but their batches.
+    assert set(plans) == {(BEST.num_workers, whole), (0, False)}
 
 
 # tune(), in this process

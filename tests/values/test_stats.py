@@ -15,6 +15,8 @@ from autotune_loader.values.statistics import (
     Round,
     correlated_mean_interval,
     mean_interval,
+    mean_of_selected,
+    of_selected,
     paired_ratio,
     student_t_quantile,
     usable_rounds,
@@ -178,3 +180,31 @@ def test_never_more_than_a_third_is_left_out() -> None:
 
 def test_unmeasured_noise_is_not_suspect() -> None:
     assert usable_rounds([Round(rates={"a": 1.0})]).note is None
+
+
+def test_an_interval_of_the_one_that_was_chosen_allows_for_who_else_might_have_been() -> None:
+    # GIVEN four that are equally fast, one that is far slower, and one that ran once and looked as fast
+    table = {"a": (103, 98, 101), "b": (99, 103, 100), "c": (101, 97, 100), "d": (98, 101, 102), "slow": (50, 51, 49)}
+    rounds = [Round(rates={key: float(rates[number]) for key, rates in table.items()}) for number in range(3)]
+    once = [Round(rates={**rounds[0].rates, "once": 99.0}), *rounds[1:]]
+    # THEN the error is shared out among those that might have been chosen
+    assert of_selected(0.95, rounds, "a") == pytest.approx(1 - 0.05 / 4)
+    assert of_selected(0.95, once, "a") == pytest.approx(1 - 0.05 / 5)
+    # AND alone it is a plain mean
+    alone = [Round(rates={"a": rate}) for rate in (99.0, 100.0, 101.0)]
+    assert mean_of_selected(alone, "a") == mean_interval([99.0, 100.0, 101.0])
+
+
+def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval() -> None:
+    # GIVEN five that are all as fast as 100, 3 % noise and four rounds; the fastest of these rounds is chosen
+    rng, plain, selected = random.Random(0), 0, 0
+    for _ in range(1500):
+        rounds = [Round(rates={key: rng.gauss(100.0, 3.0) for key in "abcde"}) for _ in range(4)]
+        best = max("abcde", key=lambda key: fmean(each.rates[key] for each in rounds))
+        own = mean_interval([each.rates[best] for each in rounds])
+        plain += own.low <= 100.0 <= own.high
+        allowing = mean_of_selected(rounds, best)
+        selected += allowing.low <= 100.0 <= allowing.high
+    # THEN its own interval misses the truth too often, and the one that allows for the choice does not
+    assert plain < 0.92 * 1500
+    assert selected >= 0.94 * 1500

@@ -19,6 +19,8 @@ MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_o
 """What more memory, of either kind, would have prevented."""
 # A configuration that failed for want of memory would have had to be this much faster to be missed.
 MISSED_GAIN = 0.05
+# With more workers, and batches that lie ready, a rate that is higher by less than this is the same.
+FED_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,17 @@ class Evidence:
         if burst.cpu_share is None or burst.foreign_cpu_share is None:
             return None
         return max(0.0, 1 - burst.cpu_share - burst.foreign_cpu_share)
+
+    def fed_burst(self) -> Measurement | None:
+        """A burst with more workers, most of whose batches lay ready, and which was no faster: its loop waited for no fetch."""
+        more = [
+            burst
+            for config, burst in self.measured_trials()
+            if config.num_workers > self.best.num_workers and config.batch_size == self.best.batch_size
+        ]
+        if any(burst.samples_per_s.value > (1 + FED_GAIN) * self.rate.value for burst in more):
+            return None
+        return max((burst for burst in more if receive_s(burst) > 0), key=receive_s, default=None)
 
     def cores_per_worker(self) -> float:
         """Cores that one worker keeps busy while it fetches: above 1 its libraries start threads of their own."""

@@ -10,7 +10,9 @@ shows it, the verdict is `unknown`, with both figures.
     pinning     one thread copies into page-locked memory, and is always busy
     transport   taking a batch over costs a good part of the loop
     cpu         a fetch has the CPU for most of its time, or our processes keep the cores full
-    wait        a fetch does without the CPU for most of its time while cores are idle: storage, network, sleep
+    wait        a fetch does without the CPU for most of its time while cores are idle: storage, network, sleep; a loop that
+                waits for a tenth of its time or less does not show it, nor one that is no faster with more workers and ready
+                batches
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from autotune_loader.decision.race import NEAR_CEILING
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.units import rate_text, share_text
@@ -32,8 +35,6 @@ CORES_FULL_SHARE = 0.85
 TRANSPORT_SHARE = 0.3
 # The loop has its batches in time, as far as clocks tell.
 HARDLY_WAITS = 0.05
-# As fast as the step alone, within noise.
-NEAR_CEILING = 0.95
 # A step that has its batches in time and is slower than this share of what it does alone is held up by something.
 MUCH_SLOWER = 0.8
 # More of the cores idle than this: a fetch that does not compute waits for something else than a core.
@@ -112,6 +113,13 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
     full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
     if full or evidence.computing_share() > COMPUTING_SHARE:
         return "cpu"
+    if evidence.measurement.wait_share <= 2 * HARDLY_WAITS:
+        # Nine tenths of the loop are its step, or what slows that: fetches may sleep, and are in time.
+        found = _never_waiting(evidence)
+        is_slowed = _value(evidence.ceiling) / evidence.rate.value - 1 > 2 * HARDLY_WAITS
+        return "unknown" if found == "step" and evidence.ceiling is not None and is_slowed else found
+    if evidence.fed_burst() is not None:
+        return "unknown"
     idle = evidence.idle_share()
     return "wait" if idle is None or idle > IDLE_SHARE or _waits_beside_neighbours(evidence) else "unknown"
 
@@ -156,8 +164,15 @@ def _disagreement(evidence: Evidence) -> str:
     measured, waits = evidence.measurement, _waits_words(evidence)
     foreign = measured.foreign_cpu_share or 0.0
     others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
-    if measured.wait_share < HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
+    if measured.wait_share <= 2 * HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
         return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}{others}"
+    fed = evidence.fed_burst()
+    if fed is not None:
+        return (
+            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher "
+            f"({rate_text(fed.samples_per_s.value)}): of {_ms(fed.batch_size / fed.samples_per_s.value)} a batch the step "
+            f"takes {_ms(fed.step_s)} and receiving it {_ms(receive_s(fed))}{others}"
+        )
     return (
         f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
         f"may have waited for a core as well as for data{others}; {waits}"

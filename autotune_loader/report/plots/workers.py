@@ -43,7 +43,8 @@ def workers_info(result: TuningResult) -> WorkersInfo:
         if trial.predicted_samples_per_s is not None:
             workers = trial.config.num_workers
             predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
-    best, baseline = (rate_of(config, result.finals, result.trials) for config in (result.best, result.baseline))
+    best = rate_of(result.best, result.finals, result.trials, is_best=True)
+    baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
     tolerance = tolerance_of(result)
     return WorkersInfo(
         fastest=tuple(sorted(fastest.items())),

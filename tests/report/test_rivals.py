@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+from report.example import BEST, synthetic_result
+
+from autotune_loader.report.rivals import COLUMNS, rivals_frame
+from autotune_loader.report.standings import standings
+from autotune_loader.results.result import TuningResult
+
+
+@pytest.fixture(scope="module")
+def result() -> TuningResult:
+    return synthetic_result()
+
+
+def test_each_configuration_has_a_row_with_what_is_known_of_it(result: TuningResult) -> None:
+    frame = result.to_dataframe(per="configuration")
+    assert list(frame.columns) == COLUMNS
+    assert list(frame["configuration"]) == [str(row.config) for row in standings(result)]
+    chosen = frame.set_index("configuration").loc[str(BEST)]
+    rates = result.finals.rates_of(BEST)
+    assert chosen["finals_samples_per_s"] == pytest.approx(sum(rates) / len(rates))
+    assert chosen["search_samples_per_s"] == next(t.samples_per_s for t in result.trials if t.config == BEST)
+    assert chosen["predicted_samples_per_s"] > 0
+
+
+def test_each_rival_has_its_reason(result: TuningResult) -> None:
+    why = rivals_frame(result).set_index("configuration")["why"]
+    assert why[str(BEST)] == "chosen"
+    raced = {str(config) for config in result.finals.configs} - {str(BEST)}
+    assert all("in 9 shared rounds" in why[name] for name in raced)
+    assert why[str(result.baseline)].startswith("slower: 0.")
+    failed = {str(trial.config): trial.failure.message for trial in result.trials if trial.failure}
+    assert {why[name] for name in failed} == {f"failed: {message}" for message in failed.values()}
+    others = set(why.index) - raced - set(failed) - {str(BEST)}
+    assert others
+    assert all(why[name].startswith("not raced: ") for name in others)
+
+
+def test_a_mistyped_row_is_answered_with_what_works(result: TuningResult) -> None:
+    with pytest.raises(ValueError, match="per='worker' is neither 'trial' nor 'configuration'"):
+        result.to_dataframe(per="worker")
