@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     default=None,
     help="Use an earlier result that a check of about 2 s confirms, or tune anew.  [default: --reuse]",
 )
+@click.option(
+    "--stages/--no-stages",
+    default=None,
+    help="Watch where the time of a sample goes in the workers.  [default: --stages]",
+)
 @click.option("--batch-size", type=int, help="Samples per batch, where the factory does not say.")
 @click.option("--device", help="Where the step runs, such as cpu or cuda:1.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="Print only the result on stdout, as loader.json has it.")

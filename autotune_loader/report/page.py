@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
     plots.plot_workers: "Where the line stops rising, more workers do not help.",
     plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
+    plots.plot_stages: "What takes the longest is worth making cheaper first.",
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
     plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
     plots.plot_memory: "The cheapest point close to the top is the one to want.",
@@ -66,9 +67,10 @@ def render_html(result: TuningResult) -> str:
 
 
 def render_cell(result: TuningResult) -> str:
-    """What a notebook shows of a result: what was found, the table and, with matplotlib, how many workers help."""
+    """What a notebook shows of a result: what was found, the table and, with matplotlib, pictures of workers and stages."""
+    drawn = [plots.plot_workers, plots.plot_stages] if result.stage_times else [plots.plot_workers]
     try:
-        picture = _picture(plots.plot_workers, _PICTURES[plots.plot_workers], result)
+        picture = "".join(_picture(draw, _PICTURES[draw], result) for draw in drawn)
     except MissingExtraError:
         picture = ""
     found = html.escape("\n".join(result.summary))
@@ -117,6 +119,8 @@ def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: Tunin
         return any(burst is not None and burst.traces for burst in bursts)
     if draw is plots.plot_failures:  # the table has the few
         return sum(trial.failure is not None for trial in result.trials) > FEW_FAILURES
+    if draw is plots.plot_stages:
+        return bool(result.stage_times)
     if draw is plots.plot_speedup:
         return bool(result.finals.rounds) and result.best != result.baseline
     return True

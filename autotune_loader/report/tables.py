@@ -24,9 +24,12 @@ from autotune_loader.report.units import (
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.stages import StageTime
 
 MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
+SHOWN_STAGES, SMALL_STAGE = 6, 0.01
+"""So many stages, and none below this share, are listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
 STATUS_SENTENCES = {  # what a reader has to know before the rest
@@ -103,10 +106,29 @@ def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
     facts = [_wrapped(sentence, width) for sentence in (STATUS_SENTENCES[result.status], *_facts(result)) if sentence]
+    stages = [_wrapped(line, width) for line in stage_lines(result.stage_times)]
+    stages = ["A sample's time in a worker:", *stages] if stages else []
     advice = [_wrapped(f"- {each}", width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
-    blocks = [facts, verdict, ["Next:", *advice] if advice else [], warnings]
+    blocks = [
+        facts,
+        verdict,
+        stages,
+        ["Next:", *advice] if advice else [],
+        warnings,
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[str]:
+    """The longest stages, one a line: its share of a sample's time, whether that is computing, and where."""
+    shown = [each for each in times[:most] if each.wall_share >= SMALL_STAGE or each.cpu_share >= SMALL_STAGE]
+    longest = max((len(each.stage) for each in shown), default=0)
+    return [
+        f"{each.stage:{longest}} {each.wall_share:4.0%} of the time, {each.cpu_share:4.0%} of the CPU  "
+        f"{seconds_text(each.wall_s)}  {each.where}"
+        for each in shown
+    ]
 
 
 def _facts(result: TuningResult) -> list[str]:

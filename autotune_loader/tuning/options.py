@@ -56,6 +56,8 @@ class TuneOptions:
     """May hold a password."""
     study_name: str | None = None
     reuse: bool = True
+    stages: bool = True
+    """Whether workers are watched for where the time of a sample goes, in the bursts of the search."""
     output: str | None = None
     progress: ProgressMode = "auto"
 
@@ -94,8 +96,9 @@ def parse_options(options: dict[str, Any]) -> TuneOptions:
         values["progress"] = "on" if values["progress"] else "off"
     if values["study_name"] is not None and not isinstance(values["study_name"], str):
         raise TypeError(f"study_name={values['study_name']!r} is not a text; study_name='my-study' would work")
-    if not isinstance(values["reuse"], bool):
-        raise TypeError(f"reuse={values['reuse']!r} is not a bool; reuse=False would work")
+    for name in ("reuse", "stages"):
+        if not isinstance(values[name], bool):
+            raise TypeError(f"{name}={values[name]!r} is not a bool; {name}=False would work")
     return TuneOptions(**values)
 
 

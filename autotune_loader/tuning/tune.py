@@ -80,6 +80,7 @@ def tune(
     storage: str | os.PathLike[str] | None = None,
     study_name: str | None = None,
     reuse: bool = True,
+    stages: bool = True,
     output: str | os.PathLike[str] | None = None,
     progress: str | bool = "auto",
 ) -> TuningResult:
@@ -123,6 +124,8 @@ def tune(
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds; otherwise its best is tried early. False tunes anew; either way the result is kept for later.
+        stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): workers are watched
+            during the search, at less than 1 % of their time, and not in the paired rounds that rates are taken from.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 
@@ -151,6 +154,7 @@ def tune(
             "storage": storage,
             "study_name": study_name,
             "reuse": reuse,
+            "stages": stages,
             "output": output,
             "progress": progress,
         }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune_loader.values.secrets import without_secrets
+from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
 
@@ -113,6 +114,8 @@ class Measurement:
     gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
     """Every batch of the burst from its very first, window or not."""
+    stages: StageSamples | None = field(default=None, compare=False)
+    """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and had others in their place, in this burst and in those before."""
 

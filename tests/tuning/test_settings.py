@@ -24,6 +24,7 @@ OPTIONS = {
     "storage": None,
     "study_name": None,
     "reuse": True,
+    "stages": True,
     "output": None,
     "progress": "auto",
 }
@@ -178,6 +179,7 @@ def test_every_allowable_name_may_be_given_alone_or_in_a_collection(name):
         ("output", False, TypeError, "output=False is not a path; output='loader.json' would work"),
         ("output", 1, TypeError, "output=1 is not a path"),
         ("study_name", 7, TypeError, "study_name=7 is not a text; study_name='my-study' would work"),
+        ("stages", "no", TypeError, "stages='no' is not a bool; stages=False would work"),
         ("reuse", "no", TypeError, "reuse='no' is not a bool; reuse=False would work"),
     ],
 )

@@ -9,6 +9,7 @@ from autotune_loader.report.plots.heatmap import plot_heatmap
 from autotune_loader.report.plots.history import plot_history
 from autotune_loader.report.plots.memory import plot_memory
 from autotune_loader.report.plots.speedup import plot_speedup
+from autotune_loader.report.plots.stages import plot_stages
 from autotune_loader.report.plots.timeline import plot_timeline
 from autotune_loader.report.plots.workers import plot_workers
 
@@ -18,6 +19,7 @@ __all__ = [
     "plot_history",
     "plot_memory",
     "plot_speedup",
+    "plot_stages",
     "plot_timeline",
     "plot_workers",
 ]
