@@ -1,7 +1,7 @@
 """Watches what a worker is at, at a cost below one percent of its time.
 
     computing   a timer of CPU time (SIGPROF): its handler runs in the main thread, between two instructions of Python
-    waiting     a thread that looks at the main thread's frames now and then, and whether these get the CPU
+    waiting     a thread that looks at the main thread's frames now and then, and whether it is ready to run
 
 Neither would do alone. A thread that looks has to wait for the interpreter lock, and gets it when the main thread next
 lets go of it: what held the lock is seen as what follows it, which was wrong by up to 56 points (studies/stages.py). So it
@@ -18,6 +18,7 @@ what was the user's is still as it was.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -52,7 +53,9 @@ class StageWatch:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
-        self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        folder = f"/proc/self/task/{threading.get_native_id()}"
+        self._schedule = Path(f"{folder}/schedstat")
+        self._status = os.open(f"{folder}/stat", os.O_RDONLY)
         self._seen: dict[Line, list[float]] = {}
         self._looks = 0
         self._last_cpu_s = 0.0
@@ -69,7 +72,10 @@ class StageWatch:
             return None
         if signal.getsignal(signal.SIGPROF) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_PROF)):
             return None
-        watch = cls()
+        try:
+            watch = cls()
+        except OSError:  # no /proc
+            return None
         watch._last_cpu_s = time.thread_time()
         watch._clocks = watch._read_clocks()
         signal.signal(signal.SIGPROF, watch._on_timer)
@@ -100,8 +106,8 @@ class StageWatch:
         seen, looks, batches = self._seen, self._looks, self._batches
         self._seen, self._looks, self._batches = {}, 0, [0.0, 0.0, 0.0]
         # The handler or the other thread may still be about to add to it: the copy is made in one go.
-        report = tuple((*line, *counts) for line, counts in list(seen.items())), (*batches, *since, looks)
-        return report  # type: ignore[return-value]
+        rows = tuple((*line, *counts) for line, counts in list(seen.items()))
+        return rows, (*batches, *since, looks)  # type: ignore[return-value]
 
     def _forget(self) -> None:
         self._seen, self._looks, self._clocks = {}, 0, self._read_clocks()
@@ -141,15 +147,16 @@ class StageWatch:
 
     def _look(self) -> None:
         # As long as this holds the lock, the main thread either waits or computes without it.
-        frame, begun, cpu_s = _frame_of(self._thread), time.monotonic(), time.clock_gettime(self._clock)
-        line = _line_of(frame)
-        del frame  # it would keep the user's objects alive
-        if line is None:
-            return
-        got = min(1.0, (time.clock_gettime(self._clock) - cpu_s) / (time.monotonic() - begun))
-        self._looks += 1
-        self._count(line, 1, 1.0 - got)
-        self._count(line, 2, got)
+        status = os.pread(self._status, 512, 0)
+        line = _line_of(_frame_of(self._thread))
+        if line is not None:
+            self._looks += 1
+            self._count(line, 2 if _is_runnable(status) else 1, 1.0)
+
+
+def _is_runnable(status: bytes) -> bool:
+    """Whether a thread has a core or is ready for one, by its line in /proc: "4711 (name) R ..."."""
+    return status[status.rfind(b")") + 2 :][:1] == b"R"
 
 
 def _line_of(frame: FrameType | None, after: bool = False) -> Line | None:

@@ -125,7 +125,8 @@ def _by_stage(rows: Sequence[tuple[str, str, float, float]], samples: float) -> 
     wall_s, cpu_s = math.fsum(row[2] for row in rows), math.fsum(row[3] for row in rows)
     stages: dict[str, list[tuple[str, str, float, float]]] = {}
     for row in rows:
-        stages.setdefault(row[0], []).append(row)
+        if row[2] or row[3] or row[0] == HAND_OVER:
+            stages.setdefault(row[0], []).append(row)
     for stage, own in list(stages.items()):
         if _is_small(own, wall_s, cpu_s) and stage != HAND_OVER:
             stages.setdefault(REST, []).extend((REST, "all other lines", *row[2:]) for row in stages.pop(stage))

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from autotune_loader.report import plots
+from autotune_loader.report.frontier import frontier_points
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.tables import render_findings, render_trials
 from autotune_loader.report.units import bytes_text, counted
@@ -28,6 +29,7 @@ _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
     plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
     plots.plot_memory: "The cheapest point close to the top is the one to want.",
+    plots.plot_frontier: "Left of the chosen one: what fewer cores would do.",
     plots.plot_history: "The line shows what would have been found had the search stopped there.",
     plots.plot_failures: "Configurations that cannot be used here, and why.",
 }
@@ -119,6 +121,8 @@ def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: Tunin
         return any(burst is not None and burst.traces for burst in bursts)
     if draw is plots.plot_failures:  # the table has the few
         return sum(trial.failure is not None for trial in result.trials) > FEW_FAILURES
+    if draw is plots.plot_frontier:
+        return bool(frontier_points(result))
     if draw is plots.plot_stages:
         return bool(result.stage_times)
     if draw is plots.plot_speedup:

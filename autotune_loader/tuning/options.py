@@ -44,6 +44,8 @@ class TuneOptions:
     """Wall seconds from call to result, everything counted."""
     max_trials: int | None = None
     max_workers: int | None = None
+    max_cores: float | None = None
+    """Cores that workers and a step on the CPU may keep busy together."""
     max_host_memory_bytes: int | None = None
     max_shm_bytes: int | None = None
     allow: frozenset[str] = frozenset()
@@ -64,6 +66,11 @@ class TuneOptions:
     def __post_init__(self) -> None:
         for name in ("max_trials", "max_workers"):
             require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
+        if self.max_cores is not None:
+            if isinstance(self.max_cores, bool) or not isinstance(self.max_cores, (int, float)):
+                raise TypeError(f"max_cores={self.max_cores!r} is not a number; max_cores=2 would work")
+            if not 0 < self.max_cores < float("inf"):
+                raise ValueError(f"max_cores={self.max_cores!r} is not more than 0; max_cores=2 would work")
         if self.seed is None:
             raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)
@@ -79,7 +86,7 @@ class TuneOptions:
 
     def limits(self) -> dict[str, Any]:
         """The options that decide what may be chosen, as plain JSON values: part of a result's identity in the cache."""
-        names = ("max_workers", "max_host_memory_bytes", "max_shm_bytes", "tolerance", "search")
+        names = ("max_workers", "max_cores", "max_host_memory_bytes", "max_shm_bytes", "tolerance", "search")
         return {"allow": sorted(self.allow), **{name: getattr(self, name) for name in names}}
 
 

@@ -70,6 +70,7 @@ def tune(
     budget: str | float = "60s",
     max_trials: int | None = None,
     max_workers: int | None = None,
+    max_cores: float | None = None,
     max_host_memory: str | int | None = None,
     max_shm: str | int | None = None,
     allow: Sequence[str] = (),
@@ -110,6 +111,8 @@ def tune(
             on top where it takes long.
         max_trials: most configurations to try.
         max_workers: most workers to try.
+        max_cores: most cores that workers and a step on the CPU may keep busy together, such as 2 or 1.5: what kept more of
+            them busy in its burst is not chosen. `result.frontier()` says what fewer cores would do.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
@@ -144,6 +147,7 @@ def tune(
             "budget": budget,
             "max_trials": max_trials,
             "max_workers": max_workers,
+            "max_cores": max_cores,
             "max_host_memory": max_host_memory,
             "max_shm": max_shm,
             "allow": allow,

@@ -40,7 +40,7 @@ class Seen:
     computing: float = 0.0
     """CPU samples in it."""
     waiting: float = 0.0
-    """Looks that found it without the CPU."""
+    """Looks that found it with nothing to run."""
     released: float = 0.0
     """Looks that found it computing without the interpreter lock: certain, while a CPU sample may come a line late."""
 
