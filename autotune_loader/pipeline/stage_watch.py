@@ -35,7 +35,7 @@ CPU_PERIOD_S = 0.01
 """CPU seconds between two samples: a handler takes about 20 us."""
 LOOK_PERIOD_S = 0.02
 """Seconds between two looks, on average: one costs the main thread at most two changes of the lock."""
-IN_TIME_S = 0.0003
+IN_TIME_S = 0.00015
 """A look that comes later than this had to wait for the interpreter lock, or for a core."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
