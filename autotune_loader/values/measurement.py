@@ -117,6 +117,8 @@ class Measurement:
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
+    cached_bytes: float | None = None
+    """Bytes of one sample in the cache that it came from; None where it came from none."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and had others in their place, in this burst and in those before."""
 

@@ -14,7 +14,7 @@ from autotune_loader.report.advice.acceleration import advise_on
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import share_text
+from autotune_loader.report.units import bytes_text, counted, ratio_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.values.stages import HAND_OVER
 
@@ -51,8 +51,9 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
+    kept = _cached_prefix(evidence) if verdict.binding in ("cpu", "wait") else iter(())
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
-    return tuple(dict.fromkeys([*first, *also]))
+    return tuple(dict.fromkeys([*kept, *first, *also]))
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
@@ -98,6 +99,20 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
             + ("" if gain is None else f"; with half of that {_rise_words(gain)}"),
             expected_gain=gain,
         )
+
+
+def _cached_prefix(evidence: Evidence) -> Iterator[Advice]:
+    """What a cache was measured to bring; where it is slower, nothing is said."""
+    cache = evidence.cache
+    if cache is None or cache.speedup is None or cache.speedup.value - 1 < WORTH_S_TIME:
+        return
+    size = "" if cache.dataset_bytes is None else f"; all samples take {bytes_text(cache.dataset_bytes)}"
+    rounds = counted(cache.speedup.count, "paired round")
+    yield Advice(
+        action="Make once what is the same in each epoch: DataLoader(CachedPrefix(dataset), ...).",
+        reason=f"measured: {ratio_text(cache.speedup)} in {rounds}, from the second epoch on{size}",
+        expected_gain=_believable(evidence, cache.speedup.value - 1),
+    )
 
 
 def _rise_words(gain: float) -> str:
