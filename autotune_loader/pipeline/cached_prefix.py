@@ -19,6 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +204,22 @@ def _split(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     first = _part(prefix[0])
     steady = 0
     for member in members:
-        if _is_random(lambda member=member, first=first: member(copy.deepcopy(first))):
+        if _is_random(partial(_on_copy, member, first)):
             break
-        first, steady = member(copy.deepcopy(first)), steady + 1
+        first, steady = _on_copy(member, first), steady + 1
     if steady:
         prefix.transform = _Members(members[:steady])
         _forget_combined(prefix)
     return prefix, _Members(members[steady:])
+
+
+def _on_copy(member: Callable[[Any], Any], sample: Any) -> Any:
+    """What a transform makes of a sample that it may change."""
+    return member(copy.deepcopy(sample))
+
+
+def _made_and_followed(cached: CachedPrefix, number: int) -> Any:
+    return cached._followed(cached._prefix[number])
 
 
 def _forget_combined(dataset: Any) -> None:
@@ -223,15 +233,15 @@ def _forget_combined(dataset: Any) -> None:
 def _require_same(dataset: Any, cached: CachedPrefix) -> None:
     """Raise a ValueError where samples are random before the cache, or differ behind it from those of `dataset`."""
     for number in range(min(2, len(cached._prefix))):
-        if _is_random(lambda number=number: cached._prefix[number]):
+        if _is_random(partial(cached._prefix.__getitem__, number)):
             raise ValueError(
                 f"dataset={type(cached._prefix).__name__} gives another sample each time it is asked for the same index, so it "
                 "cannot be cached; CachedPrefix(dataset_without_its_random_part, transform=the_random_part) would work"
             )
         if dataset is None:
             continue
-        fresh, once_more = (_with_seed(number, lambda number=number: dataset[number]) for _ in range(2))
-        again = _with_seed(number, lambda number=number: cached._followed(cached._prefix[number]))
+        fresh, once_more = (_with_seed(number, partial(dataset.__getitem__, number)) for _ in range(2))
+        again = _with_seed(number, partial(_made_and_followed, cached, number))
         # Random numbers of a generator of its own cannot be drawn twice; then only what kind of sample it is can be compared.
         if not (same(fresh, again) if same(fresh, once_more) else type(fresh) is type(again)):
             raise ValueError(
@@ -255,7 +265,7 @@ def _whole(transform: Callable[[Any], Any] | None, sample: Any) -> Any:
 
 def _states() -> tuple[Any, ...]:
     kept = np.random.get_state()  # noqa: NPY002 - transforms draw from it
-    return torch.get_rng_state().tolist(), random.getstate(), [kept[0], kept[1].tolist(), *kept[2:]]  # type: ignore[index, union-attr]
+    return torch.get_rng_state().tolist(), random.getstate(), [kept[0], kept[1].tolist(), *kept[2:]]  # type: ignore[index]
 
 
 def _is_random(make: Callable[[], Any]) -> bool:
@@ -286,7 +296,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

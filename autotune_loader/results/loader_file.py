@@ -25,7 +25,7 @@ from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
-# 1.2  stage_times, empty where workers were not watched; cache, null where it was not asked for
+# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
 SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
@@ -205,7 +205,7 @@ class LoaderFile:
     """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; empty where that was not watched."""
-    cache: CacheGain | None = None
+    cache_gain: CacheGain | None = None
     """What `allow=("cache",)` asked: what a `CachedPrefix` would bring; null where it was not asked."""
     measured: Measured = field(default_factory=Measured)
     predicted: Predicted = field(default_factory=Predicted)

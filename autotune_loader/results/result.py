@@ -74,7 +74,7 @@ class TuningResult(Views):
     """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; `stages()` has it as a frame."""
-    cache: CacheGain | None = None
+    cache_gain: CacheGain | None = None
     """What a `CachedPrefix` would bring, where `allow=("cache",)` asked."""
     summary: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -78,7 +78,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
-        cache=state.cache,
+        cache_gain=state.cache_gain,
         study=state.study,
         parts=loader_parts(context.workload),
     )
@@ -196,7 +196,7 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         space=context.space,
         accelerations=state.accelerations,
         stage_times=found.stage_times,
-        cache=state.cache,
+        cache_gain=state.cache_gain,
     )
 
 

@@ -96,10 +96,10 @@ def try_cache(
     seconds_left = options.budget_s - (time.monotonic() - started)
     reason = _reason_not_to_cache(so_far.verdict, probe, seconds_left)
     if reason or probe is None:
-        state.cache = CacheGain(note=f"not measured: {reason}")
+        state.cache_gain = CacheGain(note=f"not measured: {reason}")
         return
     try:
-        state.cache = measured_cache(probe, so_far.best, context.workload.data.samples_per_epoch(), seconds_left)
+        state.cache_gain = measured_cache(probe, so_far.best, context.workload.data.samples_per_epoch(), seconds_left)
     except KeyboardInterrupt:
         state.stop_reason = StopReason.INTERRUPTED
 

@@ -110,7 +110,7 @@ class SearchState:
     study: optuna.Study | None = None
     accelerations: tuple[Acceleration, ...] = ()
     """What allowed changes of the step would bring, measured after the rounds."""
-    cache: CacheGain | None = None
+    cache_gain: CacheGain | None = None
     """What a cache would bring, measured after the rounds."""
 
     @property

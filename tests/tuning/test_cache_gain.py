@@ -84,14 +84,14 @@ def noisy(picture: torch.Tensor) -> torch.Tensor:
 def test_a_cache_is_measured_and_is_the_first_advice(tmp_path: Path) -> None:
     path = tmp_path / "loader.json"
     result = tune(Photos(), batch_size=8, allow=("cache",), budget=16, output=path, reuse=False, progress=False)
-    assert result.cache is not None
+    assert result.cache_gain is not None
     if result.verdict.binding not in ("cpu", "wait"):
         pytest.skip(f"other processes disturb the bursts: {result.verdict.sentence}")
-    assert result.cache.speedup is not None, result.cache.note
-    assert result.cache.speedup.value > 1.5
-    assert result.cache.sample_bytes is not None
-    assert 64 * 4 < result.cache.sample_bytes < 4096
-    assert result.cache.dataset_bytes == pytest.approx(10_000 * result.cache.sample_bytes)
+    assert result.cache_gain.speedup is not None, result.cache_gain.note
+    assert result.cache_gain.speedup.value > 1.5
+    assert result.cache_gain.sample_bytes is not None
+    assert 64 * 4 < result.cache_gain.sample_bytes < 4096
+    assert result.cache_gain.dataset_bytes == pytest.approx(10_000 * result.cache_gain.sample_bytes)
     assert "CachedPrefix(dataset)" in result.advice[0].action
     assert "from the second epoch on; all samples take" in result.advice[0].reason
-    assert TuningResult.load(path).cache == result.cache
+    assert TuningResult.load(path).cache_gain == result.cache_gain

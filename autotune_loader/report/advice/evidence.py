@@ -45,7 +45,7 @@ class Evidence:
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
-    cache: CacheGain | None = None
+    cache_gain: CacheGain | None = None
     """What a cache would bring, where that was asked."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""

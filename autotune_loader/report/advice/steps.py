@@ -103,7 +103,7 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
 
 def _cached_prefix(evidence: Evidence) -> Iterator[Advice]:
     """What a cache was measured to bring; where it is slower, nothing is said."""
-    cache = evidence.cache
+    cache = evidence.cache_gain
     if cache is None or cache.speedup is None or cache.speedup.value - 1 < WORTH_S_TIME:
         return
     size = "" if cache.dataset_bytes is None else f"; all samples take {bytes_text(cache.dataset_bytes)}"
