@@ -54,8 +54,10 @@ class Limits:
     descriptors: int | None = None
     device_bytes: int | None = None
     """Memory of the accelerator."""
-    cpu_share: float | None = None
-    """Share of the usable cores that all processes together may keep busy."""
+    cores: float | None = None
+    """Cores that all processes together may keep busy ..."""
+    usable_cores: int | None = None
+    """... of so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +204,13 @@ class Space:
         Of memory that is asked of tuned batch sizes only: batches of a whole training run differ more than those of a burst,
         so a margin must be left on host and device.
         """
-        share, most = measured.cpu_share, self.limits.cpu_share
-        if share is not None and most is not None and share > most * CORES_MARGIN:
+        cores, most = self._cores_wanted(config, measured), self.limits.cores
+        if cores is not None and most is not None and cores > most * CORES_MARGIN:
             return Failure(
                 kind="core_limit",
                 phase="plan",
-                message=f"{config} kept {share:.0%} of the usable cores busy, and max_cores allows {most:.0%}; fewer workers "
-                "or fewer threads of the step would work",
+                message=f"{config} keeps {cores:.1f} cores busy, and max_cores allows {most:g}; fewer workers or fewer threads "
+                "of the step would work",
             )
         if config.batch_size is None:
             return None
@@ -226,6 +228,20 @@ class Space:
                     f"memory, more than {SAFE_SHARE:.0%}; a smaller one would work",
                 )
         return None
+
+    def _cores_wanted(self, config: LoaderConfig, measured: Measurement) -> float | None:
+        """Cores that a configuration kept busy, or would have, had others left them to it; None where nobody knows.
+
+        Beside neighbours it gets fewer than it takes alone: then as many as it got of what they left, but no more than one for
+        each worker, and the loop's own.
+        """
+        if measured.cpu_share is None or self.limits.usable_cores is None:
+            return None
+        got = measured.cpu_share * self.limits.usable_cores
+        alone = got / max(1.0 - (measured.foreign_cpu_share or 0.0), 1e-9)
+        each = max(1.0, measured.service_cpu_s / measured.service_s if measured.service_s > 0 else 1.0)
+        loop = (1.0 - measured.wait_share) * (config.consumer_threads or 1)
+        return max(got, min(alone, config.num_workers * each + loop))
 
     @property
     def hash(self) -> str:

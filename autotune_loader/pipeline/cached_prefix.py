@@ -197,7 +197,7 @@ def _split(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     if transform is None:
         return dataset, None
     prefix = copy.copy(dataset)
-    prefix.transform = None
+    prefix.transform = _Members([])  # not None: a dataset may call it without asking
     _forget_combined(prefix)
     listed = getattr(transform, "transforms", None)
     members = list(listed) if isinstance(listed, (list, tuple)) else [transform]

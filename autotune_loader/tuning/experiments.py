@@ -39,7 +39,7 @@ KEPT_SHARE = 0.4
 
 CACHE_SEEDS = 2_000
 """Other samples than those of the finals."""
-CACHE_ROUNDS, CACHE_KEPT_S, CACHE_LEAST_S = 4, 10.0, 6.0
+CACHE_ROUNDS, CACHE_KEPT_S, CACHE_LEAST_S = 4, 10.0, 4.0
 """Paired rounds with and without a cache; what they take of the budget, with filling it; and with less they are not begun."""
 
 

@@ -81,7 +81,8 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
             memory_bytes=least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
             descriptors=machine.open_files,
             device_bytes=_device_bytes(machine, workload),
-            cpu_share=_cpu_share(machine, settings),
+            cores=settings.max_cores,
+            usable_cores=machine.usable_cores,
         ),
         batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
     )
@@ -118,12 +119,6 @@ def _keeps_workers(workload: Workload, warmup: WarmupReport, machine: Machine, s
     quickest_epoch_s = batches * warmup.first_fetch_s / machine.usable_cores
     startup_s = machine.usable_cores * WORKER_STARTUP_S.get(own or start_method(), max(WORKER_STARTUP_S.values()))
     return startup_s > STARTUP_WORTH_AVOIDING * quickest_epoch_s
-
-
-def _cpu_share(machine: Machine, settings: TuneOptions) -> float | None:
-    """Share of the usable cores that may be kept busy; None for all of them."""
-    most = settings.max_cores
-    return None if most is None or most >= machine.usable_cores else most / machine.usable_cores
 
 
 def _device_bytes(machine: Machine, workload: Workload) -> int | None:

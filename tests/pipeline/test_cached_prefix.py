@@ -87,6 +87,15 @@ def test_what_follows_the_cache_is_still_random_as_without_it(log: Path) -> None
     assert torch.equal(cached[3][0], fresh)
 
 
+def test_a_dataset_that_always_calls_its_transform(log: Path) -> None:
+    class Always(Photos):
+        def __getitem__(self, index: int) -> Any:
+            return self.transform(torch.full((2,), float(index)))
+
+    cached = CachedPrefix(Always(log, noisy))
+    assert not torch.equal(cached[1], cached[1])
+
+
 def test_only_leading_members_that_are_not_random_are_done_once(log: Path) -> None:
     done: list[str] = []
 

@@ -83,7 +83,7 @@ def noisy(picture: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_cache_is_measured_and_is_the_first_advice(tmp_path: Path) -> None:
     path = tmp_path / "loader.json"
-    result = tune(Photos(), batch_size=8, allow=("cache",), budget=16, output=path, reuse=False, progress=False)
+    result = tune(Photos(), batch_size=8, allow=("cache",), budget=25, output=path, reuse=False, progress=False)
     assert result.cache_gain is not None
     if result.verdict.binding not in ("cpu", "wait"):
         pytest.skip(f"other processes disturb the bursts: {result.verdict.sentence}")
