@@ -31,9 +31,9 @@ from typing import Any
 
 from autotune_loader.pipeline.stage_names import UNKNOWN, Line, line_of
 
-CPU_PERIOD_S = 0.01
+CPU_PERIOD_S = 0.015
 """CPU seconds between two samples: a handler takes about 20 us."""
-LOOK_PERIOD_S = 0.02
+LOOK_PERIOD_S = 0.03
 """Seconds between two looks, on average: one costs the main thread at most two changes of the lock."""
 IN_TIME_S = 0.00015
 """A look that comes later than this had to wait for the interpreter lock, or for a core."""
