@@ -12,6 +12,7 @@ import pytest
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
     "AutoLoader",
+    "CachedPrefix",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",

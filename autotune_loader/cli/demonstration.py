@@ -30,6 +30,7 @@ def demo_command(output: str, budget: str, live: bool) -> int:
       autotune-loader demo --live
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader import demo
+    from autotune_loader.report.tables import stage_lines
     from autotune_loader.tuning import tune as tuner
     from autotune_loader.tuning.options import parse_seconds
 
@@ -43,7 +44,12 @@ def demo_command(output: str, budget: str, live: bool) -> int:
     click.echo(f"\nWritten to {output}. Now a second process loads it and trains, as a training job would:\n")
     sys.stdout.flush()  # or the other process' lines would come first
     code = exit_code_of(result)
-    return code if code != FINE else run_training_job(output)
+    if code != FINE:
+        return code
+    code = run_training_job(output)
+    lines = stage_lines(result.stage_times, most=3)
+    click.echo("\n".join(["\nWhat would make it faster still, the largest first:", *lines]) if lines else "")
+    return code
 
 
 def train_live(path: str, seconds: float) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-trials", type=int, help="Most configurations to try.")
 @click.option("--max-workers", type=int, help="Most workers to try.")
+@click.option("--max-cores", type=float, help="Most cores that workers and a step on the CPU keep busy.")
 @click.option("--max-host-memory", metavar="SIZE", help="Most memory of all processes together, such as 8GB.")
 @click.option("--max-shm", metavar="SIZE", help="Most shared memory of the batches in flight, such as 512MiB.")
 @click.option(
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
     "--reuse/--no-reuse",
     default=None,
     help="Use an earlier result that a check of about 2 s confirms, or tune anew.  [default: --reuse]",
+)
+@click.option(
+    "--stages/--no-stages",
+    default=None,
+    help="Watch where the time of a sample goes in the workers.  [default: --stages]",
 )
 @click.option("--batch-size", type=int, help="Samples per batch, where the factory does not say.")
 @click.option("--device", help="Where the step runs, such as cpu or cuda:1.  [default: auto]")

@@ -33,6 +33,7 @@ GROWS_WITH_WORKERS = (
     "memory_guard",
     "shared_memory",
     "descriptors",
+    "core_limit",
     "deadline",
     "crashed",
 )

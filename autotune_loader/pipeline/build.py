@@ -121,7 +121,9 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
     return {"batch_sampler": loader.batch_sampler}
 
 
-def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True) -> DataLoader[Any]:
+def make_traced_loader(
+    data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True, stages: bool = False
+) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
     Args:
@@ -129,6 +131,7 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endle
         config: what to tune.
         seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
         endless: False lets a map-style dataset's epochs end as they do in training.
+        stages: whether workers are watched for where the time of a sample goes.
     """
     again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
     seed_everything(seed, *_generators_of_order(data))
@@ -136,7 +139,7 @@ def make_traced_loader(data: DataSide, config: LoaderConfig, seed: int, *, endle
     default = default_collate if batched else default_convert
     parts: dict[str, Any] = {
         "collate_fn": TracedCollate(data.collate_fn or default, batched),
-        "worker_init_fn": TracedWorkerInit(data.worker_init_fn),
+        "worker_init_fn": TracedWorkerInit(data.worker_init_fn, stages),
         "generator": data.generator or torch.Generator().manual_seed(seed),
     }
     drop_last = data.drop_last if config.drop_last is None else config.drop_last

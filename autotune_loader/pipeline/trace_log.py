@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+from autotune_loader.pipeline.stage_watch import Report
 from autotune_loader.values.trace import BatchTrace
 
-Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, float]
-"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples and, where the fetch was cut short, unread_s"""
+Fetch = (
+    tuple[int, float, float, float, float, int]
+    | tuple[int, float, float, float, float, int, float]
+    | tuple[int, float, float, float, float, int, float, Report]
+)
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; where the fetch was cut short, unread_s; and now and then
+what a watcher of the worker has seen"""
 
 
 def unread_s_of(fetch: Fetch) -> float:
     """Seconds by which a fetch was cut short; 0 where it was not."""
-    return fetch[6] if len(fetch) == 7 else 0.0
+    return fetch[6] if len(fetch) > 6 else 0.0
 
 
 class History(Sequence[BatchTrace]):

@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from autotune_loader.pipeline.batches import samples_in
+from autotune_loader.pipeline.stage_watch import StageWatch
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS
 
@@ -32,7 +33,7 @@ class _Process:
     which is what 1 % of a batch from memory leaves.
     """
 
-    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "worker")
+    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "watch", "worker")
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -47,6 +48,7 @@ class _Process:
         self.unread_s = 0.0
         """Seconds that the part of this batch which is not read would have taken."""
         self.worker = MAIN_PROCESS
+        self.watch: StageWatch | None = None
         # In the main process the training step's threads must not count; in a worker every thread works for the batch.
         self.cpu_clock: Callable[[], float] = time.thread_time
 
@@ -106,10 +108,14 @@ class TracedCollate:
         end = time.monotonic()
         if count is None:
             count = samples_in(batch) or 1
-        if here.unread_s:
-            unread_s, here.unread_s = here.unread_s, 0.0
-            return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count, unread_s)
-        return batch, (here.worker, start, fetch_end, end, here.cpu_s(end - start), count)
+        cpu_s = here.cpu_s(end - start)
+        report = here.watch.batch(end, end - start, cpu_s, count) if here.watch is not None else None
+        if report is None and not here.unread_s:
+            return batch, (here.worker, start, fetch_end, end, cpu_s, count)
+        unread_s, here.unread_s = here.unread_s, 0.0
+        if report is None:
+            return batch, (here.worker, start, fetch_end, end, cpu_s, count, unread_s)
+        return batch, (here.worker, start, fetch_end, end, cpu_s, count, unread_s, report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn, self._batched)),)
@@ -227,18 +233,25 @@ def forget_open_batch() -> None:
 
 
 class TracedWorkerInit:
-    """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record."""
+    """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record.
 
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
+    Args:
+        inner: the user's.
+        watches: whether what the worker is at is watched from then on.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None, watches: bool = False) -> None:
         self._inner = inner
+        self._watches = watches
 
     def __call__(self, worker: int) -> None:
         _here.becomes(worker)
         if self._inner is not None:
             self._inner(worker)
+        _here.watch = StageWatch.begin() if self._watches else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._inner)),)
+        return loads, (dumps((type(self), self._inner, self._watches)),)
 
 
 def dumps(parts: tuple[Any, ...]) -> bytes:

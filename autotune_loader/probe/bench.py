@@ -22,6 +22,7 @@ from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_thread
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.few_samples import FewSamples
 from autotune_loader.probe.null_data import null_data, pausing_step
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
@@ -161,6 +162,7 @@ class Bench:
         self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._notebook = Notebook(folder)
         self._is_paced = True
+        self._few: FewSamples | None = None
         self._bad_samples: dict[str, BadSample] = {}
         self._raised_alone: set[str] = set()
         """Classes of what was raised for samples in this process, too."""
@@ -248,13 +250,20 @@ class Bench:
         if failure is not None:
             return failure
         data = (self._data if config.num_workers else self._private_data)()
+        if plan.few:
+            try:
+                self._few = self._few or FewSamples.of(self._private_data())
+            except Exception as error:
+                return failure_of(error, "first_batch")
+            data = self._few.cached if plan.few == "cached" else self._few.fresh(data)
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
         outcome = run_burst(loaded, self._step, config, plan, announce, self._timeline)
         raised = self._notebook.taken()
         if isinstance(outcome, Failure):
             return outcome
         failure = self._judge(raised, self._private_data if config.num_workers else None)
-        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()))
+        sample_bytes = self._few.sample_bytes if self._few is not None and plan.few == "cached" else None
+        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()), cached_bytes=sample_bytes)
 
     def _for_bursts(self, data: DataSide, *, is_paced: bool = True) -> DataSide:
         return for_bursts(data, self._notebook, is_paced=is_paced)

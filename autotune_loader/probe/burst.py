@@ -109,7 +109,7 @@ def _measure(
 ) -> Measurement | Failure:
     if timeline is not None:
         timeline.open()
-    loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs)
+    loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
     started = time.monotonic()
     open_loader.open(loader)
     if not plan.whole_epochs:

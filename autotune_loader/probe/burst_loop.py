@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
+from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import History
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
@@ -29,6 +30,8 @@ STOP_CHECK_COST = 400.0
 FEWEST_BATCHES = 2
 # A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
 KEPT_TRACES = 2048
+# Fields of a fetch that carries what a watcher saw.
+REPORTED = 8
 Announce = Callable[[FailurePhase], None]
 """Told which phase begins, so that a parent can name it when the process hangs or dies."""
 
@@ -48,6 +51,7 @@ class Run:
         self._workers = workers
         self._started = started
         self._history = History()
+        self._stages = StageTally()
         self._shape: BatchShape | None = None
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
@@ -66,6 +70,8 @@ class Run:
         received = time.monotonic()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
+        if len(fetch) == REPORTED:
+            self._stages.add(fetch[-1])
         try:
             step.run(self._batch)
         except Exception:
@@ -114,6 +120,7 @@ class Run:
             batch_tensors=shape.tensors,
             gpu=self.gpu_use(end - measured.window_s, end),
             traces=tuple(_worth_keeping(traces)),
+            stages=self._stages.samples(),
         )
 
 
@@ -145,6 +152,8 @@ class DeviceRun(Run):
         received, before = timeline.now(), timeline.mark()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
+        if len(fetch) == REPORTED:
+            self._stages.add(fetch[-1])
         try:
             on_device = step.move(self._batch)
             copied = timeline.mark()

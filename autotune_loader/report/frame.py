@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
@@ -41,6 +42,18 @@ def trials_frame(result: TuningResult) -> pd.DataFrame:
 
     frame = pd.DataFrame([_row(trial) for trial in result.trials], columns=list(_COLUMNS))
     typed: pd.DataFrame = frame.astype({name: kind for kind, names in _TYPES.items() for name in names.split()})
+    return typed
+
+
+def stages_frame(result: TuningResult) -> pd.DataFrame:
+    """One row per stage of a sample's way through a worker, the longest first; the columns are always the same."""
+    import pandas as pd
+
+    names = [field.name for field in fields(StageTime)]
+    frame = pd.DataFrame([astuple(each) for each in result.stage_times], columns=names)
+    typed: pd.DataFrame = frame.astype(
+        {name: "float64" if name.endswith(("_s", "_share")) else "object" for name in names}
+    )
     return typed
 
 

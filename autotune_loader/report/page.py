@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from autotune_loader.report import plots
+from autotune_loader.report.frontier import frontier_points
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.tables import render_findings, render_trials
 from autotune_loader.report.units import bytes_text, counted
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
     plots.plot_workers: "Where the line stops rising, more workers do not help.",
     plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
+    plots.plot_stages: "What takes the longest is worth making cheaper first.",
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
     plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
     plots.plot_memory: "The cheapest point close to the top is the one to want.",
+    plots.plot_frontier: "Left of the chosen one: what fewer cores would do.",
     plots.plot_history: "The line shows what would have been found had the search stopped there.",
     plots.plot_failures: "Configurations that cannot be used here, and why.",
 }
@@ -66,9 +69,10 @@ def render_html(result: TuningResult) -> str:
 
 
 def render_cell(result: TuningResult) -> str:
-    """What a notebook shows of a result: what was found, the table and, with matplotlib, how many workers help."""
+    """What a notebook shows of a result: what was found, the table and, with matplotlib, pictures of workers and stages."""
+    drawn = [plots.plot_workers, plots.plot_stages] if result.stage_times else [plots.plot_workers]
     try:
-        picture = _picture(plots.plot_workers, _PICTURES[plots.plot_workers], result)
+        picture = "".join(_picture(draw, _PICTURES[draw], result) for draw in drawn)
     except MissingExtraError:
         picture = ""
     found = html.escape("\n".join(result.summary))
@@ -117,6 +121,10 @@ def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: Tunin
         return any(burst is not None and burst.traces for burst in bursts)
     if draw is plots.plot_failures:  # the table has the few
         return sum(trial.failure is not None for trial in result.trials) > FEW_FAILURES
+    if draw is plots.plot_frontier:
+        return bool(frontier_points(result))
+    if draw is plots.plot_stages:
+        return bool(result.stage_times)
     if draw is plots.plot_speedup:
         return bool(result.finals.rounds) and result.best != result.baseline
     return True

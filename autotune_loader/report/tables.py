@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.frontier import frontier_sentence
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
     UNKNOWN,
@@ -25,9 +26,12 @@ from autotune_loader.report.units import (
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.stages import StageTime
 
 MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
+SHOWN_STAGES, SMALL_STAGE = 6, 0.01
+"""So many stages, and none below this share, are listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
 STATUS_SENTENCES = {  # what a reader has to know before the rest
@@ -109,10 +113,29 @@ def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
     facts = [_wrapped(sentence, width) for sentence in (_status_sentence(result), *_facts(result)) if sentence]
+    stages = [_wrapped(line, width) for line in stage_lines(result.stage_times)]
+    stages = ["A sample's time in a worker:", *stages] if stages else []
     advice = [_wrapped(f"- {each}", width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
-    blocks = [facts, verdict, ["Next:", *advice] if advice else [], warnings]
+    blocks = [
+        facts,
+        verdict,
+        stages,
+        ["Next:", *advice] if advice else [],
+        warnings,
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[str]:
+    """The longest stages, one a line: its share of a sample's time, whether that is computing, and where."""
+    shown = [each for each in times[:most] if each.wall_share >= SMALL_STAGE or each.cpu_share >= SMALL_STAGE]
+    longest = max((len(each.stage) for each in shown), default=0)
+    return [
+        f"{each.stage:{longest}} {each.wall_share:4.0%} of the time, {each.cpu_share:4.0%} of the CPU  "
+        f"{seconds_text(each.wall_s)}  {each.where}"
+        for each in shown
+    ]
 
 
 def _facts(result: TuningResult) -> list[str]:
@@ -136,6 +159,7 @@ def _facts(result: TuningResult) -> list[str]:
         util = result.measured.gpu_util
         nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
+    facts += [sentence] if (sentence := frontier_sentence(result)) else []
     facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")

@@ -19,13 +19,15 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import from_plain
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, Trial
+from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
+# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""
 _Kind = TypeVar("_Kind")
@@ -201,6 +203,10 @@ class LoaderFile:
     advice: tuple[Advice, ...] = ()
     accelerations: tuple[Acceleration, ...] = ()
     """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
+    stage_times: tuple[StageTime, ...] = ()
+    """Where the time of a sample goes in a worker, the longest stage first; empty where that was not watched."""
+    cache_gain: CacheGain | None = None
+    """What `allow=("cache",)` asked: what a `CachedPrefix` would bring; null where it was not asked."""
     measured: Measured = field(default_factory=Measured)
     predicted: Predicted = field(default_factory=Predicted)
     budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))

@@ -25,17 +25,17 @@ from autotune_loader.results.loader_file import (
     config_in,
     read_loader_file,
 )
+from autotune_loader.results.views import Views
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import write_json
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, Trial
+from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 
 if TYPE_CHECKING:
     import optuna
-    import pandas as pd
-    from matplotlib.figure import Figure
     from torch.utils.data import DataLoader
 
     from autotune_loader.twin import Prediction
@@ -50,11 +50,11 @@ def _in_a_line(result: TuningResult) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningResult:
+class TuningResult(Views):
     """What `tune()` found.
 
     `save()` and `load()` are inverse: `TuningResult.load(saved) == result`. Not in the file, and not compared, are the study,
-    which stays in memory or its storage, the histories of single batches, and `parts`.
+    which stays in memory or its storage, what single batches and watched workers showed, and `parts`.
     """
 
     best: LoaderConfig
@@ -72,6 +72,10 @@ class TuningResult:
     advice: tuple[Advice, ...] = ()
     accelerations: tuple[Acceleration, ...] = ()
     """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
+    stage_times: tuple[StageTime, ...] = ()
+    """Where the time of a sample goes in a worker, the longest stage first; `stages()` has it as a frame."""
+    cache_gain: CacheGain | None = None
+    """What a `CachedPrefix` would bring, where `allow=("cache",)` asked."""
     summary: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     finals: Finals = field(default_factory=Finals)
@@ -145,11 +149,9 @@ class TuningResult:
 
     def to_file(self) -> LoaderFile:
         shared = {name: getattr(self, name) for name in _SHARED}
-        shared["trials"] = tuple(
-            replace(trial, measurement=_without_traces(trial.measurement)) for trial in self.trials
-        )
+        shared["trials"] = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
         shared["finals"] = replace(
-            self.finals, measurements=tuple(_without_traces(each) for each in self.finals.measurements)
+            self.finals, measurements=tuple(_without_raw(each) for each in self.finals.measurements)
         )
         return LoaderFile(
             schema_version=SCHEMA_VERSION,
@@ -172,9 +174,10 @@ class TuningResult:
         prefetch_factor: int | None = None,
         *,
         cores: float | None = None,
+        stages: Mapping[str, float] | None = None,
         **knobs: Any,
     ) -> Prediction:
-        """What if: the rate and memory expected of another configuration, or of another number of cores.
+        """What if: the rate and memory expected of another configuration, of another number of cores, or of cheaper stages.
 
         After `load()` the twin rests on each burst's means, as the histories of single batches are not in the file.
 
@@ -182,24 +185,28 @@ class TuningResult:
             num_workers: worker processes; the best configuration's where it is not given, like every other knob.
             prefetch_factor: batches ahead per worker.
             cores: usable cores of the machine asked about; this one's where it is not given.
+            stages: what stages would take of what they take, by their names in `stages()`: `{"decode": 0.5}` is half.
             **knobs: other fields of `LoaderConfig`, such as `in_order=False` or `consumer_threads=2`.
 
         Raises:
             TypeError: a knob that `LoaderConfig` does not have.
-            ValueError: no burst succeeded, so there is nothing to predict from; or `cores` is not positive.
+            ValueError: no burst succeeded, so there is nothing to predict from; `cores` is not positive; or a stage is none.
         """
         named = (("num_workers", num_workers), ("prefetch_factor", prefetch_factor))
         changes = {name: value for name, value in named if value is not None} | knobs
-        return self.predict_all([_changed(self.best, changes)], cores=cores)[0]
+        return self.predict_all([_changed(self.best, changes)], cores=cores, stages=stages)[0]
 
-    def predict_all(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
+    def predict_all(
+        self, configs: Sequence[LoaderConfig], *, cores: float | None = None, stages: Mapping[str, float] | None = None
+    ) -> list[Prediction]:
         """`predict()` for many whole configurations at once, which takes little longer than for one.
 
         Raises:
-            ValueError: no burst succeeded, so there is nothing to predict from.
+            ValueError: as in `predict()`.
         """
         from autotune_loader.decision.belief import fit_twin
         from autotune_loader.twin.memory import MemoryModel
+        from autotune_loader.twin.what_if import with_stages
 
         if cores is not None and not cores > 0:
             raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
@@ -209,83 +216,14 @@ class TuningResult:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
+        twin = with_stages(twin, self.stage_times, stages) if stages else twin
         memory = MemoryModel.fit(observed)
         return [
             replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
             for prediction in twin.predict_all(configs, epoch_batches=context.epoch_batches, cores=cores)
         ]
 
-    def to_dataframe(self, per: Literal["trial", "configuration"] = "trial") -> pd.DataFrame:
-        """One row per trial: configuration, rates, waits, memory, failure.
-
-        Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
-        """
-        from autotune_loader.report.frame import trials_frame
-        from autotune_loader.report.rivals import rivals_frame
-
-        frames = {"trial": trials_frame, "configuration": rivals_frame}
-        if per not in frames:
-            raise ValueError(f"per={per!r} is neither 'trial' nor 'configuration'; per='configuration' would work")
-        return frames[per](self)
-
-    def report(self) -> str:
-        """The whole result as text: table, verdict, advice."""
-        from autotune_loader.report.tables import render_report
-
-        return render_report(self)
-
-    def plot_workers(self) -> Figure:
-        """Samples/s over workers with intervals, plateau, ceiling and the twin's predictions."""
-        from autotune_loader.report.plots import plot_workers
-
-        return plot_workers(self)
-
-    def plot_heatmap(self) -> Figure:
-        """Samples/s over workers and prefetch_factor."""
-        from autotune_loader.report.plots import plot_heatmap
-
-        return plot_heatmap(self)
-
-    def plot_memory(self) -> Figure:
-        """Samples/s against the memory of the process tree."""
-        from autotune_loader.report.plots import plot_memory
-
-        return plot_memory(self)
-
-    def plot_history(self) -> Figure:
-        """The trials in their order, and the best so far."""
-        from autotune_loader.report.plots import plot_history
-
-        return plot_history(self)
-
-    def plot_timeline(self, trial: int | None = None) -> Figure:
-        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
-
-        Args:
-            trial: number of the trial; None takes the fastest.
-        """
-        from autotune_loader.report.plots import plot_timeline
-
-        return plot_timeline(self, trial)
-
-    def plot_failures(self) -> Figure:
-        """What failed, and why."""
-        from autotune_loader.report.plots import plot_failures
-
-        return plot_failures(self)
-
-    def plot_speedup(self) -> Figure:
-        """The paired rounds of the finals behind the speed-up."""
-        from autotune_loader.report.plots import plot_speedup
-
-        return plot_speedup(self)
-
     __repr__ = _in_a_line
-
-    def _repr_html_(self) -> str:
-        from autotune_loader.report.page import render_cell
-
-        return render_cell(self)
 
     def __str__(self) -> str:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
@@ -307,8 +245,8 @@ def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
     return replace(best, **changes)
 
 
-def _without_traces(measurement: Measurement | None) -> Measurement | None:
-    return measurement if measurement is None or not measurement.traces else replace(measurement, traces=())
+def _without_raw(measurement: Measurement | None) -> Measurement | None:
+    return None if measurement is None else replace(measurement, traces=(), stages=None)
 
 
 def _parts_for(dataset: Any, own_parts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
+from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
@@ -74,8 +75,10 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         twin=_twin_context(best, state, context),
+        stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
+        cache_gain=state.cache_gain,
         study=state.study,
         parts=loader_parts(context.workload),
     )
@@ -190,6 +193,8 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         cached_steps=_cached_steps(best, state),
         space=context.space,
         accelerations=state.accelerations,
+        stage_times=found.stage_times,
+        cache_gain=state.cache_gain,
     )
 
 

@@ -43,6 +43,7 @@ class BurstSource:
         trials: what was observed so far: how long bursts take is learnt from it. The caller goes on appending to it.
         seconds_left: of the budget.
         first_batch_s: what the very first batch took; no burst is taken for a hang before some of these have passed.
+        stages: whether workers are watched in the bursts of the search; those that rates are taken from go without.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class BurstSource:
         trials: Sequence[Trial],
         seconds_left: Callable[[], float],
         first_batch_s: float = 0.0,
+        stages: bool = False,
     ) -> None:
         self._probe = CountedProbe(probe)
         self._space = space
         self._trials = trials
         self._seconds_left = seconds_left
         self._first_batch_s = first_batch_s
+        self._stages = stages
         self._prefills: dict[LoaderConfig, float] = {}
         self.context = context
 
@@ -89,7 +92,7 @@ class BurstSource:
         return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
 
     def _searched(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
-        plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group))
+        plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group, stages=self._stages))
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
             outcome = self._probe.burst(config, plan)

@@ -24,6 +24,7 @@ ALLOWABLE = (
     "drop_last",
     "compile",
     "amp",
+    "cache",
 )
 Search = Literal["auto", "tpe", "grid", "random"]
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -44,6 +45,8 @@ class TuneOptions:
     """Wall seconds from call to result, everything counted."""
     max_trials: int | None = None
     max_workers: int | None = None
+    max_cores: float | None = None
+    """Cores that workers and a step on the CPU may keep busy together."""
     max_host_memory_bytes: int | None = None
     max_shm_bytes: int | None = None
     allow: frozenset[str] = frozenset()
@@ -56,12 +59,19 @@ class TuneOptions:
     """May hold a password."""
     study_name: str | None = None
     reuse: bool = True
+    stages: bool = True
+    """Whether workers are watched for where the time of a sample goes, in the bursts of the search."""
     output: str | None = None
     progress: ProgressMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_trials", "max_workers"):
             require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
+        if self.max_cores is not None:
+            if isinstance(self.max_cores, bool) or not isinstance(self.max_cores, (int, float)):
+                raise TypeError(f"max_cores={self.max_cores!r} is not a number; max_cores=2 would work")
+            if not 0 < self.max_cores < float("inf"):
+                raise ValueError(f"max_cores={self.max_cores!r} is not more than 0; max_cores=2 would work")
         if self.seed is None:
             raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)
@@ -77,7 +87,7 @@ class TuneOptions:
 
     def limits(self) -> dict[str, Any]:
         """The options that decide what may be chosen, as plain JSON values: part of a result's identity in the cache."""
-        names = ("max_workers", "max_host_memory_bytes", "max_shm_bytes", "tolerance", "search")
+        names = ("max_workers", "max_cores", "max_host_memory_bytes", "max_shm_bytes", "tolerance", "search")
         return {"allow": sorted(self.allow), **{name: getattr(self, name) for name in names}}
 
 
@@ -94,8 +104,9 @@ def parse_options(options: dict[str, Any]) -> TuneOptions:
         values["progress"] = "on" if values["progress"] else "off"
     if values["study_name"] is not None and not isinstance(values["study_name"], str):
         raise TypeError(f"study_name={values['study_name']!r} is not a text; study_name='my-study' would work")
-    if not isinstance(values["reuse"], bool):
-        raise TypeError(f"reuse={values['reuse']!r} is not a bool; reuse=False would work")
+    for name in ("reuse", "stages"):
+        if not isinstance(values[name], bool):
+            raise TypeError(f"{name}={values[name]!r} is not a bool; {name}=False would work")
     return TuneOptions(**values)
 
 

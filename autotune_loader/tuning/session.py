@@ -86,7 +86,9 @@ class TuningSession:
         context = job.context()
         self.state = SearchState(baseline=job.own_config or LoaderConfig(), context=context)
         self._beliefs = Beliefs(space, context, seed=options.seed)
-        self._source = BurstSource(probe, space, context, self.state.trials, self.seconds_left, job.first_batch_s)
+        self._source = BurstSource(
+            probe, space, context, self.state.trials, self.seconds_left, job.first_batch_s, options.stages
+        )
         self._study = OptunaStudy(
             storage=options.storage or journal_beside(options.output),
             disposable=options.storage is None,

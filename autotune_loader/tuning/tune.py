@@ -21,7 +21,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
 from autotune_loader.tuning.assemble import assemble, loader_parts
 from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.experiments import budget_of_search, try_changed_steps
+from autotune_loader.tuning.experiments import budget_of_search, try_cache, try_changed_steps
 from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.lockstep import (
     common_space,
@@ -70,6 +70,7 @@ def tune(
     budget: str | float = "60s",
     max_trials: int | None = None,
     max_workers: int | None = None,
+    max_cores: float | None = None,
     max_host_memory: str | int | None = None,
     max_shm: str | int | None = None,
     allow: Sequence[str] = (),
@@ -80,6 +81,7 @@ def tune(
     storage: str | os.PathLike[str] | None = None,
     study_name: str | None = None,
     reuse: bool = True,
+    stages: bool = True,
     output: str | os.PathLike[str] | None = None,
     progress: str | bool = "auto",
 ) -> TuningResult:
@@ -109,12 +111,15 @@ def tune(
             on top where it takes long.
         max_trials: most configurations to try.
         max_workers: most workers to try.
+        max_cores: most cores that workers and a step on the CPU may keep busy together, such as 2 or 1.5: what kept more of
+            them busy in its burst is not chosen. `result.frontier()` says what fewer cores would do.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
             "persistent_workers" (where the dataset knows its epoch), "multiprocessing_context", "sharing_strategy",
             "drop_last". "compile" and "amp" change nothing: where the step binds, they have torch.compile and autocast
-            timed against it, with a check that the losses stay the same.
+            timed against it, with a check that the losses stay the same; "cache" has bursts run from a `CachedPrefix` where
+            fetching binds.
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
@@ -124,6 +129,8 @@ def tune(
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
             way the result is kept for later.
+        stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): workers are watched
+            during the search, at less than 1 % of their time, and not in the paired rounds that rates are taken from.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 
@@ -142,6 +149,7 @@ def tune(
             "budget": budget,
             "max_trials": max_trials,
             "max_workers": max_workers,
+            "max_cores": max_cores,
             "max_host_memory": max_host_memory,
             "max_shm": max_shm,
             "allow": allow,
@@ -152,6 +160,7 @@ def tune(
             "storage": storage,
             "study_name": study_name,
             "reuse": reuse,
+            "stages": stages,
             "output": output,
             "progress": progress,
         }
@@ -226,6 +235,7 @@ def _tuned(
         )
         state = session.run()
         try_changed_steps(state, told, options, opened.probe if ranks is None else None, begun)
+        try_cache(state, told, options, opened.probe if ranks is None else None, begun)
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
     session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)

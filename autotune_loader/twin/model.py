@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autotune_loader.twin.calibration import Calibration, calibrate
-from autotune_loader.twin.contention import BURST_SD
+from autotune_loader.twin.contention import BURST_SD, stretch
 from autotune_loader.twin.epoch import epoch_ends
 from autotune_loader.twin.observation import Observation, whole_cycles
 from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
@@ -188,9 +188,17 @@ class Twin:
                     consumer_use=min(rate * float(consumer_s[at.start]), 1.0),
                     service_s=float(stages.service_s[at.start]),
                     startup_s=started_s,
+                    cores=rate * self._batch_cpu_s(at.start, columns, load),
                 )
             )
         return predictions
+
+    def _batch_cpu_s(self, i: int, columns: Columns, load: Load) -> float:
+        """CPU seconds of fetching a batch and, on the CPU, of its step."""
+        fitted = self.calibration.contention
+        running = np.minimum(load.wanting[i], columns.cores[i]) if columns.workers[i] else np.ones(1)
+        fetch_s = float(np.ravel(fitted.cpu_s[0] * stretch(running, fitted.alpha[0], fitted.beta[0]))[0])
+        return fetch_s + float(columns.step_s[i] * columns.step_threads[i])
 
     def _epoch_ends(
         self, configs: Sequence[LoaderConfig], columns: Columns, load: Load, epoch_batches: int

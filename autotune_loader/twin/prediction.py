@@ -38,6 +38,8 @@ class Prediction:
     """Wall seconds of a batch in a worker, stretched by everything else that is busy."""
     startup_s: float
     """Seconds until the first worker begins."""
+    cores: float | None = None
+    """Cores that workers and a step on the CPU keep busy on average."""
     pss_bytes: int | None = None
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 

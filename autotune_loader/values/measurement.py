@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune_loader.values.secrets import without_secrets
+from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
 
@@ -20,6 +21,7 @@ FailureKind = Literal[
     "memory_guard",  # the tuner stopped the burst before the OOM killer would
     "shared_memory",  # /dev/shm is full or a segment could not be written (bus error included)
     "descriptors",  # too many open files
+    "core_limit",  # it kept more cores busy than it may
     "pickling",  # the workload does not survive the start method
     "deadline",  # no answer in time: a hang
     "crashed",  # a process died otherwise (segfault, exit in user code)
@@ -113,6 +115,10 @@ class Measurement:
     gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
     """Every batch of the burst from its very first, window or not."""
+    stages: StageSamples | None = field(default=None, compare=False)
+    """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
+    cached_bytes: float | None = None
+    """Bytes of one sample in the cache that it came from; None where it came from none."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and had others in their place, in this burst and in those before."""
 

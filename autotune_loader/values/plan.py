@@ -30,5 +30,9 @@ class BurstPlan:
     """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
     null_dataset: bool = False
     """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
+    stages: bool = False
+    """Watch in the workers where the time of a sample goes."""
+    few: Literal["", "fresh", "cached"] = ""
+    """Only a few samples, again and again: as they are made, or from a cache that holds them."""
     prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""

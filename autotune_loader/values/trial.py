@@ -36,6 +36,20 @@ class Acceleration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGain:
+    """What a `CachedPrefix` in front of the dataset would bring, measured with the chosen configuration."""
+
+    speedup: Interval | None = None
+    """Rate from the cache over the rate of the same samples as they are made, from paired rounds; None where not measured."""
+    sample_bytes: float | None = None
+    """Bytes that one sample takes in the cache."""
+    dataset_bytes: float | None = None
+    """The same for all samples."""
+    note: str | None = None
+    """Why it was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One configuration and what came of it: exactly one of `measurement` and `failure` is there."""
 

@@ -195,15 +195,16 @@ def test_takes_a_pair_a_dict_or_the_object_itself(tune: FakeTune) -> None:
 
 
 def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
-    options = "--budget 3m --max-trials 7 --max-workers 4 --max-host-memory 8GB --max-shm 1GiB --allow in_order"
+    options = "--budget 3m --max-trials 7 --max-workers 4 --max-cores 1.5 --max-host-memory 8GB --max-shm 1GiB --allow in_order"
     options += " --allow drop_last --tolerance 0.05 --search random --seed 3 --isolation inline --storage s.journal"
-    options += " --study-name n --no-reuse --batch-size 16 --device cpu -o out.json"
+    options += " --study-name n --no-reuse --no-stages --batch-size 16 --device cpu -o out.json"
     assert cli.main(["tune", "train:make_arguments", *options.split()]) == 0
     del tune.arguments["dataset_or_loader"], tune.arguments["model"]
     assert tune.arguments == {
         "budget": "3m",
         "max_trials": 7,
         "max_workers": 4,
+        "max_cores": 1.5,
         "max_host_memory": "8GB",
         "max_shm": "1GiB",
         "allow": ("in_order", "drop_last"),
@@ -214,6 +215,7 @@ def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
         "storage": "s.journal",
         "study_name": "n",
         "reuse": False,
+        "stages": False,
         "batch_size": 16,
         "device": "cpu",
         "output": "out.json",
@@ -600,7 +602,10 @@ def test_demo_tunes_prints_and_lets_a_second_process_train(
     assert cli.main(["demo", "--budget", "5s"]) == 0
     # THEN it tuned within the budget, printed the paired speed-up, and wrote the file that the second process was given
     assert tune.arguments["budget"] == "5s"
-    assert "Speed-up: 3.36x (3.31x to 3.41x)" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Speed-up: 3.36x (3.31x to 3.41x)" in told
+    # THEN it ends with the stages of a sample, the largest first
+    assert [line.split()[0] for line in told.splitlines()[-3:]] == ["decode", "read", "Flip"]
     assert asked == ["loader.json"]
     assert (folder / "loader.json").exists()
 

@@ -21,6 +21,7 @@ from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
 from autotune_loader.values.trial import Trial
 
@@ -31,6 +32,18 @@ FULL_SHM = Failure(
     kind="shared_memory",
     phase="batches",
     message="/dev/shm is full (64 MiB); start the container with --shm-size=1g or allow=('sharing_strategy',)",
+)
+STAGES = (
+    StageTime(
+        stage="decode",
+        where="photos.py:41, PIL.Image.convert",
+        wall_share=0.6,
+        cpu_share=0.75,
+        wall_s=12e-4,
+        cpu_s=12e-4,
+    ),
+    StageTime(stage="read", where="photos.py:40, open", wall_share=0.3, cpu_share=0.1, wall_s=6e-4, cpu_s=1.6e-4),
+    StageTime(stage="Flip", where="torchvision.Flip", wall_share=0.1, cpu_share=0.15, wall_s=2e-4, cpu_s=2.4e-4),
 )
 KILLED = Failure(
     kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5", retryable=True
@@ -149,6 +162,7 @@ def synthetic_result() -> TuningResult:
             ),
         ),
         summary=("4 workers, prefetch 4 is 3.4 times as fast as torch's defaults.",),
+        stage_times=STAGES,
         warnings=("The dataset's order <was> not shuffled & read twice.",),
         finals=Finals(configs=last, rounds=rounds),
         spent=Spent(seconds=58.3, bursts=42),

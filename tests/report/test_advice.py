@@ -19,6 +19,7 @@ from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Acceleration, Trial
@@ -605,3 +606,30 @@ def test_workers_that_only_write_large_batches_are_transport():
     assert verdict.binding == "transport"
     assert "8.0 ms of CPU for 32.0 MiB" in verdict.sentence
     assert "uint8" in advise(found, verdict)[0].action
+
+
+READ = StageTime(stage="read", where="a.py:1, open", wall_share=0.5, cpu_share=0.1, wall_s=3e-3, cpu_s=0.3e-3)
+DECODE = StageTime(stage="decode", where="a.py:2, convert", wall_share=0.4, cpu_share=0.6, wall_s=1.8e-3, cpu_s=1.8e-3)
+CROP = StageTime(stage="crop", where="a.py:3", wall_share=0.1, cpu_share=0.3, wall_s=0.9e-3, cpu_s=0.9e-3)
+
+
+def test_the_stage_that_takes_most_of_what_binds_is_named_with_its_line():
+    computing = evidence(stage_times=(READ, DECODE, CROP))
+    assert "; decode takes 60% of a worker's CPU (a.py:2, convert); " in judge(computing).sentence
+    waiting = evidence(measured(service_cpu_s=0.01), stage_times=(READ, DECODE))
+    assert "; read takes 100% of a worker's waiting (a.py:1, open); " in judge(waiting).sentence
+    assert any("most of it in 'read' (a.py:1, open)" in each.reason for each in advise(waiting, judge(waiting)))
+
+
+def test_advice_on_stages_is_ordered_by_what_the_twin_says_of_them():
+    found = replace(simulated(BEST, cpu_s=0.1, step_s=0.002), stage_times=(CROP, READ, DECODE))
+    advice = advise(found, judge(found))
+    assert (
+        advice[0].action
+        == "Make 'decode' cheaper (a.py:2, convert): smaller source images, a faster decoder, or decoded once and kept."
+    )
+    assert advice[1].action == "Make 'crop' cheaper (a.py:3)."
+    assert not any("'read'" in each.action for each in advice)
+    # half of 60 % of what binds
+    assert advice[0].expected_gain == pytest.approx(1 / 0.7 - 1, rel=0.15)
+    assert advice[1].expected_gain < advice[0].expected_gain

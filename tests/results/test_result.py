@@ -236,7 +236,7 @@ def test_a_newer_major_version_is_refused_with_the_way_out(tmp_path):
     path = written(tmp_path, schema_version="2.0")
     with pytest.raises(ConfigFileError) as caught:
         load_config(path)
-    for part in (str(path), "schema_version='2.0'", "'1.1'", "pip install -U autotune-loader"):
+    for part in (str(path), "schema_version='2.0'", "'1.2'", "pip install -U autotune-loader"):
         assert part in str(caught.value)
 
 

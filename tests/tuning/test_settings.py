@@ -14,6 +14,7 @@ OPTIONS = {
     "budget": "60s",
     "max_trials": None,
     "max_workers": None,
+    "max_cores": None,
     "max_host_memory": None,
     "max_shm": None,
     "allow": (),
@@ -24,6 +25,7 @@ OPTIONS = {
     "storage": None,
     "study_name": None,
     "reuse": True,
+    "stages": True,
     "output": None,
     "progress": "auto",
 }
@@ -178,6 +180,10 @@ def test_every_allowable_name_may_be_given_alone_or_in_a_collection(name):
         ("output", False, TypeError, "output=False is not a path; output='loader.json' would work"),
         ("output", 1, TypeError, "output=1 is not a path"),
         ("study_name", 7, TypeError, "study_name=7 is not a text; study_name='my-study' would work"),
+        ("max_cores", "two", TypeError, "max_cores='two' is not a number; max_cores=2 would work"),
+        ("max_cores", True, TypeError, "max_cores=True is not a number"),
+        ("max_cores", 0, ValueError, "max_cores=0 is not more than 0; max_cores=2 would work"),
+        ("stages", "no", TypeError, "stages='no' is not a bool; stages=False would work"),
         ("reuse", "no", TypeError, "reuse='no' is not a bool; reuse=False would work"),
     ],
 )

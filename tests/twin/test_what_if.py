@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from autotune_loader.decision.belief import fit_twin
 from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.twin.context import TwinContext
+from autotune_loader.twin.what_if import with_stages
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trial import Trial
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.06, step_s=0.005)
+WAITING_MACHINE = SimulatedMachine(cores=4, cpu_s=0.06, wait_s=0.2, step_s=0.005)
+WAITING = SimulatedProbe(WAITING_MACHINE, FakeClock())
 TRIED = tuple(LoaderConfig(num_workers=count) for count in (0, 1, 2, 4))
 
 
@@ -98,3 +103,61 @@ def test_without_a_burst_nothing_is_predicted() -> None:
 
     with pytest.raises(ValueError, match="nothing was measured"):
         empty.predict(2)
+
+
+STAGES = (
+    StageTime(stage="decode", where="a.py:2", wall_share=0.75, cpu_share=0.75, wall_s=0.75e-3, cpu_s=0.75e-3),
+    StageTime(stage="crop", where="a.py:3", wall_share=0.25, cpu_share=0.25, wall_s=0.25e-3, cpu_s=0.25e-3),
+)
+
+
+@pytest.mark.parametrize(("factors", "left"), [({"decode": 0.5}, 0.625), ({"decode": 0.5, "crop": 2.0}, 0.875)])
+def test_cheaper_stages_are_a_machine_with_less_to_compute(
+    result: TuningResult, factors: dict[str, float], left: float
+) -> None:
+    watched, lighter = replace(result, stage_times=STAGES), replace(MACHINE, cpu_s=MACHINE.cpu_s * left)
+    for workers in (0, 2, 4):
+        truth = SimulatedProbe(lighter, FakeClock()).truth(LoaderConfig(num_workers=workers))
+        assert watched.predict(workers, stages=factors).samples_per_s.value == pytest.approx(truth, rel=0.1)
+
+
+def test_a_stage_that_is_gone_leaves_the_step(result: TuningResult) -> None:
+    watched = replace(result, stage_times=STAGES)
+    alone = watched.predict(stages={"decode": 0.0, "crop": 0.0}).samples_per_s.value
+    assert alone > 2 * watched.predict().samples_per_s.value
+
+
+def test_waiting_that_is_gone_leaves_what_is_computed() -> None:
+    read = StageTime(stage="read", where="a.py:1", wall_share=0.75, cpu_share=0.0, wall_s=3e-3, cpu_s=0.0)
+    twin_of = fit_twin(
+        [
+            (config, burst)
+            for config in TRIED
+            if isinstance(burst := WAITING.burst(config, BurstPlan(max_s=2.0)), Measurement)
+        ],
+        TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.005),)),
+    )
+    assert twin_of is not None
+    then = with_stages(twin_of, (read, *STAGES), {"read": 0.5}).predict(1).samples_per_s.value
+    truth = SimulatedProbe(replace(WAITING_MACHINE, wait_s=0.1), FakeClock()).truth(LoaderConfig(num_workers=1))
+    assert then == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({"decod": 0.5}, r"'decod'.* names no stage; 'decode' would work"),
+        ({"nothing like it": 0.5}, r"names no stage; 'decode', 'crop' would work"),
+        ({"decode": -1}, r"'decode': -1.* is no factor of 0 or more"),
+        ({"decode": "half"}, r"is no factor of 0 or more; \{'decode': 0.5\} would work"),
+        ({"decode": float("inf")}, r"is no factor"),
+    ],
+)
+def test_a_stage_that_there_is_not_is_named(result: TuningResult, stages: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(result, stage_times=STAGES).predict(stages=stages)
+
+
+def test_stages_that_nobody_watched_cannot_be_asked_about(result: TuningResult) -> None:
+    with pytest.raises(ValueError, match=r"no worker was watched; tune\(\.\.\., stages=True\)"):
+        result.predict(stages={"decode": 0.5})

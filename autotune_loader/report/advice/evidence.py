@@ -10,10 +10,12 @@ from autotune_loader.decision.space import Space
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
+from autotune_loader.twin.what_if import with_stages
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
-from autotune_loader.values.trial import Acceleration, Trial
+from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """What more memory, of either kind, would have prevented."""
@@ -43,6 +45,10 @@ class Evidence:
     """The step on a cached batch, with any number of threads."""
     space: Space | None = None
     """What could have been tried, and the limits of this machine."""
+    stage_times: Sequence[StageTime] = ()
+    """Where the time of a sample goes in a worker, the longest stage first."""
+    cache_gain: CacheGain | None = None
+    """What a cache would bring, where that was asked."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""
 
@@ -157,6 +163,14 @@ class Evidence:
     def predicted(self, config: LoaderConfig, cores: float | None = None) -> Prediction | None:
         """What the twin says of another configuration or machine; None without a twin."""
         return None if self.twin is None else self.twin.predict_all([config], cores=cores)[0]
+
+    def stage_gain(self, stage: StageTime, factor: float) -> float | None:
+        """Relative gain if a stage took so many times what it takes, as the twin has it; None without a twin."""
+        now = self.predicted(self.best)
+        if self.twin is None or now is None or now.samples_per_s.value <= 0:
+            return None
+        then = with_stages(self.twin, self.stage_times, {stage.stage: factor}).predict_all([self.best])[0]
+        return then.samples_per_s.value / now.samples_per_s.value - 1
 
     def predicted_gain(self, config: LoaderConfig, cores: float | None = None) -> float | None:
         """Relative gain over the best configuration as it is, both as the twin has them; None without a twin."""

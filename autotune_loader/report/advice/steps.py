@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.acceleration import advise_on
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import share_text
+from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
+from autotune_loader.report.units import bytes_text, counted, ratio_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
+from autotune_loader.values.stages import HAND_OVER
 
 # A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
@@ -27,6 +29,13 @@ PYTHON_SAMPLE_S = 200e-6
 # A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
 # are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches).
 BATCHED_FETCH_COLLATES = 2.5
+CHEAPER = {
+    "decode": ": smaller source images, a faster decoder, or decoded once and kept",
+    "read": ": larger pieces, or files that need no parsing",
+    "collate": ": fewer and larger tensors",
+}
+NO_LINES = (HAND_OVER, OTHER_THREADS, REST)
+"""Stages that are no lines of the user's."""
 
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
@@ -42,8 +51,9 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
+    kept = _cached_prefix(evidence) if verdict.binding in ("cpu", "wait") else iter(())
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
-    return tuple(dict.fromkeys([*first, *also]))
+    return tuple(dict.fromkeys([*kept, *first, *also]))
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
@@ -63,7 +73,9 @@ def _on_step(evidence: Evidence) -> Iterator[Advice]:
 
 def _on_cpu(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
-    if measured.service_cpu_s > 0:
+    cheaper = sorted(_cheaper_stages(evidence), key=lambda each: -(each.expected_gain or 0.0))
+    yield from cheaper
+    if not cheaper and measured.service_cpu_s > 0:
         halved = measured.service_cpu_s / 2
         gain = _gain_without(evidence, halved, of=measured.service_cpu_s + _step_on_cpu_s(evidence))
         yield Advice(
@@ -73,6 +85,34 @@ def _on_cpu(evidence: Evidence) -> Iterator[Advice]:
             expected_gain=gain,
         )
     yield from _more_cores(evidence)
+
+
+def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
+    """The stages that take much of a worker's CPU, each with what half of it would bring by the twin."""
+    for each in evidence.stage_times:
+        if each.cpu_share < LARGE_STAGE or each.stage in NO_LINES:
+            continue
+        gain = _believable(evidence, evidence.stage_gain(each, 0.5))
+        yield Advice(
+            action=f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}.",
+            reason=f"it takes {each.cpu_share:.0%} of a worker's CPU, {each.cpu_s * 1e3:.2g} ms for each sample"
+            + ("" if gain is None else f"; with half of that {_rise_words(gain)}"),
+            expected_gain=gain,
+        )
+
+
+def _cached_prefix(evidence: Evidence) -> Iterator[Advice]:
+    """What a cache was measured to bring; where it is slower, nothing is said."""
+    cache = evidence.cache_gain
+    if cache is None or cache.speedup is None or cache.speedup.value - 1 < WORTH_S_TIME:
+        return
+    size = "" if cache.dataset_bytes is None else f"; all samples take {bytes_text(cache.dataset_bytes)}"
+    rounds = counted(cache.speedup.count, "paired round")
+    yield Advice(
+        action="Make once what is the same in each epoch: DataLoader(CachedPrefix(dataset), ...).",
+        reason=f"measured: {ratio_text(cache.speedup)} in {rounds}, from the second epoch on{size}",
+        expected_gain=_believable(evidence, cache.speedup.value - 1),
+    )
 
 
 def _rise_words(gain: float) -> str:
@@ -113,10 +153,12 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
             f"{evidence.rate.value * (1 + gain):,.0f} samples/s with {more.num_workers} workers",
             expected_gain=gain,
         )
+    longest = max(evidence.stage_times, key=lambda each: each.waited_s, default=None)
+    line = "" if longest is None or not longest.waited_s else f", most of it in {longest.stage!r} ({longest.where})"
     crowded = "; it waits longer the more workers there are" if now is not None and now.binding == "storage" else ""
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
-        reason=f"a fetch waits {share:.0%} of its time{crowded}",
+        reason=f"a fetch waits {share:.0%} of its time{line}{crowded}",
         expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
     )
 

@@ -41,6 +41,8 @@ MUCH_SLOWER = 0.8
 IDLE_SHARE = 0.15
 # Less than this of the cores is what any machine does beside.
 LITTLE_FOREIGN = 0.05
+# A stage that takes more than this share of a worker is worth naming in one sentence.
+LARGE_STAGE = 0.2
 # Below this size the fixed cost of a hand-over counts, not the bytes.
 LARGE_BATCH_BYTES = 1 << 20
 
@@ -139,10 +141,11 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
         ),
         "cpu": lambda: (
             f"The CPU binds: a batch takes {_ms(measured.service_cpu_s)} of CPU to fetch and {_ms(measured.step_s)} of "
-            f"step, and there {_cores(evidence)}; {waits}{more}."
+            f"step, and there {_cores(evidence)}{_stage_words(evidence)}; {waits}{more}."
         ),
         "wait": lambda: (
-            f"Waiting for storage, network or sleep binds: {_fetch_words(evidence)}{_idle_words(evidence)}; {waits}{more}."
+            f"Waiting for storage, network or sleep binds: {_fetch_words(evidence)}{_idle_words(evidence)}"
+            f"{_stage_words(evidence)}; {waits}{more}."
         ),
         "transport": lambda: f"Handing batches over binds: {_hand_over_words(evidence)}{more}.",
         "pinning": lambda: (
@@ -157,6 +160,17 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
         "unknown": lambda: f"What binds could not be told: {_disagreement(evidence)}.",
     }
     return sentences[binding]()
+
+
+def _stage_words(evidence: Evidence) -> str:
+    """The stage that takes the largest part of what binds, and its line."""
+    waits = evidence.computing_share() <= COMPUTING_SHARE
+    what = "waiting" if waits else "CPU"
+    seconds = {each: each.waited_s if waits else each.cpu_s for each in evidence.stage_times}
+    stage = max(seconds, key=lambda each: seconds[each], default=None)
+    if stage is None or seconds[stage] < LARGE_STAGE * sum(seconds.values()):
+        return ""
+    return f"; {stage.stage} takes {seconds[stage] / sum(seconds.values()):.0%} of a worker's {what} ({stage.where})"
 
 
 def _disagreement(evidence: Evidence) -> str:

@@ -1,0 +1,118 @@
+"""What a result shows of itself: each view is one line to `report`, which is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class Views:
+    """Frames, texts and pictures of a `TuningResult`."""
+
+    __slots__ = ()
+
+    def to_dataframe(self: Any, per: Literal["trial", "configuration"] = "trial") -> pd.DataFrame:
+        """One row per trial: configuration, rates, waits, memory, failure.
+
+        Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
+        """
+        from autotune_loader.report.frame import trials_frame
+        from autotune_loader.report.rivals import rivals_frame
+
+        frames = {"trial": trials_frame, "configuration": rivals_frame}
+        if per not in frames:
+            raise ValueError(f"per={per!r} is neither 'trial' nor 'configuration'; per='configuration' would work")
+        return frames[per](self)
+
+    def stages(self: Any) -> pd.DataFrame:
+        """Where the time of a sample goes in a worker: one row per stage, the longest first.
+
+        Columns: stage, where (the user's line, and what it calls), wall_share and cpu_share (each adds up to 1), wall_s and
+        cpu_s (for each sample). Without a row where nothing was watched: `stages=False`, or no burst with workers.
+        """
+        from autotune_loader.report.frame import stages_frame
+
+        return stages_frame(self)
+
+    def frontier(self: Any) -> pd.DataFrame:
+        """What fewer cores and less memory would do: one row for each configuration that was tried, and for other numbers of
+        workers as the twin has them.
+
+        Columns: num_workers, prefetch_factor, samples_per_s, rate_share (of the chosen one's), cores (kept busy on average),
+        memory_bytes, source ("measured" or "predicted"), on_frontier (nothing is as fast with no more of either).
+        """
+        from autotune_loader.report.frontier import frontier_frame
+
+        return frontier_frame(self)
+
+    def plot_frontier(self: Any) -> Figure:
+        """Samples/s over the cores that are kept busy, and the memory."""
+        from autotune_loader.report.plots import plot_frontier
+
+        return plot_frontier(self)
+
+    def report(self: Any) -> str:
+        """The whole result as text: table, verdict, advice."""
+        from autotune_loader.report.tables import render_report
+
+        return render_report(self)
+
+    def plot_workers(self: Any) -> Figure:
+        """Samples/s over workers with intervals, plateau, ceiling and the twin's predictions."""
+        from autotune_loader.report.plots import plot_workers
+
+        return plot_workers(self)
+
+    def plot_heatmap(self: Any) -> Figure:
+        """Samples/s over workers and prefetch_factor."""
+        from autotune_loader.report.plots import plot_heatmap
+
+        return plot_heatmap(self)
+
+    def plot_memory(self: Any) -> Figure:
+        """Samples/s against the memory of the process tree."""
+        from autotune_loader.report.plots import plot_memory
+
+        return plot_memory(self)
+
+    def plot_history(self: Any) -> Figure:
+        """The trials in their order, and the best so far."""
+        from autotune_loader.report.plots import plot_history
+
+        return plot_history(self)
+
+    def plot_timeline(self: Any, trial: int | None = None) -> Figure:
+        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
+
+        Args:
+            trial: number of the trial; None takes the fastest.
+        """
+        from autotune_loader.report.plots import plot_timeline
+
+        return plot_timeline(self, trial)
+
+    def plot_stages(self: Any) -> Figure:
+        """Where the time of a sample goes in a worker: computing and waiting of each stage."""
+        from autotune_loader.report.plots import plot_stages
+
+        return plot_stages(self)
+
+    def plot_failures(self: Any) -> Figure:
+        """What failed, and why."""
+        from autotune_loader.report.plots import plot_failures
+
+        return plot_failures(self)
+
+    def plot_speedup(self: Any) -> Figure:
+        """The paired rounds of the finals behind the speed-up."""
+        from autotune_loader.report.plots import plot_speedup
+
+        return plot_speedup(self)
+
+    def _repr_html_(self: Any) -> str:
+        from autotune_loader.report.page import render_cell
+
+        return render_cell(self)
