@@ -112,7 +112,6 @@ def test_what_a_dataset_calls_is_a_stage() -> None:
         (functools.partial(crop, by=3), ["crop"]),
         (lambda sample: look(), ["lambda"]),
     ],
-    ids=str,
 )
 def test_members_of_containers_are_stages(transform: Any, names: list[str]) -> None:
     assert stages(Of(transform)) == names
