@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.live.result import LoaderFacts
 from autotune_loader.live.tuning import LiveTuning
 from autotune_loader.results.load import find_loader_file
 from autotune_loader.results.loader_file import Verdict
@@ -71,7 +72,7 @@ class Findings:
         return f"{says}; the loop waits {waiting:.0%} of its time, then {before:.0%}: tune=True would tune it anew"
 
     def _result(self) -> TuningResult:
-        return self._known().result(config=self.best, loader=self)
+        return self._known().result(config=self.best, facts=LoaderFacts.of(self))
 
     def _known(self) -> LiveTuning:
         raise NotImplementedError

@@ -25,7 +25,8 @@ from autotune_loader.version import __version__
 
 # 1.0  first release
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
-SCHEMA_VERSION = "1.1"
+# 1.2  loaders, for the loaders of a script
+SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""
 _Kind = TypeVar("_Kind")
@@ -216,6 +217,8 @@ class LoaderFile:
     """Set where the result is an earlier one that was found to hold still."""
     origin: Literal["tune", "live"] = "tune"
     """`live`: found by an AutoLoader while it trained, from blocks of its batches."""
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     created_by: str = f"autotune_loader {__version__}"
 
 
