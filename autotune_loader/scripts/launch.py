@@ -7,9 +7,14 @@ What it sees of us is an environment variable for its children, a folder in PYTH
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import importlib.util
+import json
 import os
+import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +26,7 @@ from typing import Any
 
 from autotune_loader.scripts.hook import Hook
 from autotune_loader.scripts.lines import is_ours
-from autotune_loader.scripts.plan import Plan
+from autotune_loader.scripts.plan import Plan, foreign_notes
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
@@ -41,36 +46,66 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     Raises:
         SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
     """
-    handle, told = tempfile.mkstemp(prefix="autotune-loader-")
-    os.close(handle)
-    plan = replace(plan, told=told)
-    hook = Hook(plan)
+    _hide_our_frames()
     main, code = (_module if is_module else _script)(target, arguments)
+    told = Path(tempfile.gettempdir(), f"autotune-loader-{os.getpid()}-{secrets.token_hex(4)}")
+    plan = replace(plan, told=str(told))
+    hook = Hook(plan)
+    end = _End(hook, told)
+    atexit.register(end)
     plan.hand_on()
     hook.install()
     sys.modules["__main__"] = main
-    _hide_our_frames()
-    _tell_before_a_sudden_end(hook)
-    pid = os.getpid()
+    _tell_before_a_sudden_end(end)
     try:
         exec(code, vars(main))
     except (KeyboardInterrupt, SystemExit) as error:
         if hook.has_session and hook.session.stopped is not None:
             return  # it was we who ended it
-        if isinstance(error, KeyboardInterrupt) or error.code not in (None, 0):
+        if isinstance(error, KeyboardInterrupt):
+            end.is_interrupted = not is_module
             raise
-    finally:
-        if os.getpid() == pid:
-            _end(hook, told)
+        if error.code not in (None, 0):
+            raise
     _fail_if_waiting(hook)
 
 
-def _end(hook: Hook, told: str) -> None:
-    """Say so where there is nothing to say; else the report comes when the process ends."""
-    path = Path(told)
-    if not hook.has_session and path.exists() and not path.stat().st_size:
-        hook.session  # noqa: B018 - it tells at the end, too, that there is nothing
-    path.unlink(missing_ok=True)
+class _End:
+    """The last that happens in the script's own process.
+
+    Args:
+        hook: knows the loaders.
+        told: the file that is there once other processes of the script have told of theirs.
+    """
+
+    def __init__(self, hook: Hook, told: Path) -> None:
+        self.hook, self.told, self.pid = hook, told, os.getpid()
+        self.is_interrupted = False
+
+    def __call__(self, *more: str) -> None:
+        """Tell what there is to tell, and end by SIGINT where Python does."""
+        if os.getpid() != self.pid:
+            return
+        if self.hook.has_session:
+            self.hook.tell(*more)
+        elif not self.told.exists():
+            self._say_that_there_is_nothing(more)
+        self.told.unlink(missing_ok=True)
+        if self.is_interrupted:
+            # Python does so for a script, though not for a module, which is what runs here, perhaps.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+    def _say_that_there_is_nothing(self, more: tuple[str, ...]) -> None:
+        """Without torch, which a script that has no loaders may never have imported."""
+        plan = self.hook.plan
+        notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
+        report = {"verb": plan.verb, "loaders": [], "notes": notes}
+        text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _fail_if_waiting(hook: Hook) -> None:
@@ -84,7 +119,7 @@ def _fail_if_waiting(hook: Hook) -> None:
 
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     """`__main__` and the code of a file, as Python sets them up."""
-    absolute = os.path.abspath(path)  # noqa: PTH100 - as Python itself does, symbolic links and all
+    absolute = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - as Python itself does, dots and all
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
@@ -157,13 +192,12 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     return result
 
 
-def _tell_before_a_sudden_end(hook: Hook) -> None:
+def _tell_before_a_sudden_end(end: _End) -> None:
     """`os._exit` runs nothing of what is meant to run at the end."""
-    leave, pid = os._exit, os.getpid()
+    leave = os._exit
 
     def leave_now(status: int) -> Any:
-        if os.getpid() == pid and hook.has_session:
-            hook.tell(f"The script ended by os._exit({status}); of what came after that nothing is known.")
+        end(f"The script ended by os._exit({status}).")
         leave(status)
 
     os._exit = leave_now  # type: ignore[assignment]

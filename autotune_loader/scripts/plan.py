@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,15 @@ VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
 STARTUP = str(Path(__file__).with_name("startup"))
 """A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
+FOREIGN = {
+    "nvidia.dali": "NVIDIA DALI",
+    "ray.data": "Ray Data",
+    "ffcv": "FFCV",
+    "spdl": "SPDL",
+    "grain": "Grain",
+    "tensorflow": "tf.data",
+}
+"""Libraries with loaders that are not torch's."""
 Verb = Literal["watch", "run", "tune"]
 
 
@@ -59,3 +69,9 @@ def take_back() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     else:
         os.environ.pop("PYTHONPATH", None)
+
+
+def foreign_notes() -> list[str]:
+    """Who loads without torch's loaders, and is left alone."""
+    names = [name for module, name in FOREIGN.items() if module in sys.modules]
+    return [f"Left alone, as its loaders are not torch's: {', '.join(names)}."] if names else []

@@ -18,20 +18,12 @@ from autotune_loader.live.tuner import LEAST_GAIN, TOLERANCE
 from autotune_loader.report.advice.steps import WORTH_S_TIME
 from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
 from autotune_loader.results.result import TuningResult
+from autotune_loader.scripts.plan import foreign_notes
 from autotune_loader.scripts.session import Session
 from autotune_loader.scripts.site import Site
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
-FOREIGN = {
-    "nvidia.dali": "NVIDIA DALI",
-    "ray.data": "Ray Data",
-    "ffcv": "FFCV",
-    "spdl": "SPDL",
-    "grain": "Grain",
-    "tensorflow": "tf.data",
-}
-"""Libraries with loaders that are not torch's."""
 NORMAL_95 = 1.96
 SAME = 0.02
 """Gains below this are none."""
@@ -108,12 +100,6 @@ def result_of(session: Session) -> TuningResult | None:
     return replace(result, loaders={site.name: site.config.to_kwargs() for site in session.sites})
 
 
-def foreign_note() -> str | None:
-    """Who loads without torch's loaders, and was left alone."""
-    names = [name for module, name in FOREIGN.items() if module in sys.modules]
-    return f"Left alone, as its loaders are not torch's: {', '.join(names)}." if names else None
-
-
 def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     """Print the report and write the files that were asked for; what cannot be written is said, not raised."""
     plan, report = session.plan, report_of(session)
@@ -155,8 +141,7 @@ def _active_s(site: Site) -> float:
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
     if not sites:
         yield "Nothing can be told: no DataLoader of torch's gave a batch."
-    if (note := foreign_note()) is not None:
-        yield note
+    yield from foreign_notes()
     if session.stopped is not None:
         yield f"The script was ended as by Ctrl-C: {session.stopped}."
     elif session.plan.verb == "tune" and sites:
@@ -175,7 +160,7 @@ def _told(site: Site, script: str | None) -> LoaderReport:
         wait_share=tally.wait_share,
         settings=site.own.to_kwargs(),
         settings_now=site.config.to_kwargs(),
-        gain=_gain(result) if site.config.key() != site.own.key() else None,
+        gain=_gain(result) if _is_measured_change(site) else None,
         why_watched=site.why_watched,
         binding="unknown" if verdict is None else verdict.binding,
         verdict=_seen_from_outside(site) if verdict is None else verdict.sentence,
@@ -190,6 +175,12 @@ def _seen_from_outside(site: Site) -> str:
     if share < 2 * WORTH_S_TIME:
         return f"The training step binds: the loop waits for data {share_text(share)} of the time."
     return "The loader binds; what in it cannot be told, as its batches were seen from outside only."
+
+
+def _is_measured_change(site: Site) -> bool:
+    """Whether it began with the script's own settings and has others now."""
+    own = site.own.key()
+    return site.tuning is not None and site.tuning.job.start.key() == own != site.config.key()
 
 
 def _gain(result: TuningResult | None) -> Interval | None:
