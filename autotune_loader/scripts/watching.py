@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import multiprocessing
 import re
 import time
 from collections.abc import Iterator
@@ -31,6 +30,30 @@ RECORD = "_autotune_loader_record"
 FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
 
 log = logging.getLogger(__name__)
+
+
+class _Plain:
+    """Pickled as what it wraps is, by the script's own names: a spawned worker imports what it would without us."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = ("_inner",) if isinstance(self, (Wrapped, TracedWorkerInit)) else ("_collate_fn", "_batched")
+        return type(self), tuple(object.__getattribute__(self, name) for name in parts)
+
+
+class _PlainDataset(_Plain, TracedDataset):
+    pass
+
+
+class _PlainEpoch(_Plain, TracedEpoch):
+    pass
+
+
+class _PlainCollate(_Plain, TracedCollate):
+    pass
+
+
+class _PlainWorkerInit(_Plain, TracedWorkerInit):
+    pass
 
 
 class Record:
@@ -107,24 +130,20 @@ class Record:
 
 def can_carry_history(loader: Any) -> bool:
     """Whether batches of a loader can tell when they were made, without any difference to whoever makes or gets them."""
-    if type(loader)._get_iterator is not DataLoader._get_iterator or isinstance(
-        loader.dataset, (IterDataPipe, MapDataPipe)
-    ):
+    if type(loader)._get_iterator is not DataLoader._get_iterator:
         return False  # another iterator looks at the batches first
-    context = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
-    return loader.num_workers == 0 or method == "fork"  # else the dataset is pickled, and must be what it is
+    return not isinstance(loader.dataset, (IterDataPipe, MapDataPipe))
 
 
 @contextlib.contextmanager
 def carrying_history(loader: Any) -> Iterator[None]:
     """Meanwhile an iterator that is made of the loader is one whose batches carry their history."""
     own = {name: vars(loader)[name] for name in ("dataset", "collate_fn", "worker_init_fn")}
-    traced = TracedEpoch if isinstance(loader.dataset, IterableDataset) else TracedDataset
+    traced = _PlainEpoch if isinstance(loader.dataset, IterableDataset) else _PlainDataset
     changed = {
         "dataset": traced(own["dataset"]),
-        "collate_fn": TracedCollate(own["collate_fn"], loader.batch_sampler is not None),
-        "worker_init_fn": TracedWorkerInit(own["worker_init_fn"]),
+        "collate_fn": _PlainCollate(own["collate_fn"], loader.batch_sampler is not None),
+        "worker_init_fn": _PlainWorkerInit(own["worker_init_fn"]),
     }
     vars(loader).update(changed)  # past DataLoader's guard; nothing of it is left afterwards
     try:
