@@ -17,6 +17,7 @@ PUBLIC = {
     "TunerError",
     "TuningResult",
     "__version__",
+    "enable",
     "load_config",
     "tune",
 }

@@ -27,7 +27,12 @@ class _TuneCommand(click.Command):
     """What follows a script is the script's own; options may follow a factory."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        flags = {name for each in self.params if getattr(each, "is_flag", False) for name in (*each.opts, *each.secondary_opts)}
+        flags = {
+            name
+            for each in self.params
+            if getattr(each, "is_flag", False)
+            for name in (*each.opts, *each.secondary_opts)
+        }
         waiting = list(args)
         while waiting and waiting[0].startswith("-"):
             option = waiting.pop(0)
@@ -98,7 +103,9 @@ def tune_command(
     if is_module or ":" not in factory:
         return _of_script(factory, arguments, given, is_module=is_module, as_json=as_json)
     if arguments:
-        raise ValueError(f"{factory} takes no arguments, but {' '.join(arguments)!r} follows it; a script would take them")
+        raise ValueError(
+            f"{factory} takes no arguments, but {' '.join(arguments)!r} follows it; a script would take them"
+        )
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
         arguments = load_workload(factory) | given
         if quiet or "progress" not in arguments:  # who types a command wants to see it work, also through a pipe
@@ -108,13 +115,19 @@ def tune_command(
     return exit_code_of(result)
 
 
-def _of_script(target: str, arguments: tuple[str, ...], given: dict[str, Any], *, is_module: bool, as_json: bool) -> Launch:
+def _of_script(
+    target: str, arguments: tuple[str, ...], given: dict[str, Any], *, is_module: bool, as_json: bool
+) -> Launch:
     known = {"output", "budget", "max_workers"}
     if others := given.keys() - known:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(others))
-        raise ValueError(f"{names} is for factories, not for a script such as {target!r}; {target}:make_loader would work")
+        raise ValueError(
+            f"{names} is for factories, not for a script such as {target!r}; {target}:make_loader would work"
+        )
     if not is_module and not target.endswith(".py") and not Path(target).is_file():
-        raise ValueError(f"{target!r} names neither a factory nor a script; train.py:make_loader or train.py would work")
+        raise ValueError(
+            f"{target!r} names neither a factory nor a script; train.py:make_loader or train.py would work"
+        )
     given = {"output": "loader.json", "budget": SCRIPT_BUDGET, **given}
     return launch_of("tune", target, arguments, is_module=is_module, as_json=as_json, **given)
 

@@ -154,21 +154,6 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         if allowed.persistent_workers and self._latest is not None:
             self._kept = self._kept or self._latest()
 
-    def go_on_from(self, state: LoaderState, tuning: LiveTuning) -> None:
-        """Take over what another loader learnt that did the same work, as where a script makes a loader for each epoch.
-
-        Args:
-            state: of the other loader, which is not iterated any more.
-            tuning: of the other loader.
-        """
-        self._state, self._tuning = state, tuning
-        tuning.follow(self._change)
-
-    @property
-    def learnt(self) -> tuple[LoaderState, LiveTuning]:
-        """What `go_on_from` takes over."""
-        return self._state, self._known()
-
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the dataset, those that want to know, which epoch comes next."""
         tellable: tuple[Any, ...] = (

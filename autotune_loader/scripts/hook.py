@@ -25,6 +25,8 @@ from autotune_loader.scripts.plan import Plan
 if TYPE_CHECKING:
     from autotune_loader.scripts.session import Session
 
+active: list[Hook] = []
+"""The hook that is installed in this process, if any."""
 TORCH_MODULE = "torch.utils.data.dataloader"
 
 
@@ -79,6 +81,7 @@ class Hook:
     def install(self) -> None:
         """Find loaders from now on."""
         self._is_in = True
+        active.append(self)
         if (module := sys.modules.get(TORCH_MODULE)) is not None:
             self._patch(module)
         else:
@@ -87,6 +90,7 @@ class Hook:
     def remove(self) -> None:
         """Leave torch as it was; what runs already goes on."""
         self._is_in = False
+        active.remove(self)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         for kind, name, original in self._replaced:

@@ -58,7 +58,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     sys.modules["__main__"] = main
     _tell_before_a_sudden_end(end)
     try:
-        exec(code, vars(main))
+        exec(code, vars(main))  # noqa: S102 - the script
     except (KeyboardInterrupt, SystemExit) as error:
         if hook.has_session and hook.session.stopped is not None:
             return  # it was we who ended it
@@ -123,7 +123,9 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
-        print(f"{sys.executable}: can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        print(
+            f"{sys.executable}: can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
+        )
         raise SystemExit(CANNOT_OPEN) from None
     sys.argv[:] = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
@@ -166,7 +168,7 @@ def _hide_our_frames() -> None:
     """An exception that ends the script is shown as under plain Python."""
     shown = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> Any:
         seen, pending = set[int](), [error]
         while pending:
             each = pending.pop()
@@ -201,5 +203,3 @@ def _tell_before_a_sudden_end(end: _End) -> None:
         leave(status)
 
     os._exit = leave_now  # type: ignore[assignment]
-
-

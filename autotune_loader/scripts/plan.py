@@ -61,16 +61,6 @@ class Plan:
         return None if text is None else cls(**json.loads(text))
 
 
-def take_back() -> None:
-    """Processes that are started from now on are left alone."""
-    os.environ.pop(VARIABLE, None)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STARTUP]
-    if paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    else:
-        os.environ.pop("PYTHONPATH", None)
-
-
 def foreign_notes() -> list[str]:
     """Who loads without torch's loaders, and is left alone."""
     names = [name for module, name in FOREIGN.items() if module in sys.modules]

@@ -104,7 +104,7 @@ class Session:
         for site in self.sites:
             if (site.line, site.contents) == (line, contents) and site.is_of(loader):
                 return site
-        self.sites.append(Site(line, loader))
+        self.sites.append(Site(line, loader, [site.name for site in self.sites]))
         return self.sites[-1]
 
     def _served(self, site: Site, loader: Any) -> Served:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, RandomSampler
@@ -30,16 +32,13 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, loader: Any) -> Contents:
-        dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
-        size = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
-        return cls(
-            type(dataset).__name__,
-            length_of(dataset),
-            size if isinstance(size, int) else None,
-            isinstance(sampler, RandomSampler),
-        )
+        dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+        while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
+            batches = inner
+        sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+        is_shuffled = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True
+        return cls(type(dataset).__name__, length_of(dataset), size if isinstance(size, int) else None, is_shuffled)
 
     def __str__(self) -> str:
         length = "" if self.samples is None else f"[{self.samples}]"
@@ -53,11 +52,14 @@ class Site:
     Args:
         line: of the user's code.
         loader: the first that was iterated; it is not kept alive.
+        taken: names of the other loaders, of which one line may make several.
     """
 
-    def __init__(self, line: Line, loader: Any) -> None:
+    def __init__(self, line: Line, loader: Any, taken: Collection[str]) -> None:
         self.line, self.contents = line, Contents.of(loader)
-        self.name = str(line)
+        kind = f"{line} {self.contents.dataset}"
+        names = itertools.chain((str(line), kind), (f"{kind} {number}" for number in itertools.count(2)))
+        self.name = next(name for name in names if name not in taken)
         self.tally = Tally()
         self.own = config_of(loader)
         self.why_watched: str | None = None
@@ -87,9 +89,7 @@ class Site:
             return Record(self.tally, None)
         if self.state is None:
             self.state = LoaderState(config=self.own, budgets=Budgets())
-            job = Job(
-                start=self.own, usable_cores=cores_within(None), epoch_batches=self._epoch_batches, is_fixed=True
-            )
+            job = Job(start=self.own, usable_cores=cores_within(None), epoch_batches=self._epoch_batches, is_fixed=True)
             self.tuning = LiveTuning(
                 self.state, self._stay, job, may_keep_workers=False, on_change=lambda settled: None
             )

@@ -212,6 +212,8 @@ def _next_step(site: Site, result: TuningResult | None, script: str | None) -> s
     share = site.tally.wait_share or 0.0
     if share / max(1 - share, 1e-9) < LEAST_GAIN:
         return "leave the loader as it is; the loop hardly waits for it"
+    if site.is_tuned and site.tuning is not None and not site.tuning.tuner.is_settled:
+        return "train for longer: it was still being tuned when the script ended"
     found = None if site.is_tuned else expected(site)
     if found is not None and found[1].value >= WORTH_S_TIME and site.why_watched is None:
         config, gain = found
