@@ -60,9 +60,9 @@ class Hook:
         return self._session
 
     @property
-    def has_session(self) -> bool:
-        """Whether a loader was iterated."""
-        return self._session is not None
+    def has_batches(self) -> bool:
+        """Whether a loader gave any."""
+        return self._session is not None and any(site.tally.batches for site in self._session.sites)
 
     def tell(self, *more: str) -> None:
         """Report, once, what was seen; ranks other than 0 are silent.
@@ -70,7 +70,7 @@ class Hook:
         Args:
             *more: sentences about what could not be told.
         """
-        if self._is_told:
+        if self._is_told or not self.has_batches:
             return
         self._is_told = True
         from autotune_loader.scripts.telling import tell

@@ -11,7 +11,6 @@ import atexit
 import builtins
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
 import signal
@@ -26,7 +25,8 @@ from typing import Any
 
 from autotune_loader.scripts.hook import Hook
 from autotune_loader.scripts.lines import is_ours
-from autotune_loader.scripts.plan import Plan, foreign_notes
+from autotune_loader.scripts.nothing import tell_nothing
+from autotune_loader.scripts.plan import Plan
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
@@ -60,7 +60,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     try:
         exec(code, vars(main))  # noqa: S102 - the script
     except (KeyboardInterrupt, SystemExit) as error:
-        if hook.has_session and hook.session.stopped is not None:
+        if hook.has_batches and hook.session.stopped is not None:
             return  # it was we who ended it
         if isinstance(error, KeyboardInterrupt):
             end.is_interrupted = not is_module
@@ -86,10 +86,10 @@ class _End:
         """Tell what there is to tell, and end by SIGINT where Python does."""
         if os.getpid() != self.pid:
             return
-        if self.hook.has_session:
+        if self.hook.has_batches:
             self.hook.tell(*more)
         elif not self.told.exists():
-            self._say_that_there_is_nothing(more)
+            tell_nothing(self.hook.plan, more)
         self.told.unlink(missing_ok=True)
         if self.is_interrupted:
             # Python does so for a script, though not for a module, which is what runs here, perhaps.
@@ -98,18 +98,9 @@ class _End:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
 
-    def _say_that_there_is_nothing(self, more: tuple[str, ...]) -> None:
-        """Without torch, which a script that has no loaders may never have imported."""
-        plan = self.hook.plan
-        notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
-        report = {"verb": plan.verb, "loaders": [], "notes": notes}
-        text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
-        with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
-
 
 def _fail_if_waiting(hook: Hook) -> None:
-    if not hook.has_session:
+    if not hook.has_batches:
         return
     from autotune_loader.scripts.telling import is_waiting_too_long
 

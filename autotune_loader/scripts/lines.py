@@ -32,13 +32,15 @@ class Line(NamedTuple):
 
 def users_line(frame: FrameType | None) -> Line | None:
     """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none."""
-    last = None
+    outermost = None
     while frame is not None:
-        last = Line(frame.f_code.co_filename, frame.f_lineno)
-        if not _is_library(last.file):
-            return last
+        line = Line(frame.f_code.co_filename, frame.f_lineno)
+        if not _is_library(line.file):
+            return line
+        if not line.file.startswith("<") and not is_ours(line.file):
+            outermost = line  # an installed program, perhaps
         frame = frame.f_back
-    return last
+    return outermost
 
 
 def is_ours(file: str) -> bool:
@@ -56,7 +58,7 @@ def _is_library(file: str) -> bool:
 @functools.lru_cache(maxsize=1)
 def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    known = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    known = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     known |= {os.path.dirname(os.__file__), os.path.join(sys.prefix, "lib")}  # noqa: PTH118, PTH120
     known |= {site.getusersitepackages()}
     return tuple(known)

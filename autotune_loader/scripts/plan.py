@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,15 +12,6 @@ VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
 STARTUP = str(Path(__file__).with_name("startup"))
 """A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
-FOREIGN = {
-    "nvidia.dali": "NVIDIA DALI",
-    "ray.data": "Ray Data",
-    "ffcv": "FFCV",
-    "spdl": "SPDL",
-    "grain": "Grain",
-    "tensorflow": "tf.data",
-}
-"""Libraries with loaders that are not torch's."""
 Verb = Literal["watch", "run", "tune"]
 
 
@@ -48,8 +38,9 @@ class Plan:
     """A file to which processes of the script append a line once they have told of their loaders."""
 
     def hand_on(self) -> None:
-        """From now on the processes that this one starts do the same."""
-        os.environ[VARIABLE] = json.dumps(asdict(self))
+        """From now on the processes that this one starts do the same; none of them is ended before its time."""
+        handed = replace(self, verb="run") if self.verb == "tune" else self
+        os.environ[VARIABLE] = json.dumps(asdict(handed))
         paths = os.environ.get("PYTHONPATH", "")
         if STARTUP not in paths.split(os.pathsep):
             os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [paths])])
@@ -59,9 +50,3 @@ class Plan:
         """The plan of the process that started this one; None where there is none."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
-
-
-def foreign_notes() -> list[str]:
-    """Who loads without torch's loaders, and is left alone."""
-    names = [name for module, name in FOREIGN.items() if module in sys.modules]
-    return [f"Left alone, as its loaders are not torch's: {', '.join(names)}."] if names else []

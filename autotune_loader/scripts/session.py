@@ -67,10 +67,9 @@ class Session:
         if not self._concerns(loader):
             return iterated(loader)
         site = self._site_of(loader)
-        if self.plan.verb != "watch":
-            site.why_watched = site.why_watched or why_not(loader)
-            if site.why_watched is None:
-                return self._served(site, loader)
+        site.why_not = site.why_not or why_not(loader)
+        if self.plan.verb != "watch" and site.why_not is None and (served := self._served(site, loader)) is not None:
+            return served
         if not can_carry_history(loader):
             return iterated(loader)  # `watch_from_outside` sees it
         begun = time.monotonic()
@@ -87,8 +86,7 @@ class Session:
         if not self._concerns(loader):
             return
         site = self._site_of(loader)
-        if self.plan.verb != "watch":
-            site.why_watched = site.why_watched or f"{type(loader).__name__} makes iterators of its own"
+        site.why_not = site.why_not or f"{type(loader).__name__} makes iterators of its own"
         record = site.record(None)
         watch(iterator, record, is_traced=False)
         record.begin(0.0, is_new=True)
@@ -107,15 +105,20 @@ class Session:
         self.sites.append(Site(line, loader, [site.name for site in self.sites]))
         return self.sites[-1]
 
-    def _served(self, site: Site, loader: Any) -> Served:
+    def _served(self, site: Site, loader: Any) -> Served | None:
+        """Its batches, tuned; None where what was asked for is not possible with it."""
         auto = self._autos.get(loader)
         if auto is None:
-            auto = AutoLoader(loader, config=self._start(site), max_workers=self.plan.max_workers)
+            try:
+                auto = AutoLoader(loader, config=self._start(site), max_workers=self.plan.max_workers)
+            except ValueError as error:
+                site.why_not = str(error)
+                return None
             if site.state is not None and site.tuning is not None:
                 auto.go_on_from(site.state, site.tuning)
             self._autos[loader] = auto
         between = self._look if self.plan.verb == "tune" else _nothing
-        served = Served(auto, site.tally, between, on_device=lambda: setattr(site, "why_watched", ON_A_DEVICE))
+        served = Served(auto, site.tally, between, on_device=lambda: setattr(site, "why_not", ON_A_DEVICE))
         site.state, site.tuning = auto.learnt
         site.is_tuned = True
         return served

@@ -62,8 +62,8 @@ class Site:
         self.name = next(name for name in names if name not in taken)
         self.tally = Tally()
         self.own = config_of(loader)
-        self.why_watched: str | None = None
-        """Why it is not tuned, though it was asked for."""
+        self.why_not: str | None = None
+        """Why it may not be tuned."""
         self.state: LoaderState | None = None
         self.tuning: LiveTuning | None = None
         self.facts = LoaderFacts(

@@ -45,6 +45,8 @@ class Tally:
 
     def receive(self, asked: float, now: float, samples: int) -> None:
         """The loop has a batch."""
+        if not self.is_under_way:  # an iterator that torch began again
+            self.begin(0.0)
         self.batches += 1
         self.samples += samples
         self.waited_s += now - asked

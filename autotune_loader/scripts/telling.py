@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autotune_loader.decision.selection import choose
 from autotune_loader.live.tuner import LEAST_GAIN, TOLERANCE
 from autotune_loader.report.advice.steps import WORTH_S_TIME
 from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
 from autotune_loader.results.result import TuningResult
-from autotune_loader.scripts.plan import foreign_notes
+from autotune_loader.scripts.nothing import foreign_notes
+from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
 from autotune_loader.scripts.site import Site
 from autotune_loader.values.config import LoaderConfig
@@ -63,6 +66,8 @@ class ScriptReport:
     """Of the process itself."""
     peak_child_memory_bytes: int
     """Of the largest process that it started and that has ended."""
+    peak_gpu_memory_bytes: int | None
+    """Of its tensors on its current GPU; None without CUDA."""
     loaders: tuple[LoaderReport, ...]
     notes: tuple[str, ...]
 
@@ -70,6 +75,8 @@ class ScriptReport:
         memory = f"peak memory {bytes_text(self.peak_memory_bytes)}"
         if self.peak_child_memory_bytes:
             memory += f", largest worker {bytes_text(self.peak_child_memory_bytes)}"
+        if self.peak_gpu_memory_bytes is not None:
+            memory += f", on the GPU {bytes_text(self.peak_gpu_memory_bytes)}"
         loaders = counted(len(self.loaders), "loader")
         lines = [f"autotune-loader {self.verb}: {loaders} in {seconds_text(self.seconds)}; {memory}"]
         for each in self.loaders:
@@ -86,7 +93,8 @@ def report_of(session: Session) -> ScriptReport:
         seconds=time.monotonic() - session.begun,
         peak_memory_bytes=own << 10,
         peak_child_memory_bytes=children << 10,
-        loaders=tuple(_told(site, session.plan.script) for site in sorted(sites, key=_active_s, reverse=True)),
+        peak_gpu_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+        loaders=tuple(_told(site, session.plan) for site in sorted(sites, key=_active_s, reverse=True)),
         notes=tuple(_notes(session, sites)),
     )
 
@@ -139,8 +147,6 @@ def _active_s(site: Site) -> float:
 
 
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
-    if not sites:
-        yield "Nothing can be told: no DataLoader of torch's gave a batch."
     yield from foreign_notes()
     if session.stopped is not None:
         yield f"The script was ended as by Ctrl-C: {session.stopped}."
@@ -148,7 +154,7 @@ def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
         yield "The script ended by itself before tuning was done."
 
 
-def _told(site: Site, script: str | None) -> LoaderReport:
+def _told(site: Site, plan: Plan) -> LoaderReport:
     tally, result = site.tally, site.result()
     verdict = None if result is None else result.verdict
     return LoaderReport(
@@ -161,10 +167,10 @@ def _told(site: Site, script: str | None) -> LoaderReport:
         settings=site.own.to_kwargs(),
         settings_now=site.config.to_kwargs(),
         gain=_gain(result) if _is_measured_change(site) else None,
-        why_watched=site.why_watched,
+        why_watched=site.why_not if plan.verb != "watch" else None,
         binding="unknown" if verdict is None else verdict.binding,
         verdict=_seen_from_outside(site) if verdict is None else verdict.sentence,
-        next_step=_next_step(site, result, script),
+        next_step=_next_step(site, result, plan.script),
     )
 
 
@@ -215,12 +221,12 @@ def _next_step(site: Site, result: TuningResult | None, script: str | None) -> s
     if site.is_tuned and site.tuning is not None and not site.tuning.tuner.is_settled:
         return "train for longer: it was still being tuned when the script ended"
     found = None if site.is_tuned else expected(site)
-    if found is not None and found[1].value >= WORTH_S_TIME and site.why_watched is None:
+    if found is not None and found[1].value >= WORTH_S_TIME:
         config, gain = found
-        return (
-            f"{_settings_text(config.to_kwargs())}: {_gain_text(gain)} expected; "
-            f"autotune-loader run {script or 'train.py'} tries it while it trains"
-        )
+        told = f"{_settings_text(config.to_kwargs())}: {_gain_text(gain)} expected"
+        if site.why_not is not None:
+            return f"{told}; yours to try, as {site.why_not}"
+        return f"{told}; autotune-loader run {script or 'train.py'} tries it while it trains"
     return str(result.advice[0]) if result is not None and result.advice else None
 
 
