@@ -107,10 +107,10 @@ def tune_command(
             f"{factory} takes no arguments, but {' '.join(arguments)!r} follows it; a script would take them"
         )
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
-        arguments = load_workload(factory) | given
-        if quiet or "progress" not in arguments:  # who types a command wants to see it work, also through a pipe
-            arguments["progress"] = "off" if quiet else "on"
-        result = tuner.tune(**arguments)
+        wanted = load_workload(factory) | given
+        if quiet or "progress" not in wanted:  # who types a command wants to see it work, also through a pipe
+            wanted["progress"] = "off" if quiet else "on"
+        result = tuner.tune(**wanted)
     _print_result(result, given.get("output"), as_json=as_json)
     return exit_code_of(result)
 

@@ -193,4 +193,4 @@ def _tell_before_a_sudden_end(end: _End) -> None:
         end(f"The script ended by os._exit({status}).")
         leave(status)
 
-    os._exit = leave_now  # type: ignore[assignment]
+    os._exit = leave_now

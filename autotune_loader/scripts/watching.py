@@ -160,13 +160,14 @@ def is_part_of_us(loader: Any) -> bool:
 def watch(iterator: Any, record: Record, *, is_traced: bool) -> None:
     """Let an iterator tell the record."""
     if RECORD not in vars(iterator):
-        iterator.__class__ = _watched(type(iterator), is_traced)
+        kind: Any = type(iterator)
+        iterator.__class__ = _watched(kind, is_traced)
     vars(iterator)[RECORD] = record
 
 
 @functools.lru_cache(maxsize=64)
-def _watched(kind: type, is_traced: bool) -> type:
-    advance: Any = kind.__next__  # type: ignore[attr-defined]
+def _watched(kind: Any, is_traced: bool) -> type:
+    advance = kind.__next__
 
     def next_traced(iterator: Any) -> Any:
         record: Record = iterator._autotune_loader_record

@@ -4,6 +4,7 @@ It makes itself invisible: the folder leaves `sys.path`, and a `sitecustomize` o
 """
 
 import contextlib
+import importlib
 import os
 import sys
 
@@ -11,7 +12,7 @@ import sys
 def _run_the_hidden_one() -> None:
     ours = sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
-        import sitecustomize  # noqa: F401
+        importlib.import_module("sitecustomize")
     if "sitecustomize" not in sys.modules and ours is not None:
         sys.modules["sitecustomize"] = ours
 
