@@ -49,7 +49,7 @@ def _of_scripts(command: _Function) -> _Function:
 @click.command("watch", context_settings={"allow_interspersed_args": False})
 @_of_scripts
 def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
-    """Run a training script, unchanged, and tell what its loaders cost it.
+    """Run a script, unchanged, and tell what its loaders cost.
 
     Batches, random numbers and weights are those of python SCRIPT. The report comes at the end, on stderr: one block
     for each DataLoader, by the line that makes it.
@@ -68,7 +68,7 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 @click.option("--apply", type=_FILE, help="Start with the settings of this loader.json.")
 @click.option("--max-workers", type=int, help="Most workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
-    """Run a training script, unchanged, and tune its loaders while it trains.
+    """Run a script, unchanged, and tune its loaders meanwhile.
 
     Samples and their order stay those of python SCRIPT. Loaders whose workers may not be changed are watched, and the
     report says why.

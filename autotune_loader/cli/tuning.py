@@ -79,7 +79,7 @@ class _TuneCommand(click.Command):
 def tune_command(
     factory: str, arguments: tuple[str, ...], is_module: bool, as_json: bool, quiet: bool, **options: Any
 ) -> int | Launch:
-    """Tune the workload that FACTORY makes, or the loaders of a training SCRIPT.
+    """Tune what FACTORY makes, or a training SCRIPT.
 
     FACTORY is package.module:function or path/to/file.py:function. The function takes no arguments and returns a
     dataset, a DataLoader, a tuple (dataset, model), or a dict of arguments for tune(). Options given here win over it.
