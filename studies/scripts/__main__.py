@@ -1,9 +1,10 @@
 """What does it take to watch and to tune scripts that nobody here wrote, and what is their waiting before and after?
 
-    python -m studies.scripts [NAME ...] [--mirror FOLDER] [--traceml]
+    python -m studies.scripts [NAME ...] [--mirror FOLDER] [--limit SECONDS] [--traceml]
 
-Each repository is fetched once into ~/.cache/autotune_loader_scripts (from a bare repository OWNER+NAME/repo below --mirror, else from
-GitHub). Each script is run plainly, under `watch` and under `run`, from equal copies; it is interrupted after --limit seconds.
+What a script needs is fetched once into ~/.cache/autotune_loader_scripts: from a bare repository OWNER+NAME/repo below --mirror,
+else from GitHub. Each script is run plainly, under `watch` and under `run`, from equal copies; it is interrupted after --limit
+seconds.
 """
 
 from __future__ import annotations
@@ -53,14 +54,22 @@ class Run:
 
 
 def source_of(job: Job, mirror: Path | None) -> Path:
-    """A checkout of the job's repository."""
-    folder = CACHE / job.repository.replace("/", "+")
-    if not folder.exists():
-        bare = mirror / job.repository.replace("/", "+") / "repo" if mirror is not None else None
-        origin = f"file://{bare}" if bare is not None and bare.exists() else f"https://github.com/{job.repository}"
-        with tempfile.TemporaryDirectory(dir=CACHE) as unfinished:
-            subprocess.run(["git", "clone", "-q", "--depth", "1", origin, f"{unfinished}/it"], check=True)
-            Path(unfinished, "it").rename(folder)
+    """What the job needs of its repository."""
+    folder = CACHE / job.name.replace(" ", "-")
+    if folder.exists():
+        return folder
+    bare = mirror / job.repository.replace("/", "+") / "repo" if mirror is not None else None
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        if bare is None or not bare.exists():
+            bare = Path(scratch, "bare")
+            clone = ["git", "clone", "-q", "--bare", "--depth", "1", "--filter=blob:none"]
+            subprocess.run([*clone, f"https://github.com/{job.repository}", bare], check=True)
+        made = Path(scratch, "files")
+        made.mkdir()
+        archive = ["git", f"--git-dir={bare}", "archive", "HEAD", *job.files]
+        tar = subprocess.run(archive, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", made], input=tar, check=True)
+        made.rename(folder)
     return folder
 
 

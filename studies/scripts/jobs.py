@@ -25,6 +25,8 @@ class Job:
     prepare: Prepare
     """... once this has made its data."""
     environment: Environment
+    files: tuple[str, ...] = ()
+    """Of the repository, what is fetched; all of it where none is named."""
     arguments: tuple[str, ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
 
@@ -132,6 +134,7 @@ JOBS = (
         repository="Project-MONAI/tutorials",
         script="2d_segmentation/torch/unet_training_dict.py",
         prepare=lambda folder: None,  # it makes its own
+        files=("2d_segmentation/torch",),
         environment=Environment("scripts-monai", ("monai", "tensorboard")),
     ),
     Job(
@@ -139,6 +142,7 @@ JOBS = (
         repository="pyg-team/pytorch_geometric",
         script="examples/mutag_gin.py",
         prepare=_graphs,
+        files=("examples/mutag_gin.py",),
         environment=Environment("torch_geometric", ("torch_geometric",)),
         arguments=("--epochs", "25"),
     ),
@@ -156,6 +160,7 @@ JOBS = (
         name="transformers run_clm_no_trainer",
         repository="huggingface/transformers",
         script=f"{TRANSFORMERS}/language-modeling/run_clm_no_trainer.py",
+        files=(TRANSFORMERS,),
         prepare=_tiny_gpt,
         environment=Environment("scripts-transformers", ("evaluate", "scikit-learn")),
         arguments=(
@@ -168,6 +173,7 @@ JOBS = (
         name="transformers run_glue_no_trainer",
         repository="huggingface/transformers",
         script=f"{TRANSFORMERS}/text-classification/run_glue_no_trainer.py",
+        files=(TRANSFORMERS,),
         prepare=_tiny_gpt,
         environment=Environment("scripts-transformers", ("evaluate", "scikit-learn")),
         arguments=(
