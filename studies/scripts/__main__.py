@@ -2,7 +2,7 @@
 
     python -m studies.scripts [NAME ...] [--mirror FOLDER] [--limit SECONDS] [--traceml]
 
-What a script needs is fetched once into ~/.cache/autotune_loader_scripts: from a bare repository OWNER+NAME/repo below --mirror,
+A script is fetched once into ~/.cache/autotune_loader_scripts: from a bare repository OWNER+NAME/repo below --mirror,
 else from GitHub. Each script is run plainly, under `watch` and under `run`, from equal copies; it is interrupted after --limit
 seconds.
 """

@@ -150,6 +150,7 @@ JOBS = (
         name="Lightning autoencoder",
         repository="Lightning-AI/pytorch-lightning",
         script="examples/pytorch/basics/autoencoder.py",
+        files=("examples/pytorch/basics",),
         prepare=_mnist,
         environment=Environment(
             "scripts-lightning", ("jsonargparse[signatures]", "docstring-parser", "typeshed-client")
