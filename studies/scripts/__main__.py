@@ -130,7 +130,7 @@ def study(job: Job, mirror: Path | None, limit_s: float, with_traceml: bool) -> 
             done = run(job, folder, limit_s, *([] if verb == "plain" else ["-m", "autotune_loader", verb, "--json"]))
         codes[verb] = "ended" if done.was_ended else str(done.code)
         if done.code and not done.was_ended:
-            told["problem"] = f"{verb}: {(done.err.strip().splitlines() or ['?'])[-1][:300]}"
+            told.setdefault("problem", f"{verb}: {(done.err.strip().splitlines() or ['?'])[-1][:300]}")
         if (report := done.report) is not None:
             told[verb] = report["loaders"]
         told[f"{verb}_s"] = round(done.seconds, 1)
@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         took = row.get("problem", "nothing")
-        if "watch" not in row:
+        if not row.get("watch"):
             lines.append(f"| {row['name']} | {took} | | | | | | |")
             continue
         after = {each["name"]: each for each in row.get("run", ())}

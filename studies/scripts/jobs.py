@@ -110,6 +110,22 @@ def _tiny_gpt(folder: Path) -> None:
 
 
 TRANSFORMERS = "examples/pytorch"
+# wandb and what it imports beside what the study runs in.
+WANDB = (
+    "wandb==0.18.7",
+    "appdirs",
+    "docker-pycreds",
+    "setproctitle",
+    "gitpython",
+    "gitdb",
+    "smmap",
+    "protobuf<6",
+    "sentry-sdk",
+    "pydantic",
+    "pydantic-core",
+    "annotated-types",
+    "typing-inspection",
+)
 JOBS = (
     Job(
         name="minGPT chargpt",
@@ -125,7 +141,7 @@ JOBS = (
         repository="milesial/Pytorch-UNet",
         script="train.py",
         prepare=_pictures_with_masks,
-        environment=Environment("scripts-unet", (TORCHVISION, "wandb", "gitpython", "gitdb", "smmap"), NO_DEPS),
+        environment=Environment("scripts-unet", (TORCHVISION, *WANDB), NO_DEPS),
         arguments=("--epochs", "2", "--batch-size", "2", "--scale", "0.1", "--validation", "10"),
         environ=(("WANDB_MODE", "disabled"),),
     ),
@@ -153,9 +169,10 @@ JOBS = (
         files=("examples/pytorch/basics",),
         prepare=_mnist,
         environment=Environment(
-            "scripts-lightning", ("jsonargparse[signatures]", "docstring-parser", "typeshed-client")
+            "scripts-lightning", (TORCHVISION, "jsonargparse", "docstring-parser", "typeshed-client"), NO_DEPS
         ),
         arguments=("--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.logger=false"),
+        environ=(("PL_USE_MOCKED_MNIST", "1"),),
     ),
     Job(
         name="transformers run_clm_no_trainer",
