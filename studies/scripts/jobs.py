@@ -120,6 +120,7 @@ WANDB = (
     "gitdb",
     "smmap",
     "protobuf<6",
+    "six",
     "sentry-sdk",
     "pydantic",
     "pydantic-core",
