@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.results.load import load_config
     from autotune_loader.results.result import TuningResult
+    from autotune_loader.scripts.enabling import enable
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
     from autotune_loader.values.errors import TunerError
@@ -36,6 +37,7 @@ __all__ = [
     "TunerError",
     "TuningResult",
     "__version__",
+    "enable",
     "load_config",
     "tune",
 ]
@@ -47,7 +49,9 @@ _HOMES = {
     "LoaderConfig": "values.config",
     "TunerError": "values.errors",
     "TuningResult": "results.result",
+    "enable": "scripts.enabling",
     "load_config": "results.load",
+    "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",
 }
 

@@ -18,6 +18,7 @@ PUBLIC = {
     "TunerError",
     "TuningResult",
     "__version__",
+    "enable",
     "load_config",
     "tune",
 }

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -16,6 +16,7 @@ from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
 from autotune_loader.cli.files import apply_command, report_command, schema_command, show_command
+from autotune_loader.cli.scripts import Launch, run_command, watch_command
 from autotune_loader.cli.tuning import tune_command
 from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
@@ -32,14 +33,16 @@ def cli(traceback: bool) -> None:
 
     \b
     Examples:
+      autotune-loader watch train.py --epochs 3          what your script's loaders cost it; nothing is changed
+      autotune-loader run train.py --epochs 3            tune them while it trains
+      autotune-loader tune train.py:make -o loader.json  tune a loader before the training
       autotune-loader demo                               a real training job in small, start to finish
-      autotune-loader tune train.py:make -o loader.json  tune your own
       autotune-loader show loader.json                   what was found, and whether it fits this machine
       autotune-loader apply loader.json --to snippet     code for your training script
 
     \b
-    Exit codes: 0 fine, 1 a result that contradicts itself (show --check), 2 bad input, 3 nothing worked, 130 interrupted
-    (the best so far is written).
+    Exit codes: 0 fine, 1 a result that contradicts itself (show --check), 2 bad input, 3 nothing worked, 4 waits too long
+    (watch --fail-if-wait), 130 interrupted (the best so far is written). A script that is run ends with its own.
 
     \b
     Completion of commands and options in your shell:
@@ -50,7 +53,7 @@ def cli(traceback: bool) -> None:
 
 
 _FILES = (show_command, report_command, apply_command, schema_command)  # what reads a loader.json
-for _command in (tune_command, *_FILES, fleet_command, doctor_command, demo_command):
+for _command in (watch_command, run_command, tune_command, *_FILES, fleet_command, doctor_command, demo_command):
     cli.add_command(_command)
 
 
@@ -61,12 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; `sys.argv[1:]` if None.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    _survive_any_encoding()
-    with warnings.catch_warnings():
+    returned = _parsed(arguments)
+    if not isinstance(returned, Launch):
+        return returned
+    from autotune_loader.scripts.launch import launch
+
+    launch(returned.plan, returned.target, returned.arguments, is_module=returned.is_module)
+    return FINE
+
+
+def _parsed(arguments: list[str]) -> int | Launch:
+    """Do what is asked for, and return its exit code; a script is still to be run, where nothing of ours is in its way."""
+    with _surviving_any_encoding(), warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
-            return returned if isinstance(returned, int) else FINE
+            return returned if isinstance(returned, (int, Launch)) else FINE
         except click.ClickException as error:
             error.show()
             return BAD_INPUT
@@ -89,8 +102,15 @@ def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
     click.echo(f"Warning: {message}", err=True)
 
 
-def _survive_any_encoding() -> None:
+@contextlib.contextmanager
+def _surviving_any_encoding() -> Iterator[None]:
     """Let an ASCII terminal show "?" for a table's line instead of ending in an exception."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        with contextlib.suppress(ValueError):
+            stream.reconfigure(errors="replace")
+    yield
+    for stream, errors in zip(streams, before, strict=True):
+        with contextlib.suppress(ValueError):
+            stream.reconfigure(errors=errors)

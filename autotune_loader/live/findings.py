@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.live.epoch import LoaderState
+from autotune_loader.live.result import LoaderFacts
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuning import LiveTuning
 from autotune_loader.results.load import find_loader_file
@@ -21,8 +23,9 @@ NOISE = 0.1
 
 
 class Findings:
-    """The part of an AutoLoader that tells."""
+    """The part of an AutoLoader that tells, people and other loaders."""
 
+    _state: LoaderState
     _tuning: LiveTuning | None
     config: Any
     traces: Any
@@ -82,8 +85,26 @@ class Findings:
             return f"{says}, and the loop waits no longer than then: it is the step that has become slower"
         return f"{says}; the loop waits {waiting:.0%} of its time, then {before:.0%}: tune=True would tune it anew"
 
+    def go_on_from(self, state: LoaderState, tuning: LiveTuning) -> None:
+        """Take over what another loader learnt that did the same work, as where a script makes a loader for each epoch.
+
+        Args:
+            state: of the other loader, which is not iterated any more.
+            tuning: of the other loader.
+        """
+        self._state, self._tuning = state, tuning
+        tuning.follow(self._change)
+
+    @property
+    def learnt(self) -> tuple[LoaderState, LiveTuning]:
+        """What `go_on_from` takes over."""
+        return self._state, self._known()
+
     def _result(self) -> TuningResult:
-        return self._known().result(config=self.best, loader=self)
+        return self._known().result(config=self.best, facts=LoaderFacts.of(self))
+
+    def _change(self, config: LoaderConfig) -> None:
+        raise NotImplementedError
 
     def _known(self) -> LiveTuning:
         raise NotImplementedError

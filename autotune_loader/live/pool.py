@@ -118,10 +118,8 @@ class Pool:
         self._context = PoolContext(parts.context or config.multiprocessing_context)
         shield(self)
         with warnings.catch_warnings():
-            # What cannot be pickled is told below.
-            warnings.filterwarnings("ignore", message="Got pickle error")
-            # Where workers wait more of them than cores are right, and that is measured; torch says so at each start.
-            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+            # What cannot be pickled is told below; more workers than cores were measured, or asked for.
+            warnings.filterwarnings("ignore", message="Got pickle error|This DataLoader will create")
             self._loader: Any = build_loader(**self._arguments(parts, order, number))
             self._iterator: Any = self._started(parts)
         self.receive: Callable[[], Any] = self._iterator.__next__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.belief import fit_twin
@@ -18,7 +19,6 @@ from autotune_loader.values.trial import Trial, role_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch.utils.data import DataLoader
 
 HISTORY_COLUMNS = [
     "event",
@@ -35,14 +35,33 @@ HISTORY_COLUMNS = [
 NOTHING = Verdict(binding="unknown", sentence="Too few batches were trained to say anything.")
 
 
-def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoader[Any]) -> TuningResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """What a result says of a loader that need not be there any more."""
+
+    batch_size: int | None
+    dataset: str
+    """Its class."""
+    has_batched_fetch: bool
+
+    @classmethod
+    def of(cls, loader: Any) -> LoaderFacts:
+        dataset = loader.dataset
+        return cls(
+            batch_size=loader.batch_size,
+            dataset=type(dataset).__name__,
+            has_batched_fetch=hasattr(dataset, "__getitems__"),
+        )
+
+
+def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFacts) -> TuningResult:
     """What is known now.
 
     Args:
         tuner: of the loader.
         job: the loader.
         config: the best that is known.
-        loader: its dataset and batch size.
+        facts: of the loader.
     """
     beliefs = tuner.beliefs
     evidence: list[Evidence] = [] if beliefs is None else list(beliefs.log)
@@ -60,7 +79,7 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoade
             on_accelerator=beliefs.context.consumer_cores < 0.5,
             epoch_batches=job.epoch_batches,
             trials=trials,
-            has_batched_fetch=hasattr(loader.dataset, "__getitems__"),
+            has_batched_fetch=facts.has_batched_fetch,
             twin=fit_twin([(t.config, t.measurement) for t in trials if t.measurement], beliefs.context),
             space=beliefs.space,
         )
@@ -78,13 +97,13 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, loader: DataLoade
         status="complete" if tuner.is_settled else "partial",
         baseline=job.start,
         trials=trials,
-        batch_size=BatchSizeChoice(value=loader.batch_size),
+        batch_size=BatchSizeChoice(value=facts.batch_size),
         measured=measured,
         verdict=verdict,
         advice=advice,
         summary=_summary(tuner, config, verdict),
         spent=Spent(seconds=round(tuner.spending.trained_s, 3), bursts=len(evidence)),
-        fingerprint=inspect_machine().fingerprint(dataset=type(loader.dataset).__name__),
+        fingerprint=inspect_machine().fingerprint(dataset=facts.dataset),
         twin=None if beliefs is None else beliefs.context,
         origin="live",
     )

@@ -114,7 +114,7 @@ class Tuner:
         self._unaffordable_s = math.inf
         self._saves_workers = True
         """Fewer workers are tried once: after a shift they are left alone."""
-        self._is_confirmed = self._is_as_before = False
+        self.is_confirmed = self._is_as_before = False
         self._balance: tuple[LoaderConfig, float] | None = None
         """Of what it settled on."""
         self._told: LoaderConfig | None = None
@@ -140,7 +140,7 @@ class Tuner:
             if (yield from self._has_shifted()):
                 self._note("shift")
                 self._base, self.beliefs, self.spending.gained_s = None, None, min(self.spending.gained_s, 0.0)
-                self._saves_workers = self._is_confirmed = False
+                self._saves_workers = self.is_confirmed = False
 
     def _settle(self) -> Generator[float, None, None]:
         self.is_settled = False
@@ -288,7 +288,7 @@ class Tuner:
             samples = sum(trace.samples for trace in traces) / len(traces) * (len(traces) - round_)
             if test.add(math.log(samples / max(seconds, 1e-9))):
                 return True
-            is_new = not self._is_confirmed and test.blocks >= CONFIRMING_BLOCKS
+            is_new = not self.is_confirmed and test.blocks >= CONFIRMING_BLOCKS
             if is_new:
                 self._confirm(config)
             if is_new or self._unaffordable_s <= self.spending.affordable_s:
@@ -296,7 +296,7 @@ class Tuner:
 
     def _confirm(self, config: LoaderConfig) -> None:
         """Queues may hide for longer than a block that too little is made: what runs on is looked at once more."""
-        self._is_confirmed = True
+        self.is_confirmed = True
         if self._job.is_fixed or self.beliefs is None:
             return
         end = self._training.traces.end

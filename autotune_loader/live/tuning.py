@@ -88,6 +88,10 @@ class LiveTuning:
         """Change and observe nothing any more."""
         self._state.wake = math.inf
 
+    def follow(self, change: Callable[[LoaderConfig], None]) -> None:
+        """From now on it is another loader, which does the same work, whose configuration is changed."""
+        self._run.change = weakref.WeakMethod(change)
+
     def begin_epoch(self) -> None:
         """Called before each epoch: from the second on it is known what starting workers anew costs."""
         run, traces = self._run, self._state.traces

@@ -185,13 +185,15 @@ class TracedIterable(Wrapped, IterableDataset[Any]):
     """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
-        while (yield from self._epoch()):
+        while (yield from self._epoch(self._begun())):
             pass
 
-    def _epoch(self) -> Generator[Any, None, bool]:
+    def _begun(self) -> Iterator[Any]:
+        return iter(object.__getattribute__(self, "_inner"))
+
+    def _epoch(self, samples: Iterator[Any]) -> Generator[Any, None, bool]:
         """The dataset's samples once; returns whether there was any."""
         here, delivered = _here, False
-        samples = iter(object.__getattribute__(self, "_inner"))
         while True:
             if here.begun is None:
                 _begin()
@@ -209,7 +211,7 @@ class TracedEpoch(TracedIterable):
     """An IterableDataset that notes when a batch was begun and ends where it ends, as in training."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epoch()
+        return self._epoch(self._begun())  # begun at once, as without tracing: it may draw random numbers
 
 
 class EndlessBatches:

@@ -25,7 +25,7 @@ from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
-# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for
+# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
 SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
@@ -222,6 +222,8 @@ class LoaderFile:
     """Set where the result is an earlier one that was found to hold still."""
     origin: Literal["tune", "live"] = "tune"
     """`live`: found by an AutoLoader while it trained, from blocks of its batches."""
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     created_by: str = f"autotune_loader {__version__}"
 
 

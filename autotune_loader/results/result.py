@@ -89,6 +89,8 @@ class TuningResult(Views):
     """Set where an earlier result was checked and used instead of a new search."""
     origin: Literal["tune", "live"] = "tune"
     """`live` where an AutoLoader found it while it trained."""
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     study: optuna.Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -27,7 +27,7 @@ from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.statistics import Interval
 from autotune_loader.version import __version__
 
-COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "schema", "show", "tune")
+COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "run", "schema", "show", "tune", "watch")
 
 TRAIN = """
 class Numbers:
@@ -285,7 +285,7 @@ def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("train", "does not name a factory; train.py:make_loader"),
+        ("train", "names neither a factory nor a script; train.py:make_loader"),
         ("trian:make_numbers", "there is no module 'trian'"),
         ("trian.py:make_numbers", "there is no file 'trian.py'"),
         ("train:make_number", "train has no 'make_number': it has 'Numbers', 'make_numbers'"),

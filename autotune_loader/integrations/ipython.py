@@ -1,0 +1,19 @@
+"""Notebooks: `%load_ext autotune_loader`, then `%%watch` at the top of a cell, or `%%watch run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune_loader.scripts.enabling import enable
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext autotune_loader`."""
+
+    def watch(line: str, cell: str) -> None:
+        """Run a cell and tell what its loaders cost it; `%%watch run` tunes them meanwhile."""
+        verb: Any = line.strip() or "watch"
+        with enable(verb):
+            shell.run_cell(cell)
+
+    shell.register_magic_function(watch, magic_kind="cell", magic_name="watch")

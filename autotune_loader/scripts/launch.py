@@ -1,0 +1,196 @@
+"""Runs a script or a module as `python train.py` or `python -m train` would, with its loaders looked at.
+
+    sys.argv, sys.path[0], __main__ ── the script ── its own exit code, signal or traceback ── the report
+
+What it sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own on the stack.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from autotune_loader.scripts.hook import Hook
+from autotune_loader.scripts.lines import is_ours
+from autotune_loader.scripts.nothing import tell_nothing
+from autotune_loader.scripts.plan import Plan
+
+WAITS_TOO_LONG = 4
+"""Exit code where the loop waited for longer than `--fail-if-wait` allows."""
+CANNOT_OPEN = 2
+"""Exit code of Python for a script that is not there."""
+
+
+def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Run a script to its end; returns only where it ended well, and raises what it raised.
+
+    Args:
+        plan: what is done with its loaders.
+        target: the script's path, or the name of a module.
+        arguments: of the script.
+        is_module: whether `target` is a module's name.
+
+    Raises:
+        SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
+    """
+    _hide_our_frames()
+    main, code = (_module if is_module else _script)(target, arguments)
+    told = Path(tempfile.gettempdir(), f"autotune-loader-{os.getpid()}-{secrets.token_hex(4)}")
+    plan = replace(plan, told=str(told))
+    hook = Hook(plan)
+    end = _End(hook, told)
+    atexit.register(end)
+    plan.hand_on()
+    hook.install()
+    sys.modules["__main__"] = main
+    _tell_before_a_sudden_end(end)
+    try:
+        exec(code, vars(main))  # noqa: S102 - the script
+    except (KeyboardInterrupt, SystemExit) as error:
+        if hook.has_batches and hook.session.stopped is not None:
+            return  # it was we who ended it
+        if isinstance(error, KeyboardInterrupt):
+            end.is_interrupted = not is_module
+            raise
+        if error.code not in (None, 0):
+            raise
+    _fail_if_waiting(hook)
+
+
+class _End:
+    """The last that happens in the script's own process.
+
+    Args:
+        hook: knows the loaders.
+        told: the file that is there once other processes of the script have told of theirs.
+    """
+
+    def __init__(self, hook: Hook, told: Path) -> None:
+        self.hook, self.told, self.pid = hook, told, os.getpid()
+        self.is_interrupted = False
+
+    def __call__(self, *more: str) -> None:
+        """Tell what there is to tell, and end by SIGINT where Python does."""
+        if os.getpid() != self.pid:
+            return
+        if self.hook.has_batches:
+            self.hook.tell(*more)
+        elif not self.told.exists():
+            tell_nothing(self.hook.plan, more)
+        self.told.unlink(missing_ok=True)
+        if self.is_interrupted:
+            # Python does so for a script, though not for a module, which is what runs here, perhaps.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+
+def _fail_if_waiting(hook: Hook) -> None:
+    if not hook.has_batches:
+        return
+    from autotune_loader.scripts.telling import is_waiting_too_long
+
+    if is_waiting_too_long(hook.session):
+        raise SystemExit(WAITS_TOO_LONG)
+
+
+def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
+    """`__main__` and the code of a file, as Python sets them up."""
+    absolute = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - as Python itself does, dots and all
+    try:
+        source = Path(absolute).read_bytes()
+    except OSError as error:
+        print(
+            f"{sys.executable}: can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
+        )
+        raise SystemExit(CANNOT_OPEN) from None
+    sys.argv[:] = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
+    main = _new_main(SourceFileLoader("__main__", absolute), absolute)
+    return main, compile(source, absolute, "exec", dont_inherit=True)
+
+
+def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
+    """`__main__` and the code of a module or package, as `python -m` sets them up."""
+    sys.argv[:] = ["-m", *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+    spec: Any = None
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.__main__".startswith(error.name):
+            raise
+    code = None if spec is None else spec.loader.get_code(spec.name)
+    if code is None:
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        raise SystemExit(1)
+    sys.argv[0] = spec.origin
+    main = _new_main(spec.loader, spec.origin)
+    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return main, code
+
+
+def _new_main(loader: Any, file: str) -> ModuleType:
+    main = ModuleType("__main__")
+    more = {"__file__": file, "__loader__": loader, "__cached__": None, "__annotations__": {}, "__builtins__": builtins}
+    vars(main).update(more)
+    return main
+
+
+def _hide_our_frames() -> None:
+    """An exception that ends the script is shown as under plain Python."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> Any:
+        seen, pending = set[int](), [error]
+        while pending:
+            each = pending.pop()
+            seen.add(id(each))
+            each.__traceback__ = _without_ours(each.__traceback__)
+            pending += [other for other in (each.__cause__, each.__context__) if other and id(other) not in seen]
+        return shown(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package and of what started it."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    launched = [place for place, each in enumerate(frames) if each.tb_frame.f_code is launch.__code__]
+    result = None
+    for each in reversed(frames[launched[-1] + 1 if launched else 0 :]):
+        if not is_ours(each.tb_frame.f_code.co_filename):
+            result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
+
+
+def _tell_before_a_sudden_end(end: _End) -> None:
+    """`os._exit` runs nothing of what is meant to run at the end."""
+    leave = os._exit
+
+    def leave_now(status: int) -> Any:
+        end(f"The script ended by os._exit({status}).")
+        leave(status)
+
+    os._exit = leave_now

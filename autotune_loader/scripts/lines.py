@@ -1,0 +1,64 @@
+"""Which line of the user's own code something happens for, however deep in a framework it does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import site
+import sys
+import sysconfig
+from types import FrameType
+from typing import NamedTuple
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - imported at every start
+_DEMO = os.path.join(_PACKAGE, "demo")  # noqa: PTH118
+
+
+class Line(NamedTuple):
+    """A line of code."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        """As people name it: "train.py:41", "src/data.py:12", "cell:3"."""
+        if "ipykernel" in self.file or self.file.startswith("<"):
+            return f"cell:{self.number}"
+        relative = os.path.relpath(self.file)
+        name = os.path.basename(self.file) if relative.startswith("..") else relative  # noqa: PTH119
+        return f"{name}:{self.number}"
+
+
+def users_line(frame: FrameType | None) -> Line | None:
+    """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none."""
+    outermost = None
+    while frame is not None:
+        line = Line(frame.f_code.co_filename, frame.f_lineno)
+        if not _is_library(line.file):
+            return line
+        if not line.file.startswith("<") and not is_ours(line.file):
+            outermost = line  # an installed program, perhaps
+        frame = frame.f_back
+    return outermost
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is one of this package, and no script of its own."""
+    return file.startswith(_PACKAGE) and not file.startswith(_DEMO)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):
+        return not re.match(r"<(stdin|string|ipython)", file)
+    return "site-packages" in file or "dist-packages" in file or is_ours(file) or file.startswith(_library_folders())
+
+
+@functools.lru_cache(maxsize=1)
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    known = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    known |= {os.path.dirname(os.__file__), os.path.join(sys.prefix, "lib")}  # noqa: PTH118, PTH120
+    known |= {site.getusersitepackages()}
+    return tuple(known)

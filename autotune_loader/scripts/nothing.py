@@ -1,0 +1,39 @@
+"""What is told where no loader was seen, without importing torch, which the script may not have done either."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+
+from autotune_loader.scripts.plan import Plan
+
+FOREIGN = {
+    "nvidia.dali": "NVIDIA DALI",
+    "ray.data": "Ray Data",
+    "ffcv": "FFCV",
+    "spdl": "SPDL",
+    "grain": "Grain",
+    "tensorflow": "tf.data",
+}
+"""Libraries with loaders that are not torch's."""
+
+
+def foreign_notes() -> list[str]:
+    """Who loads without torch's loaders, and is left alone."""
+    names = [name for module, name in FOREIGN.items() if module in sys.modules]
+    return [f"Left alone, as its loaders are not torch's: {', '.join(names)}."] if names else []
+
+
+def tell_nothing(plan: Plan, more: tuple[str, ...] = ()) -> None:
+    """Say so.
+
+    Args:
+        plan: of the command line.
+        more: sentences about why.
+    """
+    notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
+    report = {"verb": plan.verb, "loaders": [], "notes": notes}
+    text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
+    with contextlib.suppress(OSError, ValueError):  # a stream that is closed already
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,151 @@
+"""Scripts that use the real libraries, unchanged: who makes the loader does not matter, it bears the user's line."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preloaded import PreloadedPython
+
+HARD_DEADLINE_S = 100
+pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
+COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
+COMMON = """
+import sys, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Points(Dataset):
+    def __init__(self, size):
+        self.size = size
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), index / self.size), "labels": index % 2}
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+def say(model):
+    weights = [value.hex() for parameter in model.parameters() for value in parameter.flatten().tolist()]
+    print("SAID", weights, torch.rand(1).item())
+"""
+LIGHTNING = """
+import lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Classifier()
+    def training_step(self, batch, index):
+        return self.model(**batch)["loss"]
+    def validation_step(self, batch, index):
+        self.log("loss", self.model(**batch)["loss"])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    pl.seed_everything(0)
+    module = Module()
+    train = DataLoader(Points(64), batch_size=8, shuffle=True)  # HERE 64
+    test = DataLoader(Points(24), batch_size=8)  # HERE 24
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    pl.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(module, train, test)
+    say(module.model)
+"""
+TRAINER = """
+from transformers import Trainer, TrainingArguments
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Classifier()
+    arguments = TrainingArguments(
+        "out", num_train_epochs=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        eval_strategy="epoch", logging_strategy="no",
+    )
+    trainer = Trainer(model, arguments, train_dataset=Points(64), eval_dataset=Points(24))
+    trainer.train()  # HERE 64 24
+    say(model)
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Points(64), batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # HERE 64
+    for epoch in range(2):
+        for batch in loader:
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    say(model)
+"""
+STATEFUL = """
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)
+    for epoch in range(2):
+        for number, batch in enumerate(loader):  # HERE 64
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 3:
+                state = loader.state_dict()
+        loader = loader if epoch else StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)
+    say(model)
+"""
+
+
+@pytest.mark.parametrize("verb", ["watch", "run"])
+@pytest.mark.parametrize(
+    "body", [LIGHTNING, TRAINER, ACCELERATE, STATEFUL], ids=["lightning", "trainer", "accelerate", "stateful"]
+)
+def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
+    preloaded_frameworks: PreloadedPython, tmp_path: Path, body: str, verb: str
+) -> None:
+    # GIVEN a script of a framework's users, and what it prints by itself
+    text = COMMON + textwrap.dedent(body)
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "command.py").write_text(COMMAND)
+    plain = run(preloaded_frameworks, tmp_path, "train.py")
+
+    # WHEN it is run by the command line
+    output = run(preloaded_frameworks, tmp_path, "command.py", verb, "--json", "train.py")
+
+    # THEN it trains the same, and each of its loaders is told of
+    assert said(output) == said(plain)
+    told: dict[str, Any] = json.loads(output.splitlines()[-1])
+    lines = [
+        (number, line.split("# HERE")[1].split())
+        for number, line in enumerate(text.splitlines(), 1)
+        if "# HERE" in line
+    ]
+    wanted = {f"Points[{size}]": f"train.py:{number}" for number, sizes in lines for size in sizes}
+    found = {each["contents"].split(",")[0]: each["name"].split(" ")[0] for each in told["loaders"]}
+    assert found == wanted
+    assert all(each["batches"] for each in told["loaders"])
+
+
+def run(python: PreloadedPython, folder: Path, *argv: str) -> str:
+    started = python.start(*argv, folder=folder, environ={"OMP_NUM_THREADS": "1"})
+    assert started.wait(HARD_DEADLINE_S) == 0, started.output
+    return started.output
+
+
+def said(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("SAID"))

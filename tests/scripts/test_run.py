@@ -1,0 +1,95 @@
+"""`run` and `tune`: a script's loaders are tuned, and it gets the same samples in the same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from preloaded import PreloadedPython
+from test_watch import Bench, line_of
+
+from autotune_loader import LoaderConfig, TuningResult
+
+pytestmark = pytest.mark.process
+WAITING = """
+class Waiting(Numbers):
+    def __getitem__(self, index):
+        time.sleep(float(os.environ.get("FETCH_S", 0.002)))
+        return torch.tensor(index)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    seen = []
+    for epoch in range(int(sys.argv[1])):
+        loader = DataLoader(Waiting(800), batch_size=8, shuffle=True)  # ANEW
+        for x in loader:
+            seen += x.tolist()
+            time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def bench(preloaded: PreloadedPython, tmp_path: Path) -> Bench:
+    return Bench(preloaded, tmp_path)
+
+
+def test_what_was_learnt_stays_where_a_loader_is_made_for_each_epoch(bench: Bench) -> None:
+    text = bench.write(WAITING + "    print(seen)")
+    _, plain = bench.run("train.py", "3", FETCH_S="0")
+
+    code, printed, report = bench.command("run", "--max-workers", "4", "-o", "loader.json", "train.py", "3")
+
+    assert (code, printed) == (0, plain)
+    assert f"train.py:{line_of(text, 'ANEW')} " in report
+    assert "300 batches in 3 epochs" in report
+    assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
+
+
+def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench) -> None:
+    bench.write(f"import atexit\natexit.register(print, 'cleaned up')\n{WAITING}")
+
+    code, printed, report = bench.command(
+        "tune", "--budget", "4s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"
+    )
+
+    assert (code, printed) == (0, "cleaned up\n")
+    assert "The script was ended as by Ctrl-C" in report
+    assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
+
+
+def test_apply_begins_with_what_a_file_says(bench: Bench) -> None:
+    bench.write(WAITING)
+    found = LoaderConfig(num_workers=2, prefetch_factor=3)
+    TuningResult(best=found, status="complete", baseline=LoaderConfig()).save(bench.folder / "loader.json")
+
+    _, told = bench.told("run", "--apply", "loader.json", "train.py", "1", FETCH_S="0")
+
+    assert told["loaders"][0]["settings"]["num_workers"] == 0
+    assert told["loaders"][0]["settings_now"] == found.to_kwargs()
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        ("DataLoader(Stream(), batch_size=4)", "IterableDataset"),
+        ("DataLoader(Epochs(), batch_size=8)", "knows the epoch"),
+        ("Own(Numbers(), batch_size=8)", "Own makes iterators of its own"),
+    ],
+)
+def test_what_may_not_be_changed_is_watched_with_the_reason(bench: Bench, loader: str, why: str) -> None:
+    bench.write(f"""
+        class Epochs(Numbers):
+            epoch = 0
+        class Own(DataLoader):
+            def __iter__(self):
+                yield from super().__iter__()
+        if __name__ == "__main__":
+            torch.manual_seed(0); random.seed(0); np.random.seed(0)
+            print([x.tolist() for x in {loader}])
+        """)
+    _, plain = bench.run("train.py")
+
+    code, printed, report = bench.command("run", "train.py")
+
+    assert (code, printed) == (0, plain)
+    assert why in report.partition("watched, not tuned: ")[2]
