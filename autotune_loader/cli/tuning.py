@@ -130,7 +130,8 @@ def _of_script(
         raise ValueError(
             f"{names} is for factories, not for a script such as {target!r}; {target}:make_loader would work"
         )
-    if not is_module and not target.endswith(".py") and not Path(target).is_file():
+    is_file = target.endswith(".py") or (Path(target).is_file() and not target.endswith(".json"))
+    if not is_module and not is_file:
         raise ValueError(
             f"{target!r} names neither a factory nor a script; train.py:make_loader or train.py would work"
         )

@@ -117,7 +117,7 @@ def _measured(result: TuningResult) -> list[Point]:
 def _predicted(result: TuningResult) -> list[Point]:
     tried = {trial.config.num_workers for trial in result.trials if trial.measurement is not None}
     others = [workers for workers in range(1, max(tried, default=0)) if workers not in tried]
-    if not others or result.best.batch_size is not None:
+    if not others or result.best.batch_size is not None or result.twin is None:
         return []
     ahead = result.best.prefetch_factor or TORCH_PREFETCH_FACTOR
     configs = [replace(result.best, num_workers=workers, prefetch_factor=ahead) for workers in others]

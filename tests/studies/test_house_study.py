@@ -25,7 +25,7 @@ FILES = {
         class Config: ...
     """,
     "results/__init__.py": "",
-    "results/result.py": """
+    "results/views.py": """
         def report(self):
             from package.report import page
             return page
@@ -33,7 +33,7 @@ FILES = {
     "report/__init__.py": "",
     "report/page.py": """
         from typing import TYPE_CHECKING
-        from package.results.result import report
+        from package.results.views import report
         if TYPE_CHECKING:
             from package.twin.model import Model
     """,
