@@ -55,6 +55,31 @@ dataset = Photos()
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
 """
 
+WAITING = """
+import time
+
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import AutoLoader
+
+
+class Photos(Dataset):
+    \"\"\"Samples that cost a while of waiting and a little of computing, as decoding from a network drive does.\"\"\"
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        pixels = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        return pixels, index % 10
+
+
+dataset = Photos()
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+"""
+
 # What each picture shows, under it.
 PICTURES = {
     "workers": "Where the line stops rising, more workers do not help; the star is the choice, with its interval.",
@@ -102,7 +127,7 @@ LIVE = (
         "# Training that tunes its own loader\n\n`AutoLoader` stands where `DataLoader` stood. Samples, order and augmentations "
         "are those of a loader that never changes."
     ),
-    CODE(WORKLOAD.strip().replace("TuningResult, load_config, tune", "AutoLoader")),
+    CODE(WAITING.strip()),
     CODE(
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
         "loader = AutoLoader(dataset, batch_size=32, shuffle=True)\n\n"

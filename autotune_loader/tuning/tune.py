@@ -130,7 +130,7 @@ def tune(
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
             way the result is kept for later.
         stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): workers are watched
-            during the search, at less than 1 % of their time, and not in the paired rounds that rates are taken from.
+            during the search, at about 1 % of their time, and not in the paired rounds that rates are taken from.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 
