@@ -22,12 +22,10 @@ def main() -> None:
         text=True,
         check=True,
     )
-    with open("/dev/null", "w") as nowhere:
-        console = Console(record=True, width=112, file=nowhere, highlight=False, markup=False)
-        console.print(Text(f"$ autotune-loader {' '.join(COMMAND)}", style="bold"))
-        console.print(done.stdout.strip())
-        console.save_svg(str(DOCS / "gallery" / "watch.svg"), title="autotune-loader watch")
-    print(done.stdout)
+    console = Console(record=True, width=112, highlight=False, markup=False)
+    console.print(Text(f"$ autotune-loader {' '.join(COMMAND)}", style="bold"))
+    console.print(done.stdout.strip())
+    console.save_svg(str(DOCS / "gallery" / "watch.svg"), title="autotune-loader watch")
 
 
 if __name__ == "__main__":
