@@ -81,7 +81,7 @@ def test_it_tunes_itself_in_mid_epoch_and_tells_what_it_found(tmp_path: Path) ->
     assert list(history["event"])[:2] == ["block", "block"]
     assert history["samples_per_s"].iloc[1] > history["samples_per_s"].iloc[0]
     assert "Chosen" in loader.report()
-    assert loader.verdict.binding in ("wait", "step", "cpu", "transport")  # a busy machine hands over slowly
+    assert "Too few batches" not in loader.verdict.sentence
 
     loader.save(tmp_path / "loader.json")
     result = TuningResult.load(tmp_path / "loader.json")

@@ -398,7 +398,7 @@ def test_an_earlier_result_is_looked_up_by_rank_0_and_used_by_all(launch: Any, c
     assert second[0] == second[1]
     assert second[0]["reused"] is not None
     assert second[0]["best"] == first[0]["best"]
-    assert len(list(cache_of_its_own.rglob("*.json"))) == 1
+    assert len(list(cache_of_its_own.rglob("results/*.json"))) == 1
 
 
 @pytest.mark.system
