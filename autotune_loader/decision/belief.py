@@ -72,16 +72,9 @@ class Beliefs:
         seen = [m for workers, m in measured if workers * m.service_cpu_s <= FILLED * cores * m.service_s]
         if space.workers_are_capped or not seen:
             return space
-        batches = sum(each.samples_per_s.count for each in seen)
-
-        def mean(of: Callable[[Measurement], float]) -> float:
-            return sum(of(each) * each.samples_per_s.count for each in seen) / max(batches, 1)
-
-        fetch_s, fetch_cpu_s, step_s = (
-            mean(lambda m: m.service_s),
-            mean(lambda m: m.service_cpu_s),
-            mean(lambda m: m.step_s),
-        )
+        counts = [max(each.samples_per_s.count, 1) for each in seen]
+        stages = [(each.service_s, each.service_cpu_s, each.step_s) for each in seen]
+        fetch_s, fetch_cpu_s, step_s = map(float, np.average(stages, axis=0, weights=counts))
         useful = max_useful_workers(cores, fetch_s, fetch_cpu_s, step_s, room=FILLING_ROOM)
         observed = max(workers for workers, _ in measured)
         useful = min(useful, 2 * observed, self.context.epoch_batches or useful)

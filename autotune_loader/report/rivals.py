@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autotune_loader.report.standings import Standing, final_ratios, predicted_rates, standings
 from autotune_loader.report.units import rate_text
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +26,7 @@ def rivals_frame(result: TuningResult) -> pd.DataFrame:
     import pandas as pd
 
     rows = standings(result)
+    chosen = next((row.rate for row in rows if row.is_best), None)
     predicted = predicted_rates(result, [row.config for row in rows]) or [math.nan] * len(rows)
     found = [
         (
@@ -33,7 +35,7 @@ def rivals_frame(result: TuningResult) -> pd.DataFrame:
             fmean(rates) if (rates := result.finals.rates_of(row.config)) else math.nan,
             rate,
             len(rates),
-            _why(result, row),
+            _why(result, row, chosen),
         )
         for row, rate in zip(rows, predicted, strict=True)
     ]
@@ -46,7 +48,7 @@ def _in_search(result: TuningResult, row: Standing) -> float:
     return next((rate for rate in reversed(rates) if rate is not None), math.nan)
 
 
-def _why(result: TuningResult, row: Standing) -> str:
+def _why(result: TuningResult, row: Standing, chosen: Interval | None) -> str:
     best = result.best
     if row.is_best:
         return "chosen"
@@ -59,7 +61,7 @@ def _why(result: TuningResult, row: Standing) -> str:
         if row.ties_with_best:
             return f"as fast, and not cheaper: {paired}"
         return f"slower: {paired}" if ratio < 1 else f"not shown to be faster by what it costs more: {paired}"
-    rate, chosen = row.rate, next((each.rate for each in standings(result) if each.is_best), None)
+    rate = row.rate
     if rate is None or chosen is None:
         return "no round was completed with it"
     if rate.high < chosen.low:

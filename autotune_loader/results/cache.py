@@ -190,11 +190,16 @@ def keep(
         log.warning("the result is not kept for reuse: %s", error)
 
 
-def _read(path: Path, status: os.stat_result) -> Entry:
+def refuse_foreign(status: os.stat_result) -> None:
+    """Raise a ValueError for what is no file of this user's."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no file")
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
+
+
+def _read(path: Path, status: os.stat_result) -> Entry:
+    refuse_foreign(status)
     file = read_loader_json(path, lambda raw: checked(raw, _EntryFile))
     if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
         raise ValueError("it is no complete result of a cache")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.results.cache import cache_folder, name_of, remove_oldest
+from autotune_loader.results.cache import cache_folder, name_of, refuse_foreign, remove_oldest
 from autotune_loader.results.loader_file import SCHEMA_VERSION, read_loader_json
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.serialization import to_plain, write_json
@@ -71,8 +70,7 @@ def recall(key: str) -> LoaderConfig | None:
         return None
     path = folder / f"{key}.json"
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return None
+        refuse_foreign(path.lstat())
         return read_loader_json(path, lambda raw: LoaderConfig.from_dict(raw["config"]))
     except OSError:
         return None

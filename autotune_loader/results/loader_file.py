@@ -25,8 +25,8 @@ from autotune_loader.values.trial import Acceleration, CacheGain, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
-# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
+# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script
 SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""

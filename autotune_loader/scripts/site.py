@@ -61,7 +61,7 @@ class Site:
         names = itertools.chain((str(line), kind), (f"{kind} {number}" for number in itertools.count(2)))
         self.name = next(name for name in names if name not in taken)
         self.tally = Tally()
-        self.own = config_of(loader)
+        self.own = LoaderConfig.from_loader(loader)
         self.why_not: str | None = None
         """Why it may not be tuned."""
         self.state: LoaderState | None = None
@@ -108,17 +108,3 @@ class Site:
 
     def _stay(self, config: LoaderConfig) -> None:
         """A loader that is watched changes nothing."""
-
-
-def config_of(loader: Any) -> LoaderConfig:
-    """How a loader is set, whatever class it is of."""
-    workers = int(getattr(loader, "num_workers", 0) or 0)
-    context = getattr(loader, "multiprocessing_context", None)
-    return LoaderConfig(
-        num_workers=workers,
-        prefetch_factor=getattr(loader, "prefetch_factor", None) if workers else None,
-        pin_memory=bool(getattr(loader, "pin_memory", False)),
-        persistent_workers=bool(getattr(loader, "persistent_workers", False)) and workers > 0,
-        in_order=bool(getattr(loader, "in_order", True)),
-        multiprocessing_context=context.get_start_method() if workers and context is not None else None,
-    )

@@ -25,9 +25,8 @@ from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
 from autotune_loader.scripts.site import Site
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.statistics import Z_95, Interval
 
-NORMAL_95 = 1.96
 SAME = 0.02
 """Gains below this are none."""
 
@@ -210,7 +209,7 @@ def expected(site: Site) -> tuple[LoaderConfig, Interval] | None:
         return None
     best, _ = choose(posterior, beliefs.space, TOLERANCE)
     mean, sd = posterior.ratio(posterior.configs.index(best), posterior.configs.index(site.config.key()))
-    low, value, high = (math.exp(mean + z * sd) - 1 for z in (-NORMAL_95, 0.0, NORMAL_95))
+    low, value, high = (math.exp(mean + z * sd) - 1 for z in (-Z_95, 0.0, Z_95))
     return best, Interval(value=value, low=low, high=high, count=len(beliefs.log))
 
 

@@ -87,14 +87,14 @@ class LoaderConfig:
 
     @classmethod
     def from_loader(cls, loader: Any) -> LoaderConfig:
-        """The configuration of an existing `torch.utils.data.DataLoader`, which is only read, never iterated."""
-        workers = loader.num_workers
+        """The configuration of an existing loader, `torch.utils.data.DataLoader` or one like it; read, never iterated."""
+        workers = int(getattr(loader, "num_workers", 0) or 0)
         context = getattr(loader, "multiprocessing_context", None) if workers else None
         return cls(
             num_workers=workers,
-            prefetch_factor=loader.prefetch_factor if workers else None,
-            pin_memory=bool(loader.pin_memory),
-            persistent_workers=bool(loader.persistent_workers) if workers else False,
+            prefetch_factor=getattr(loader, "prefetch_factor", None) if workers else None,
+            pin_memory=bool(getattr(loader, "pin_memory", False)),
+            persistent_workers=bool(getattr(loader, "persistent_workers", False)) if workers else False,
             in_order=bool(getattr(loader, "in_order", True)) if workers else True,
             multiprocessing_context=context.get_start_method() if context is not None else None,
         )

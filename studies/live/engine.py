@@ -18,15 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from autotune_loader.decision.space import Space
 from autotune_loader.live import spending
-from autotune_loader.live.budgets import PREFETCH_FACTORS
-from autotune_loader.live.tuner import Job, Tuner
-from autotune_loader.testing import FakeClock, SimulatedTraining
-from autotune_loader.values.config import LoaderConfig
+from studies.live.simulated import begun
 from studies.regret.machines import oracle_of, random_machine, space_of
 
-START = LoaderConfig(num_workers=2)
 EARLY_S, LATE_S = 8.0, 60.0
 UNLIMITED_S = 1e9
 WITHIN = 0.02
@@ -66,16 +61,8 @@ def main() -> int:
 def run(seed: int, oracles: Path | None) -> Settled:
     kind, machine = random_machine(seed)
     oracle = oracle_of(seed, machine, space_of(kind, machine), oracles)
-    clock = FakeClock()
-    training = SimulatedTraining(machine, clock, START, seed=seed)
     with mock.patch.object(spending, "CREDIT_S", UNLIMITED_S):
-        tuner = Tuner(
-            training,
-            Job(start=START, usable_cores=machine.cores),
-            lambda most: Space(max_workers=most, prefetch_factors=PREFETCH_FACTORS),
-            clock=clock,
-            cpu_clock=lambda: clock() * machine.step_cores,
-        )
+        clock, training, tuner = begun(machine, seed)
         wake, early = 0.0, None
         while clock() < LATE_S:
             if clock() >= wake:

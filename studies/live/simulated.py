@@ -101,10 +101,12 @@ class Truth:
         return self._probe.truth(config.key(), batches=TRUTH_BATCHES)
 
 
-def run(machine: SimulatedMachine, truth: Truth, seconds: float, kind: type[Tuner], seed: int) -> Outcome:
+def begun(
+    machine: SimulatedMachine, seed: int, kind: type[Tuner] = Tuner
+) -> tuple[FakeClock, SimulatedTraining, Tuner]:
+    """A training run that begins with two workers, and its tuner."""
     clock = FakeClock()
-    steady = replace(machine, drift_per_hour=0.0)
-    training = SimulatedTraining(steady, clock, START, seed=seed)
+    training = SimulatedTraining(machine, clock, START, seed=seed)
     tuner = kind(
         training,
         Job(start=START, usable_cores=machine.cores),
@@ -112,6 +114,11 @@ def run(machine: SimulatedMachine, truth: Truth, seconds: float, kind: type[Tune
         clock=clock,
         cpu_clock=lambda: clock() * machine.step_cores,
     )
+    return clock, training, tuner
+
+
+def run(machine: SimulatedMachine, truth: Truth, seconds: float, kind: type[Tuner], seed: int) -> Outcome:
+    clock, training, tuner = begun(replace(machine, drift_per_hour=0.0), seed, kind)
     wake, samples = 0.0, 0
     while clock() < seconds:
         if clock() >= wake:

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 PROCESSES = 2
 MOST_SHARE = 0.5
@@ -20,7 +20,14 @@ BURST_S = (0.3, 3.0)
 def neighbours(seed: int) -> Iterator[None]:
     """Run them as long as the block lasts."""
     command = [sys.executable, "-W", "ignore", "-m", "studies.regret.load"]
-    running = [subprocess.Popen([*command, str(seed * PROCESSES + number)]) for number in range(PROCESSES)]
+    with beside([*command, str(seed * PROCESSES + number)] for number in range(PROCESSES)):
+        yield
+
+
+@contextlib.contextmanager
+def beside(commands: Iterable[Sequence[str]]) -> Iterator[None]:
+    """Run these as long as the block lasts."""
+    running = [subprocess.Popen(command) for command in commands]
     try:
         yield
     finally:

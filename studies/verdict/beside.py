@@ -10,16 +10,14 @@ kept whole beside the records, so that they can be looked into. What was run bef
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.report.invariants import contradictions
+from studies.regret.load import beside
 from studies.workloads import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,21 +26,9 @@ BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 """Until killed, or until the study that started it is gone."""
 
 
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many neighbours, as long as the block lasts."""
-    running = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
 def run(workload: str, neighbours: int, seed: int, budget: str) -> tuple[TuningResult, dict[str, object]]:
     begun = time.monotonic()
-    with busy(neighbours):
+    with beside([sys.executable, "-c", BURN] for _ in range(neighbours)):
         job = WORKLOADS[workload]().to_tune_kwargs()
         result = tune(**job, budget=budget, seed=seed, reuse=False, progress=False)
     broken = contradictions(result)
