@@ -26,7 +26,7 @@ check: $(INSTALLED) ## lint, format, types, floors, circles between files
 
 # The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
 test: check ## check, then every test but acceptance: units, processes, and the system with its documentation
-	@$(BIN)/python -m pytest -n 3 -m "not acceptance" --durations=15
+	@$(BIN)/python -m pytest -n 3 -m "not acceptance" --durations=15 -r fER
 
 quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit

@@ -5,6 +5,9 @@
     system      mark.system        docs, notebooks, ranks, frameworks           make test
     acceptance  mark.acceptance    many simulated searches, and fidelity        make acceptance
 
+A test with real workers and clocks that fails is run once more, and named at the end as rerun: among five hundred of them a
+busy machine trips one now and then. A unit test never is.
+
 A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others.
 Tests marked `gpu` are a kind of their own, for a machine with CUDA. Folders are the rooms of the package.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import multiprocessing.process
 import random
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -157,11 +161,18 @@ def _guarded(item: pytest.Item) -> Any:
     return result
 
 
+def pytest_configure() -> None:
+    # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
+        elif not item.get_closest_marker("acceptance"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
 
 

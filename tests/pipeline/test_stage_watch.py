@@ -17,6 +17,7 @@ from autotune_loader.probe.step import build_step
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageTime
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -61,9 +62,15 @@ def burst(dataset: Any = None, init: Any = None, **config: Any) -> Measurement:
     return outcome
 
 
+def told(**config: Any) -> dict[str, StageTime]:
+    """The stages of a burst after which something is said: on a busy machine one may see too little."""
+    bursts = (stage_times(burst(**config).stages) for _ in range(10))
+    return {each.stage: each for each in next((stages for stages in bursts if stages), ())}
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_waiting_and_computing_are_told_apart(start: str) -> None:
-    found = {each.stage: each for each in stage_times(burst(multiprocessing_context=start).stages)}
+    found = told(multiprocessing_context=start)
     # 6 ms of 12 are waited for, whoever holds the lock and however long
     assert 0.25 < found["fetch"].wall_share < 0.75
     assert found["fetch"].cpu_share < 0.2
