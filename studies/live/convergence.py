@@ -170,12 +170,12 @@ class Job:
 
         return DataLoader(self.study.dataset, batch_size=self.study.batch_size, shuffle=True)
 
-    def auto(self) -> Any:
+    def auto(self, **options: Any) -> Any:
         from autotune_loader import AutoLoader
 
         sampler = self.study.sampler
         order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
-        return AutoLoader(self.study.dataset, batch_size=self.study.batch_size, drop_last=True, **order)
+        return AutoLoader(self.study.dataset, batch_size=self.study.batch_size, drop_last=True, **order, **options)
 
 
 def train_live(job: Job, seconds: float, disturb: Any = None) -> dict[str, Any]:

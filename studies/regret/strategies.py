@@ -3,6 +3,7 @@
 | strategy | how a person would do it |
 |---|---|
 | autotune_loader | `tune(dataset, model, ...)`, budget "60s"; its own probe process starts within the time |
+| running loop | one loop that AutoLoader tunes as it runs, until it has settled; no bursts, no paired rounds |
 | torch default, workers = cores | nothing is measured, 0 seconds |
 | grid | every num_workers x prefetch_factor, an epoch of each but at most 1 s, worker start-up included (as DPT does) |
 | random 16, tpe 16 | Optuna, 16 trials over workers, prefetch and step threads, 1 s each, worker start-up included |
@@ -28,7 +29,7 @@ from typing import Any
 
 from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule
 from autotune_loader.values.config import LoaderConfig
-from studies.regret import OURS, PLAIN_RULE
+from studies.regret import OURS, PLAIN_RULE, RUNNING_LOOP
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
 from studies.workloads import study_cache
 
@@ -201,6 +202,10 @@ def autotune_loader(workload: str, bench: Bench, lattice: Lattice, seed: int) ->
     return _from_child([sys.executable, "-W", "ignore", "-m", "studies.regret.tuned", workload, str(seed), BUDGET])
 
 
+def running_loop(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
+    return _from_child([sys.executable, "-W", "ignore", "-m", "studies.regret.running_loop", workload])
+
+
 def version_before(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
     """The same of another checkout, whose folder `AUTOTUNE_LOADER_BEFORE` names: `git worktree add /tmp/before REVISION`."""
     folder = os.environ.get(BEFORE_VARIABLE)
@@ -287,6 +292,7 @@ def _has_loadtune(python: Path) -> bool:
 STRATEGIES: dict[str, Strategy] = {
     OURS: autotune_loader,
     BEFORE: version_before,
+    RUNNING_LOOP: running_loop,
     "torch default": by_rule(lambda cores: LoaderConfig()),
     "workers = cores": by_rule(lambda cores: LoaderConfig(num_workers=cores)),
     PLAIN_RULE: plain,
@@ -307,4 +313,4 @@ def applies(strategy: str, workload: str) -> bool:
 
 def seeds_of(strategy: str, seeds: int) -> Iterator[int]:
     """Only ours is run with every seed: the others cost more, and rules have none."""
-    yield from range(seeds if strategy in (OURS, BEFORE) else 1)
+    yield from range(seeds if strategy in (OURS, BEFORE, RUNNING_LOOP) else 1)
