@@ -61,7 +61,7 @@ def render_trials(result: TuningResult, width: int = 100) -> str:
     shown = _shown(rows)
     groups = [[_cells(row) for row in shown if row.source == source] for source in ("finals", "trial", "failure")]
     knobs, measured = ("", "workers", "prefetch", "also"), ("wait", "first batch", "memory")
-    headers = (*knobs, "samples/s", "95 % interval", "from", *measured)
+    headers = (*knobs, result.measured.rate_unit, "95 % interval", "from", *measured)
     table = [render_table(headers, [group for group in groups if group], width, numeric=(1, 2, 4, 5, 7, 8, 9))]
     table += _failure_lines(shown, width)
     if len(shown) < len(rows):

@@ -26,10 +26,12 @@ from autotune_loader.version import __version__
 
 # 1.0  first release
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
-# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script
+# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script;
+#      measured.rate_unit
 SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
 """No honest loader.json comes near this; a file that does is refused before it is parsed."""
+RateUnit = Literal["samples/s", "batches/s"]
 _Kind = TypeVar("_Kind")
 _File = TypeVar("_File", bound="LoaderFile")
 Status = Literal["complete", "undecided", "partial", "fallback"]
@@ -50,6 +52,8 @@ class BatchSizeChoice:
 class Measured:
     """What was measured of the best configuration; null means not measured."""
 
+    rate_unit: RateUnit = "samples/s"
+    """Of all rates of the result: batches where it is unknown how many samples these hold."""
     samples_per_s: Interval | None = None
     """Rate of the best configuration, from the finals where they were run."""
     baseline_samples_per_s: Interval | None = None

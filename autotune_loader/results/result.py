@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def _in_a_line(result: TuningResult) -> str:
     rate, ratio = result.measured.samples_per_s, result.speedup
     told = [f"{result.status}: {result.best}"]
-    told += [f"{rate} samples/s"] if rate is not None else []
+    told += [f"{rate} {result.measured.rate_unit}"] if rate is not None else []
     told += [f"{ratio} times the rate of {result.baseline}"] if ratio is not None else []
     return f"<TuningResult {'; '.join(told)}>"
 

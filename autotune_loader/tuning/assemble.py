@@ -31,6 +31,7 @@ from autotune_loader.results.loader_file import (
     Finals,
     Measured,
     Predicted,
+    RateUnit,
     Reused,
     Spent,
     Status,
@@ -68,7 +69,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         baseline=state.baseline,
         trials=trials,
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals),
+        measured=_measured(best, state, finals, "batches/s" if context.warmup.counts_batches else "samples/s"),
         predicted=_predicted(best, state, finals, context),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
@@ -206,15 +207,16 @@ def _cached_steps(best: LoaderConfig, state: SearchState) -> tuple[Measurement, 
     return () if measured is None else (measured,)
 
 
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
+def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: RateUnit) -> Measured:
     """Every figure from where the table has it, too."""
     before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
-        return Measured(baseline_samples_per_s=before)
+        return Measured(rate_unit=unit, baseline_samples_per_s=before)
     memory = measurement.memory
     bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
     return Measured(
+        rate_unit=unit,
         samples_per_s=rate_of(best, finals, state.trials, is_best=True),
         baseline_samples_per_s=before,
         speedup=None if state.finals is None else state.finals.speedup,
@@ -285,14 +287,13 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     if found.status == "fallback":
         kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
         return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
-    unit = "batches/s" if context.warmup.counts_batches else "samples/s"
     sentences = []
     if found.status == "partial":
         sentences.append("Interrupted: this is the best state so far.")
     if found.status == "undecided":
         sentences.append(f"{UNDECIDED}: {found.finals.undecided}. Until then this is the safest guess.")
     is_decided = found.status == "complete"
-    sentences.append(f"Use {best}: {rate_words(measured.samples_per_s, unit)}.")
+    sentences.append(f"Use {best}: {rate_words(measured.samples_per_s, measured.rate_unit)}.")
     sentences.append(speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")

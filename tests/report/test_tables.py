@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from report.example import BASELINE, BEST, synthetic_result
 
+from autotune_loader.report.plots.workers import plot_workers
 from autotune_loader.report.standings import standings
 from autotune_loader.report.tables import render_report, render_trials
-from autotune_loader.results.loader_file import Finals
+from autotune_loader.results.loader_file import Finals, Measured
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
@@ -155,3 +156,12 @@ def test_the_share_of_time_in_which_the_gpu_worked_is_told_and_nvmls_beside_it(s
     assert "GPU: at work on a step for 93 % of the time." in render_report(alone)
     assert "GPU: at work on a step for 93 % of the time; NVML saw it busy for 95 %" in render_report(both)
     assert "GPU:" not in render_report(small_result)
+
+
+def test_rates_of_batches_are_called_so_everywhere(small_result: TuningResult) -> None:
+    rate = Interval(value=1195.0, low=1068.0, high=1322.0, count=2)
+    told = replace(small_result, measured=Measured(samples_per_s=rate, rate_unit="batches/s"))
+    assert "batches/s" in render_trials(told).splitlines()[0]
+    assert "samples/s" not in render_trials(told)
+    assert "batches/s" in repr(told)
+    assert plot_workers(told).axes[0].get_ylabel() == "batches per second"

@@ -14,7 +14,7 @@ from autotune_loader.report.advice.acceleration import advise_on
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import bytes_text, counted, ratio_text, share_text
+from autotune_loader.report.units import bytes_text, counted, rate_text, ratio_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.values.stages import HAND_OVER
 
@@ -134,8 +134,8 @@ def _more_cores(evidence: Evidence) -> Iterator[Advice]:
     if gain is not None:
         yield Advice(
             action=f"Use more cores: with {cores} cores and {then.config.num_workers} workers the twin predicts "
-            f"{evidence.rate.value * (1 + gain):,.0f} samples/s.",
-            reason=f"on {evidence.usable_cores} cores the best is {evidence.rate.value:,.0f} samples/s",
+            f"{rate_text(evidence.rate.value * (1 + gain))}.",
+            reason=f"on {evidence.usable_cores} cores the best is {rate_text(evidence.rate.value)}",
             expected_gain=gain,
         )
 
@@ -150,7 +150,7 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
             reason=f"a fetch waits {share:.0%} of its time and leaves its core alone meanwhile; the twin predicts "
-            f"{evidence.rate.value * (1 + gain):,.0f} samples/s with {more.num_workers} workers",
+            f"{rate_text(evidence.rate.value * (1 + gain))} with {more.num_workers} workers",
             expected_gain=gain,
         )
     longest = max(evidence.stage_times, key=lambda each: each.waited_s, default=None)

@@ -124,9 +124,9 @@ def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
     axes.axhline(ceiling.value, color=BLACK, linewidth=1.2, linestyle=(0, (6, 3)), label="ceiling: the step alone")
 
 
-def label_rates(axes: Axes, xlabel: str) -> None:
-    """Samples per second upwards from zero."""
-    axes.set(xlabel=xlabel, ylabel="samples per second", ylim=(0, None))
+def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
+    """Samples, or batches, per second upwards from zero."""
+    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"), ylim=(0, None))
     axes.yaxis.set_major_formatter(thousands)
 
 

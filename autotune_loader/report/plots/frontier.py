@@ -32,11 +32,11 @@ def frontier_info(result: TuningResult) -> FrontierInfo:
 def plot_frontier(result: TuningResult) -> canvas.Figure:
     """Samples/s over the cores that are kept busy; those that nothing beats are joined, with their memory."""
     info = frontier_info(result)
-    content = partial(_draw, info) if info.points else "CPU time was not measured in any burst."
+    content = partial(_draw, info, result.measured.rate_unit) if info.points else "CPU time was not measured in any burst."
     return canvas.picture("What speed costs in cores", content)
 
 
-def _draw(info: FrontierInfo, axes: canvas.Axes) -> None:
+def _draw(info: FrontierInfo, unit: str, axes: canvas.Axes) -> None:
     def places(points: list[Point]) -> list[tuple[float, float]]:
         return [(each.cores, each.samples_per_s) for each in points]
 
@@ -56,4 +56,4 @@ def _draw(info: FrontierInfo, axes: canvas.Axes) -> None:
         axes.annotate(label, (each.cores, each.samples_per_s), xytext=(6, -10), textcoords="offset points", fontsize=8)
     axes.set_xlim(0, None)
     axes.margins(x=0.08)
-    canvas.label_rates(axes, "cores kept busy; beside the points: workers, memory")
+    canvas.label_rates(axes, "cores kept busy; beside the points: workers, memory", unit)

@@ -48,11 +48,11 @@ def history_info(result: TuningResult) -> HistoryInfo:
 def plot_history(result: TuningResult) -> canvas.Figure:
     """Samples/s of each trial in the order they ran, the best so far, and crosses for those that failed."""
     info = history_info(result)
-    content = partial(_draw, info) if info.measured or info.failed else "No configuration was tried."
+    content = partial(_draw, info, result.measured.rate_unit) if info.measured or info.failed else "No configuration was tried."
     return canvas.picture("The search, trial by trial", content)
 
 
-def _draw(info: HistoryInfo, axes: canvas.Axes) -> None:
+def _draw(info: HistoryInfo, unit: str, axes: canvas.Axes) -> None:
     canvas.draw_ceiling(axes, info.ceiling, max((rate.value for _, _, rate in info.measured), default=0.0))
     if info.best_so_far:
         axes.step(
@@ -63,5 +63,5 @@ def _draw(info: HistoryInfo, axes: canvas.Axes) -> None:
         canvas.draw_rates(axes, trials, marker, color=colour, capsize=2, label=label)
     failed = [(number, 0.0) for number in info.failed]
     canvas.draw_points(axes, failed, "X", color=canvas.VERMILLION, markersize=9, label="failed", clip_on=False)
-    canvas.label_rates(axes, "trial")
+    canvas.label_rates(axes, "trial", unit)
     canvas.whole_numbers(axes.xaxis)

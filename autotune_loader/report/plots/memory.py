@@ -71,7 +71,7 @@ def _bytes(memory: MemoryUse, meter: str) -> int:
 def plot_memory(result: TuningResult) -> canvas.Figure:
     """Samples/s against the memory of the whole process tree, each configuration labelled workers x prefetch_factor."""
     info = memory_info(result)
-    content = partial(_draw, info) if info.points else "Memory was not measured in any burst."
+    content = partial(_draw, info, result.measured.rate_unit) if info.points else "Memory was not measured in any burst."
     return canvas.picture("What speed costs in memory", content)
 
 
@@ -91,7 +91,7 @@ def labelled(points: tuple[Point, ...]) -> list[Point]:
     return chosen
 
 
-def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
+def _draw(info: MemoryInfo, unit: str, axes: canvas.Axes) -> None:
     canvas.draw_ceiling(axes, info.ceiling, max(point.rate.value for point in info.points))
     for points, marker, colour, size, label in (
         (
@@ -111,7 +111,7 @@ def _draw(info: MemoryInfo, axes: canvas.Axes) -> None:
         axes.annotate(point.label, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
     name = "PSS" if info.meter == "pss" else "RSS, shared pages counted for each process,"
     axes.margins(x=0.08)
-    canvas.label_rates(axes, f"peak {name} of all processes in MiB")
+    canvas.label_rates(axes, f"peak {name} of all processes in MiB", unit)
     axes.xaxis.set_major_formatter(canvas.thousands)
     canvas.whole_numbers(axes.xaxis)
     least, most = min(p.memory_bytes for p in info.points), max(p.memory_bytes for p in info.points)

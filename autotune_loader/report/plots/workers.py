@@ -68,11 +68,11 @@ def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
 def plot_workers(result: TuningResult) -> canvas.Figure:
     """Samples/s over workers: bursts with their intervals, the twin's predictions, the plateau and the ceiling."""
     info = workers_info(result)
-    content = partial(_draw, info) if info.fastest else "No configuration worked, so there is no rate to show."
+    content = partial(_draw, info, result.measured.rate_unit) if info.fastest else "No configuration worked, so there is no rate to show."
     return canvas.picture("How many workers help", content)
 
 
-def _draw(info: WorkersInfo, axes: canvas.Axes) -> None:
+def _draw(info: WorkersInfo, unit: str, axes: canvas.Axes) -> None:
     chosen = info.best[1].value if info.best else 0.0
     canvas.draw_ceiling(axes, info.ceiling, max([chosen, *(rate.value for _, rate in info.fastest)]))
     if info.plateau:
@@ -90,5 +90,5 @@ def _draw(info: WorkersInfo, axes: canvas.Axes) -> None:
         canvas.draw_rates(
             axes, [point] if point else [], marker, color=colour, markersize=size, capsize=3, label=label, zorder=5
         )
-    canvas.label_rates(axes, "worker processes")
+    canvas.label_rates(axes, "worker processes", unit)
     canvas.whole_numbers(axes.xaxis)
