@@ -163,7 +163,9 @@ def least_window_s(config: LoaderConfig, trials: Sequence[Trial], usable_cores: 
     if nearest is None or nearest.measurement is None or not config.num_workers:
         return 0.0
     crowding = max(1.0, config.num_workers / max(nearest.config.num_workers, usable_cores))
-    return min(ROUNDS_PER_BURST * nearest.measurement.service_s * crowding, LONGEST_BURST_S)
+    fetch_s, fetch_cpu_s = nearest.measurement.service_s, nearest.measurement.service_cpu_s
+    service_s = fetch_s + (crowding - 1.0) * fetch_cpu_s  # who waits needs no core meanwhile
+    return min(ROUNDS_PER_BURST * service_s, LONGEST_BURST_S)
 
 
 def prefill_s(config: LoaderConfig, measured: Measurement, context: TwinContext) -> float:
