@@ -126,13 +126,14 @@ def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
 
 def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
     """Samples, or batches, per second upwards from zero."""
+    axes.margins(y=0.1)  # no marker on the upper edge
     axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"), ylim=(0, None))
     axes.yaxis.set_major_formatter(thousands)
 
 
 def thousands(value: float, _position: float) -> str:
     """A tick's number with its thousands separated: a formatter for `axis.set_major_formatter`."""
-    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:g}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def whole_numbers(axis: Any) -> None:
