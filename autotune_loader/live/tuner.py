@@ -21,6 +21,7 @@ from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
+from autotune_loader.live.rival import denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import continuous
@@ -113,7 +114,7 @@ class Tuner:
         self._base: float | None = None
         self._unaffordable_s = math.inf
         self._saves_workers = True
-        """Fewer workers are tried once: after a shift they are left alone."""
+        """Fewer workers are tried before it settles first: later it may be a neighbour that makes them look enough."""
         self.is_confirmed = self._is_as_before = False
         self._balance: tuple[LoaderConfig, float] | None = None
         """Of what it settled on."""
@@ -238,14 +239,28 @@ class Tuner:
         return config.num_workers * worker_s + slower * max(1.0, self._source.cost_s(config, Ask()))
 
     def _decide(self, beliefs: Beliefs) -> Steps:
-        """Run what is believed to be the best of what was observed."""
+        """Run what is believed to be the best of what was observed, once nothing that read better denies it."""
+        choice = self._believed_best(beliefs)
+        while (rival := denied_by(beliefs.log, choice)) is not None:
+            if rival.again is None:
+                choice = rival.config
+                continue
+            price_s = self._price_s(rival.again, beliefs)
+            if price_s > self.spending.affordable_s:
+                self._unaffordable_s = min(self._unaffordable_s, price_s)
+                choice = rival.config if rival.is_faster else choice
+                break
+            yield from self._observe(rival.again, Ask(group=len(beliefs.log)))
+            choice = self._believed_best(beliefs)
+        yield from self._change_to(choice)
+
+    def _believed_best(self, beliefs: Beliefs) -> LoaderConfig:
         posterior = beliefs.posterior()
         known = () if posterior is None else posterior.configs
         tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in known]
         if posterior is None or not tried:
-            yield from self._change_to(self._job.start)
-            return
-        yield from self._change_to(choose(posterior.at(tried), beliefs.space, TOLERANCE)[0])
+            return self._job.start
+        return choose(posterior.at(tried), beliefs.space, TOLERANCE)[0]
 
     def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
         """A block of this configuration; added to what is known."""
@@ -296,7 +311,7 @@ class Tuner:
 
     def _confirm(self, config: LoaderConfig) -> None:
         """Queues may hide for longer than a block that too little is made: what runs on is looked at once more."""
-        self.is_confirmed = True
+        self.is_confirmed, self._saves_workers = True, False
         if self._job.is_fixed or self.beliefs is None:
             return
         end = self._training.traces.end
