@@ -24,7 +24,7 @@ class Rival:
 
     config: LoaderConfig
     is_faster: bool
-    """Whether its latest block was; else the choice's loop waited, and its own did not."""
+    """Whether its latest block was; else the choice's loop waited, and its own hardly did."""
     again: LoaderConfig | None
     """What is to be observed again, so that the latest blocks of both follow each other; None where they do."""
 
@@ -44,8 +44,9 @@ def denied_by(log: Iterable[Evidence], choice: LoaderConfig) -> Rival | None:
     waits = _waiting(own)
     for when, rival in sorted(latest.values(), key=lambda each: -each[1].log_rate):
         is_beside = abs(when - place) == 1
-        is_faster = rival.log_rate - own.log_rate > DENIED * math.hypot(rival.own_sd, own.own_sd, 2**0.5 * BLOCK_SD)
+        gain = rival.log_rate - own.log_rate
         may_be = rival.config.num_workers > 0 and waits > WAITS and _waiting(rival) < waits / 2
+        is_faster = gain > (0.0 if may_be else DENIED * math.hypot(rival.own_sd, own.own_sd, 2**0.5 * BLOCK_SD))
         if is_faster or (may_be and not is_beside):
             older = rival if when < place else own
             return Rival(config=rival.config, is_faster=is_faster, again=None if is_beside else older.config)

@@ -24,7 +24,7 @@ from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Train
 from autotune_loader.live.rival import denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
-from autotune_loader.live.traces import continuous
+from autotune_loader.live.traces import continuous, start_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
@@ -45,6 +45,8 @@ MOST_EVENTS = 2_000
 """Lines of history that are remembered."""
 CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
+LATEST_STARTS = 16
+"""Starts that tell what the next one costs."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
 
@@ -177,8 +179,13 @@ class Tuner:
         assert measured is not None
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        fetch_s, step_s = measured.service_s, measured.step_s
-        useful = max_useful_workers(job.usable_cores, fetch_s, measured.service_cpu_s, step_s, room=FILLING_ROOM)
+        useful = max_useful_workers(
+            job.usable_cores,
+            measured.service_s,
+            measured.service_cpu_s,
+            measured.step_s + measured.receive_s,
+            room=FILLING_ROOM,
+        )
         self.beliefs = Beliefs(
             self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
         )
@@ -198,6 +205,17 @@ class Tuner:
             if price_s <= self.spending.affordable_s:
                 return config
             self._unaffordable_s = min(self._unaffordable_s, price_s)
+            if (less := self._halfway(config, beliefs)) is not None:
+                return less
+        return None
+
+    def _halfway(self, config: LoaderConfig, beliefs: Beliefs) -> LoaderConfig | None:
+        """As many workers as can be paid for, of those that are on the way to this configuration: what they gain pays for more."""
+        tried, most = {each.key for each in beliefs.log}, max(each.config.num_workers for each in beliefs.log)
+        while (config := config.with_workers(config.num_workers // 2)).num_workers > most:
+            is_new = config.key() not in tried and config.key() not in self._training.failures
+            if is_new and beliefs.feasible(config) is None and self._price_s(config, beliefs) <= self.spending.affordable_s:
+                return config
         return None
 
     def _proposals(self, beliefs: Beliefs) -> Generator[LoaderConfig, None, None]:
@@ -227,11 +245,9 @@ class Tuner:
 
     def _price_s(self, config: LoaderConfig, beliefs: Beliefs) -> float:
         """What a trial is expected to cost: the start, and a slower block."""
-        starts = [
-            change.blocked_s / change.config.num_workers
-            for change in self._training.traces.changes
-            if change.config.num_workers
-        ]
+        log = self._training.traces
+        took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
+        starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
         worker_s = sum(starts) / len(starts) if starts else WORKER_START_S
         best = max(math.exp(each.log_rate) for each in beliefs.log)
         predicted = beliefs.predicted(config)
@@ -355,7 +371,8 @@ def _as_trained(config: LoaderConfig, training: Training) -> LoaderConfig:
 def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
     """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
     fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
-    stepping_s = sum(trace.step_s for trace in traces) or wall_s
+    # Receiving keeps this process busy, too: where there is hardly a step it is all that does.
+    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces) or wall_s
     return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 

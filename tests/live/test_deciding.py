@@ -129,7 +129,7 @@ def test_when_storage_turns_four_times_slower_it_begins_again() -> None:
     assert probe.truth(trained.training.config, batches=400) > 0.95 * best_rate(slower)
 
 
-@pytest.mark.parametrize("seed", [515, 558])
+@pytest.mark.parametrize("seed", [13, 28])
 def test_neighbours_that_come_and_go_do_not_make_it_settle_on_what_others_beat(seed: int) -> None:
     """GIVEN others who slow the step, so that few workers look enough, and who leave when these few are looked at"""
     machine = replace(STORAGE, cpu_s=0.006, wait_s=0.068, step_s=0.008, step_cores=2.0)
