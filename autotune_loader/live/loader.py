@@ -121,7 +121,15 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._own = self._allowed(self._start(config))
         self._state.config = self._allowed(self._first(self._own, wishes))
         self._state.own = self._own if tune else None
-        self._made_at = (users_line(), type(dataset), length_of(self.dataset), self.batch_size, self._own, budgets, tune)
+        self._made_at = (
+            users_line(),
+            type(dataset),
+            length_of(self.dataset),
+            self.batch_size,
+            self._own,
+            budgets,
+            tune,
+        )
 
     @property
     def config(self) -> LoaderConfig:

@@ -24,7 +24,9 @@ _left: dict[Hashable, _Left] = {}
 def users_line() -> tuple[str, int]:
     """File and line outside of this package that the call comes from."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__.split(".")[0]:
+    while (
+        frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__.split(".")[0]
+    ):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

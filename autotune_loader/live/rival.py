@@ -15,7 +15,7 @@ DENIED = 2.0
 BLOCK_SD = 0.05
 """... of which two blocks differ by so much (relative) beyond what their own batches show."""
 WAITS = 0.05
-"""A loop that waits for more of its time than this, and less than half as much with another configuration, may be faster there."""
+"""A loop that waits for more of its time than this, and for less than half as much with another one, may be faster there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,11 +210,15 @@ class Tuner:
         return None
 
     def _halfway(self, config: LoaderConfig, beliefs: Beliefs) -> LoaderConfig | None:
-        """As many workers as can be paid for, of those that are on the way to this configuration: what they gain pays for more."""
+        """As many workers on the way to this configuration as can be paid for: what they gain pays for more."""
         tried, most = {each.key for each in beliefs.log}, max(each.config.num_workers for each in beliefs.log)
         while (config := config.with_workers(config.num_workers // 2)).num_workers > most:
             is_new = config.key() not in tried and config.key() not in self._training.failures
-            if is_new and beliefs.feasible(config) is None and self._price_s(config, beliefs) <= self.spending.affordable_s:
+            if (
+                is_new
+                and beliefs.feasible(config) is None
+                and self._price_s(config, beliefs) <= self.spending.affordable_s
+            ):
                 return config
         return None
 

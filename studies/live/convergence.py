@@ -243,7 +243,7 @@ def train_hyperloader(job: Job, seconds: float) -> dict[str, Any]:
     """The same with hyperloader, which is not installed here: its folder is on the path of this process."""
     from hyperloader import DataLoader  # type: ignore[import-not-found]
 
-    loader = DataLoader(job.study.dataset, batch_size=job.study.batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(job.study.dataset, batch_size=job.study.batch_size, shuffle=True, drop_last=True, num_workers=2)
     begun, ends = time.perf_counter(), list[float]()
     for batch in epochs(loader):
         job.step.run(batch)

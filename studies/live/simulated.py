@@ -1,7 +1,7 @@
 """What does each part of AutoLoader's deciding bring, on simulated machines whose best configuration is known?
 
     python -m studies.live.simulated                 # 40 machines of 2 to 16 cores, about five minutes of one core
-    python -m studies.live.simulated --neighbours    # beside neighbours that come and go every few seconds, with steps on the CPU
+    python -m studies.live.simulated --neighbours    # beside neighbours that come and go, steps on the CPU
     python -m studies.live.simulated --hours 8       # an hour of as many steady jobs: changes after they have settled
 
 Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
