@@ -19,7 +19,7 @@ from autotune_loader.live.epoch import EpochIterator, LoaderState
 from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
-from autotune_loader.live.rebuilt import keep, left_by_another, users_line
+from autotune_loader.live.rebuilt import forget, keep, left_by_another, users_line
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
@@ -121,15 +121,15 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._own = self._allowed(self._start(config))
         self._state.config = self._allowed(self._first(self._own, wishes))
         self._state.own = self._own if tune else None
-        self._made_at = (
-            users_line(),
-            type(dataset),
-            length_of(self.dataset),
-            self.batch_size,
-            self._own,
-            budgets,
-            tune,
-        )
+        if tune:
+            self._made_at = (
+                users_line(),
+                type(self.dataset),
+                length_of(self.dataset),
+                self.batch_size,
+                self._own,
+                budgets,
+            )
 
     @property
     def config(self) -> LoaderConfig:
@@ -148,7 +148,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
 
     def freeze(self) -> None:
         """Try and change nothing any more."""
-        self.tune, self._made_at = False, None
+        self.tune = False
+        self._goes_its_own_way()
         if self._tuning is not None:
             self._tuning.freeze()
 
@@ -250,7 +251,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         """
         workers = self.config.num_workers if isinstance(self.dataset, IterableDataset) else None
         check_saved(state, samples=length_of(self.dataset), batch_size=self.batch_size, workers=workers)
-        self._saved, self._kept, self._latest, self._order, self._made_at = state, None, None, None, None
+        self._saved, self._kept, self._latest, self._order = state, None, None, None
+        self._goes_its_own_way()
         self._epochs, self._seed = state["epochs"], state["seed"]
         if self.tune and workers is None and "config" in state:
             self._change(LoaderConfig.from_dict(state["config"]))  # what was learnt
@@ -294,6 +296,11 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         if self._tuning is None:
             self._tuning = self._begun()
         return self._tuning
+
+    def _goes_its_own_way(self) -> None:
+        """What it does from now on is nothing for loaders that are made at the same line."""
+        forget(self._made_at)
+        self._made_at = None
 
     def _begun(self) -> LiveTuning:
         is_fixed = not self.tune or isinstance(self.dataset, IterableDataset) or current_process().daemon

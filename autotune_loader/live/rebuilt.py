@@ -39,6 +39,16 @@ def keep(key: Hashable, learnt: Any, *users: Any) -> None:
         del _left[oldest]
 
 
+def forget(key: Hashable) -> None:
+    """Nobody is to go on with this."""
+    _left.pop(key, None)
+
+
+def forget_all() -> None:
+    """Every loader begins anew."""
+    _left.clear()
+
+
 def left_by_another(key: Hashable) -> Any:
     """What a loader has learnt that is no longer iterated; None where there is none."""
     known = _left.get(key)

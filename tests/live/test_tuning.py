@@ -108,6 +108,14 @@ def test_loaders_that_are_made_anew_for_each_epoch_settle_as_one_does(batches: i
     assert AutoLoader(Waiting(8 * batches), batch_size=8, max_workers=3).traces.end == 0
 
 
+def test_what_a_loader_was_told_to_run_with_is_nothing_for_the_next() -> None:
+    for _ in range(2):
+        loader = AutoLoader(Numbers(20), batch_size=2)
+        assert len(list(loader)) == 10
+        assert loader.config.num_workers == FIRST_WORKERS
+        loader.change_to(LoaderConfig())
+
+
 def test_a_frozen_loader_stays_as_it_is() -> None:
     loader = AutoLoader(Waiting(400), batch_size=8, num_workers=2)
     loader.freeze()
