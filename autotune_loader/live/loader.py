@@ -149,7 +149,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = False
-        self._goes_its_own_way()
+        forget(self._made_at)
+        self._made_at = None
         if self._tuning is not None:
             self._tuning.freeze()
 
@@ -252,7 +253,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         workers = self.config.num_workers if isinstance(self.dataset, IterableDataset) else None
         check_saved(state, samples=length_of(self.dataset), batch_size=self.batch_size, workers=workers)
         self._saved, self._kept, self._latest, self._order = state, None, None, None
-        self._goes_its_own_way()
+        forget(self._made_at)
+        self._made_at = None
         self._epochs, self._seed = state["epochs"], state["seed"]
         if self.tune and workers is None and "config" in state:
             self._change(LoaderConfig.from_dict(state["config"]))  # what was learnt
@@ -296,11 +298,6 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         if self._tuning is None:
             self._tuning = self._begun()
         return self._tuning
-
-    def _goes_its_own_way(self) -> None:
-        """What it does from now on is nothing for loaders that are made at the same line."""
-        forget(self._made_at)
-        self._made_at = None
 
     def _begun(self) -> LiveTuning:
         is_fixed = not self.tune or isinstance(self.dataset, IterableDataset) or current_process().daemon
