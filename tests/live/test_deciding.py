@@ -13,7 +13,7 @@ from autotune_loader.live.block_source import BlockSource, waiting_share
 from autotune_loader.live.rival import Rival, denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import CREDIT_S
-from autotune_loader.live.traces import Change, continuous
+from autotune_loader.live.traces import Change, LiveTraces, continuous, start_s
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
@@ -273,3 +273,27 @@ def test_a_rate_that_shifts_for_good_raises_an_alarm_and_a_short_disturbance_doe
     assert not any(test.add(each) for each in (math.log(50), math.log(50), *steady))
 
     assert [test.add(math.log(80)) for _ in range(6)].index(True) <= 4
+
+
+def test_what_starting_workers_took_holds_the_wait_until_they_had_imported() -> None:
+    log = LiveTraces()
+    slow = replace(trace(0.0), fetch_start=2.5, fetch_end=3.0, collate_end=3.0, received=3.0, step_end=3.01)
+    log.note(slow)
+    change = Change(batch=0, serves_from=0, config=TWO, reason="start", begun=-0.1, blocked_s=0.1)
+
+    assert start_s(log, change) == pytest.approx(0.1 + 2.5)
+    assert start_s(log, replace(change, serves_from=1)) is None
+
+
+def test_a_loop_without_a_step_asks_for_no_more_workers_than_it_can_receive_from() -> None:
+    machine = SimulatedMachine(cores=2, cpu_s=0.0005, wait_s=0.04, step_s=2e-6, receive_s=0.005, noise_sd=0.02)
+
+    assert max(config.num_workers for _, config in train(machine, 10).training.changes) <= 14
+
+
+def test_where_many_workers_cannot_be_paid_for_fewer_are_tried_first() -> None:
+    machine = SimulatedMachine(
+        cores=2, cpu_s=0.0005, wait_s=0.04, step_s=2e-6, receive_s=0.0003, worker_start_s=0.04, noise_sd=0.02
+    )
+
+    assert train(machine, 10).training.config.num_workers > 20
