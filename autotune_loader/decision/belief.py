@@ -73,9 +73,9 @@ class Beliefs:
         if space.workers_are_capped or not seen:
             return space
         counts = [max(each.samples_per_s.count, 1) for each in seen]
-        stages = [(each.service_s, each.service_cpu_s, each.step_s) for each in seen]
-        fetch_s, fetch_cpu_s, step_s = map(float, np.average(stages, axis=0, weights=counts))
-        useful = max_useful_workers(cores, fetch_s, fetch_cpu_s, step_s, room=FILLING_ROOM)
+        stages = [(each.service_s, each.service_cpu_s, each.step_s + each.receive_s) for each in seen]
+        fetch_s, fetch_cpu_s, loop_s = map(float, np.average(stages, axis=0, weights=counts))
+        useful = max_useful_workers(cores, fetch_s, fetch_cpu_s, loop_s, room=FILLING_ROOM)
         observed = max(workers for workers, _ in measured)
         useful = min(useful, 2 * observed, self.context.epoch_batches or useful)
         return space if useful <= space.max_workers else replace(space, max_workers=useful)

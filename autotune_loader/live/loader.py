@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import current_process
 from typing import Any, Generic, Literal, TypeVar
@@ -19,6 +19,7 @@ from autotune_loader.live.epoch import EpochIterator, LoaderState
 from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
+from autotune_loader.live.rebuilt import forget, keep, left_by_another, users_line
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
@@ -110,6 +111,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._epochs = 0
         self._saved: Mapping[str, Any] | None = None
         self._job: str | None = None
+        self._made_at: Hashable = None
         self._kept: EpochIterator | None = None
         self._latest: weakref.ref[EpochIterator] | None = None
         self._order: Order | None = None
@@ -119,6 +121,15 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._own = self._allowed(self._start(config))
         self._state.config = self._allowed(self._first(self._own, wishes))
         self._state.own = self._own if tune else None
+        if tune:
+            self._made_at = (
+                users_line(),
+                type(self.dataset),
+                length_of(self.dataset),
+                self.batch_size,
+                self._own,
+                budgets,
+            )
 
     @property
     def config(self) -> LoaderConfig:
@@ -138,6 +149,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = False
+        forget(self._made_at)
+        self._made_at = None
         if self._tuning is not None:
             self._tuning.freeze()
 
@@ -177,13 +190,15 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             return super().__iter__()  # they carry a configuration of their own into the workers
         order, skipped = self._next_order()
-        self._known().begin_epoch()
+        self._known().begin_epoch()  # first: it may have been learnt by another
         iterator = self._kept if self.config.persistent_workers else None
         if iterator is None:
             self._kept, iterator = None, EpochIterator(self._state)
         if self.config.persistent_workers:
             self._kept = iterator  # as torch: whoever iterates again gets the same iterator, started over
         self._latest, self._order = weakref.ref(iterator), order
+        if self._made_at is not None:
+            keep(self._made_at, self.learnt, self, iterator)
         self._workers_of_epoch = self.config.num_workers
         iterator.begin(self._parts(), order)
         for _ in range(skipped):
@@ -194,7 +209,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running; as torch's iterators are not sent."""
         state = LoaderState(config=self._state.config, budgets=self._state.budgets, own=self._state.own)
-        return {**self.__dict__, "_latest": None, "_kept": None, "_order": None, "_tuning": None, "_state": state}
+        fresh = dict.fromkeys(("_latest", "_kept", "_order", "_tuning", "_made_at"))
+        return {**self.__dict__, **fresh, "_state": state}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, for `load_state_dict` of another one with the same dataset and arguments.
@@ -237,6 +253,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         workers = self.config.num_workers if isinstance(self.dataset, IterableDataset) else None
         check_saved(state, samples=length_of(self.dataset), batch_size=self.batch_size, workers=workers)
         self._saved, self._kept, self._latest, self._order = state, None, None, None
+        forget(self._made_at)
+        self._made_at = None
         self._epochs, self._seed = state["epochs"], state["seed"]
         if self.tune and workers is None and "config" in state:
             self._change(LoaderConfig.from_dict(state["config"]))  # what was learnt
@@ -274,6 +292,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         )
 
     def _known(self) -> LiveTuning:
+        if self._tuning is None and (left := left_by_another(self._made_at)) is not None:
+            self.go_on_from(*left)
+            left[1].on_change = _announcing(self.on_change, self._job)
         if self._tuning is None:
             self._tuning = self._begun()
         return self._tuning

@@ -76,6 +76,17 @@ class LiveTraces:
             self.changes = self.changes[-MOST_BATCHES:]
 
 
+def start_s(log: LiveTraces, change: Change) -> float | None:
+    """Seconds of training that starting a pool took: held up, and waited for workers that only imported yet; None if unknown.
+
+    A worker that imports takes a core from those that fetch, so that this grows with the number of workers.
+    """
+    first = log.block(change.serves_from, change.serves_from + 1)
+    if not first or change.serves_from < log.first:
+        return None
+    return change.blocked_s + max(0.0, first[0].wait_s - first[0].service_s)
+
+
 def continuous(traces: Sequence[BatchTrace], changes: Sequence[Change] = ()) -> list[BatchTrace]:
     """The same batches as if nobody had paused: ends of epochs and pauses are taken out, starts of pools are left in.
 

@@ -21,9 +21,10 @@ from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
+from autotune_loader.live.rival import denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
-from autotune_loader.live.traces import continuous
+from autotune_loader.live.traces import continuous, start_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
@@ -44,6 +45,8 @@ MOST_EVENTS = 2_000
 """Lines of history that are remembered."""
 CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
+LATEST_STARTS = 16
+"""Starts that tell what the next one costs."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
 
@@ -113,7 +116,7 @@ class Tuner:
         self._base: float | None = None
         self._unaffordable_s = math.inf
         self._saves_workers = True
-        """Fewer workers are tried once: after a shift they are left alone."""
+        """Fewer workers are tried before it settles first: later it may be a neighbour that makes them look enough."""
         self.is_confirmed = self._is_as_before = False
         self._balance: tuple[LoaderConfig, float] | None = None
         """Of what it settled on."""
@@ -176,8 +179,13 @@ class Tuner:
         assert measured is not None
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        fetch_s, step_s = measured.service_s, measured.step_s
-        useful = max_useful_workers(job.usable_cores, fetch_s, measured.service_cpu_s, step_s, room=FILLING_ROOM)
+        useful = max_useful_workers(
+            job.usable_cores,
+            measured.service_s,
+            measured.service_cpu_s,
+            measured.step_s + measured.receive_s,
+            room=FILLING_ROOM,
+        )
         self.beliefs = Beliefs(
             self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
         )
@@ -197,6 +205,21 @@ class Tuner:
             if price_s <= self.spending.affordable_s:
                 return config
             self._unaffordable_s = min(self._unaffordable_s, price_s)
+            if (less := self._halfway(config, beliefs)) is not None:
+                return less
+        return None
+
+    def _halfway(self, config: LoaderConfig, beliefs: Beliefs) -> LoaderConfig | None:
+        """As many workers on the way to this configuration as can be paid for: what they gain pays for more."""
+        tried, most = {each.key for each in beliefs.log}, max(each.config.num_workers for each in beliefs.log)
+        while (config := config.with_workers(config.num_workers // 2)).num_workers > most:
+            is_new = config.key() not in tried and config.key() not in self._training.failures
+            if (
+                is_new
+                and beliefs.feasible(config) is None
+                and self._price_s(config, beliefs) <= self.spending.affordable_s
+            ):
+                return config
         return None
 
     def _proposals(self, beliefs: Beliefs) -> Generator[LoaderConfig, None, None]:
@@ -226,11 +249,9 @@ class Tuner:
 
     def _price_s(self, config: LoaderConfig, beliefs: Beliefs) -> float:
         """What a trial is expected to cost: the start, and a slower block."""
-        starts = [
-            change.blocked_s / change.config.num_workers
-            for change in self._training.traces.changes
-            if change.config.num_workers
-        ]
+        log = self._training.traces
+        took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
+        starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
         worker_s = sum(starts) / len(starts) if starts else WORKER_START_S
         best = max(math.exp(each.log_rate) for each in beliefs.log)
         predicted = beliefs.predicted(config)
@@ -238,14 +259,28 @@ class Tuner:
         return config.num_workers * worker_s + slower * max(1.0, self._source.cost_s(config, Ask()))
 
     def _decide(self, beliefs: Beliefs) -> Steps:
-        """Run what is believed to be the best of what was observed."""
+        """Run what is believed to be the best of what was observed, once nothing that read better denies it."""
+        choice = self._believed_best(beliefs)
+        while (rival := denied_by(beliefs.log, choice)) is not None:
+            if rival.again is None:
+                choice = rival.config
+                continue
+            price_s = self._price_s(rival.again, beliefs)
+            if price_s > self.spending.affordable_s:
+                self._unaffordable_s = min(self._unaffordable_s, price_s)
+                choice = rival.config if rival.is_faster else choice
+                break
+            yield from self._observe(rival.again, Ask(group=len(beliefs.log)))
+            choice = self._believed_best(beliefs)
+        yield from self._change_to(choice)
+
+    def _believed_best(self, beliefs: Beliefs) -> LoaderConfig:
         posterior = beliefs.posterior()
         known = () if posterior is None else posterior.configs
         tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in known]
         if posterior is None or not tried:
-            yield from self._change_to(self._job.start)
-            return
-        yield from self._change_to(choose(posterior.at(tried), beliefs.space, TOLERANCE)[0])
+            return self._job.start
+        return choose(posterior.at(tried), beliefs.space, TOLERANCE)[0]
 
     def _observe(self, config: LoaderConfig, ask: Ask) -> Generator[float, None, Evidence]:
         """A block of this configuration; added to what is known."""
@@ -296,7 +331,7 @@ class Tuner:
 
     def _confirm(self, config: LoaderConfig) -> None:
         """Queues may hide for longer than a block that too little is made: what runs on is looked at once more."""
-        self.is_confirmed = True
+        self.is_confirmed, self._saves_workers = True, False
         if self._job.is_fixed or self.beliefs is None:
             return
         end = self._training.traces.end
@@ -340,7 +375,8 @@ def _as_trained(config: LoaderConfig, training: Training) -> LoaderConfig:
 def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
     """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
     fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
-    stepping_s = sum(trace.step_s for trace in traces) or wall_s
+    # Receiving keeps this process busy, too: where there is hardly a step it is all that does.
+    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces) or wall_s
     return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 

@@ -12,7 +12,7 @@ from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING
 from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.ranks import Follower, LeaderSource, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
-from autotune_loader.live.traces import LiveTraces
+from autotune_loader.live.traces import LiveTraces, start_s
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.results.result import TuningResult
@@ -66,7 +66,7 @@ class LiveTuning:
         may_keep_workers: bool,
         on_change: Callable[[Event], None],
     ) -> None:
-        self.job = job
+        self.job, self.on_change = job, on_change
         self._state, self._may_keep = state, may_keep_workers
         self._run = LoaderRun(state, weakref.WeakMethod(change), state.config.persistent_workers)
         link = None if job.is_fixed else job_link()
@@ -79,7 +79,7 @@ class LiveTuning:
             job,
             lambda most: state.budgets.search_space(most, like, state.shape),
             source=LeaderSource(self._run, link) if link is not None and not link.rank else None,
-            on_change=on_change,
+            on_change=lambda event: self.on_change(event),
         )
         follower = Follower(self._run, link) if link is not None and link.rank else None
         state.look, state.wake = self.tuner.look if follower is None else follower.look, 0.0
@@ -102,10 +102,8 @@ class LiveTuning:
         rows = traces.block(max(starts[-1].batch, traces.end - 256)) if starts else []
         if len(rows) < 2:
             return
-        first, batches = rows[0], traces.end - starts[-1].batch
-        epoch_s = (rows[-1].step_end - rows[0].requested) / len(rows) * batches
-        start_s = starts[-1].blocked_s + max(0.0, first.wait_s - first.service_s)
-        if start_s > STARTUP_WORTH_AVOIDING * epoch_s:
+        epoch_s = (rows[-1].step_end - rows[0].requested) / len(rows) * (traces.end - starts[-1].batch)
+        if (start_s(traces, starts[-1]) or starts[-1].blocked_s) > STARTUP_WORTH_AVOIDING * epoch_s:
             run.keeps_workers = True
             run.change_to(replace(config, persistent_workers=True))
 

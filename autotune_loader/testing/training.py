@@ -15,7 +15,9 @@ from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
 
 NOISE_S = 1.0
-"""The machine's noise lasts for about so long."""
+"""The machine's noise lasts for about so long ..."""
+NEIGHBOURS_S = 3.0
+"""... and neighbours come and go this often."""
 
 
 class SimulatedTraining:
@@ -34,8 +36,8 @@ class SimulatedTraining:
         self.changes: list[tuple[float, LoaderConfig]] = []
         """When it was asked to change, and to what."""
         self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()
-        self._noise_ends = clock() + NOISE_S
-        self._machine, self._slower = machine, 1.0
+        self._noise_ends = self._neighbours_end = clock() + NOISE_S
+        self._machine, self._slower, self._neighbours = machine, 1.0, 0.0
         self._running = config
         self._is_open = True
         self._run, self._batches = self._started(clock(), "start", 0)
@@ -64,6 +66,11 @@ class SimulatedTraining:
             self._noise_ends = self._clock() + self._rng.expovariate(1 / NOISE_S)
             self._slower = self._rng.lognormvariate(0.0, self._machine.noise_sd)
             self._disturb()
+        if self._machine.neighbours and self._clock() >= self._neighbours_end:
+            self._neighbours_end = self._clock() + self._rng.expovariate(1 / NEIGHBOURS_S)
+            are_there = self._rng.random() < self._machine.neighbours_share
+            self._neighbours = self._machine.neighbours if are_there else 0.0
+            self._disturb()
         if self.config is not self._running and self._is_open:
             self._is_open, self._change_begun = False, self._clock()
             self._in_hand = len(self._run.numbers) - self._run.done_count if self._running.num_workers else 0
@@ -81,7 +88,7 @@ class SimulatedTraining:
         config, machine = self._running, self._machine
         start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
         run = _Events(
-            _Disturbed(machine, self._slower),
+            _Disturbed(machine, self._slower, self._neighbours),
             config,
             self._feed(),
             begun,
@@ -106,5 +113,5 @@ class SimulatedTraining:
 
     def _disturb(self) -> None:
         run = self._run
-        run.disturbed = _Disturbed(self._machine, self._slower)
+        run.disturbed = _Disturbed(self._machine, self._slower, self._neighbours)
         run.machine, run.step_s = self._machine, run.disturbed.step_seconds(self._running.consumer_threads)

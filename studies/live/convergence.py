@@ -2,6 +2,10 @@
 
     python -m studies.live.convergence wait_light_tail ...     # 150 s each; adds to results/convergence.jsonl
     python -m studies.live.convergence --disturb               # samples turn four times slower half-way
+    python -m studies.live.convergence wait_light_tail --neighbours --seconds 90   # two busy processes from 30 s to 60 s
+    python -m studies.live.convergence wait_light_tail --hyperloader /tmp/hyperloader/python    # with it as a rival
+    python -m studies.live.convergence wait_light_tail --two-loaders               # training and validation in turn
+    python -m studies.live.convergence wait_light_tail --seconds 300               # five minutes
     python -m studies.live.convergence --table                 # the table, from what was kept; no measuring
     python -m studies.live.convergence --plots                 # the pictures
 
@@ -21,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +43,21 @@ COLD = {**os.environ, "AUTOTUNE_LOADER_CACHE": "off"}
 """Nothing is known from an earlier run."""
 SLOWER = 4.0
 """How many times longer samples take after the disturbance."""
+NEIGHBOURS, COME_S, GO_S = 2, 30.0, 60.0
+"""Busy processes, and when they come and go."""
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+TRAINED_S, VALIDATED_S = 8.0, 3.0
+"""Of two loaders, how long each is iterated in turn."""
+FIXED = (1, 2, 3, 4, 6, 8, 10, 12)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--disturb", action="store_true")
+    parser.add_argument("--neighbours", action="store_true")
+    parser.add_argument("--two-loaders", action="store_true")
+    parser.add_argument("--hyperloader", help="folder of its Python package, such as `python` of a clone")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plots", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -54,7 +67,12 @@ def main() -> int:
         print(json.dumps(child(options.child, options.seconds)))
         return 0
     for name in options.workloads:
-        keep(study(name, options.seconds))
+        if options.neighbours:
+            keep(in_child(f"neighbours:{name}", options.seconds))
+        if options.two_loaders:
+            keep(in_child(f"two:{name}", options.seconds))
+        if not (options.neighbours or options.two_loaders):
+            keep(study(name, options.seconds, options.hyperloader))
     if options.disturb:
         keep(disturbed(options.seconds))
     if options.plots:
@@ -66,12 +84,13 @@ def main() -> int:
     return 0
 
 
-def study(name: str, seconds: float) -> dict[str, Any]:
+def study(name: str, seconds: float, hyperloader: str | None = None) -> dict[str, Any]:
     """All that is measured of one workload."""
     with Bench(name) as bench:
         known = survey(bench)
     live = in_child(f"live:{name}", seconds)
     tuned = in_child(f"tune:{name}", seconds)
+    rival = {} if hyperloader is None else {"hyperloader": in_child(f"hyper:{name}", seconds, path=hyperloader)}
     cores = live["cores"]
     arms = {
         "live": key(LoaderConfig.from_dict(live["config"])),
@@ -83,7 +102,7 @@ def study(name: str, seconds: float) -> dict[str, Any]:
     arms |= {f"survey {place}": each for place, each in enumerate(top)}
     with Bench(name) as bench:
         rounds = race(bench, list(dict.fromkeys(arms.values())))
-    return {"workload": name, "survey": known, "live": live, "tune": tuned, "arms": arms, "rounds": rounds}
+    return {"workload": name, "survey": known, "live": live, "tune": tuned, "arms": arms, "rounds": rounds, **rival}
 
 
 def survey(bench: Bench) -> dict[str, float]:
@@ -128,7 +147,7 @@ def race(bench: Bench, arms: Sequence[str]) -> list[dict[str, float]]:
     return rounds
 
 
-def in_child(what: str, seconds: float) -> dict[str, Any]:
+def in_child(what: str, seconds: float, path: str = "") -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "studies.live.convergence", "--child", what]
     done = subprocess.run(
         [*command, "--seconds", str(seconds)],
@@ -136,8 +155,8 @@ def in_child(what: str, seconds: float) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=240,
-        env=COLD,
+        timeout=seconds + 240,
+        env={**COLD, "PYTHONPATH": os.pathsep.join(filter(None, [COLD.get("PYTHONPATH"), path]))},
     )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -147,6 +166,12 @@ def child(what: str, seconds: float) -> dict[str, Any]:
     kind, _, name = what.partition(":")
     if kind == "tune":
         return tune_once(name)
+    if kind == "hyper":
+        return train_hyperloader(Job(name), seconds)
+    if kind == "neighbours":
+        return beside_neighbours(name, seconds)
+    if kind == "two":
+        return two_loaders(name, seconds)
     return train_live(Job(name), seconds)
 
 
@@ -178,13 +203,13 @@ class Job:
         return AutoLoader(self.study.dataset, batch_size=self.study.batch_size, drop_last=True, **order, **options)
 
 
-def train_live(job: Job, seconds: float, disturb: Any = None) -> dict[str, Any]:
+def train_live(job: Job, seconds: float, events: Sequence[tuple[float, Callable[[], None]]] = ()) -> dict[str, Any]:
     """Train from a cold start; when each batch was done, and what the loader decided.
 
     Args:
         job: what is trained.
         seconds: how long.
-        disturb: called half-way.
+        events: what is called in its midst, and after how many seconds.
     """
     from autotune_loader.machine.limits import usable_cores
 
@@ -192,12 +217,12 @@ def train_live(job: Job, seconds: float, disturb: Any = None) -> dict[str, Any]:
     begun = time.perf_counter()
     origin = time.monotonic()
     ends: list[float] = []
+    todo = list(events)
     for batch in epochs(loader):
         job.step.run(batch)
         ends.append(time.perf_counter() - begun)
-        if disturb is not None and ends[-1] > seconds / 2:
-            disturb()
-            disturb = None
+        while todo and ends[-1] > todo[0][0]:
+            todo.pop(0)[1]()
         if ends[-1] > seconds:
             break
     size = job.study.batch_size
@@ -207,15 +232,86 @@ def train_live(job: Job, seconds: float, disturb: Any = None) -> dict[str, Any]:
         "cores": usable_cores().usable,
         "samples": len(ends) * size,
         "seconds": ends[-1],
-        "per_s": [size * sum(second <= end < second + 1 for end in ends) for second in range(int(seconds))],
-        "changes": [
-            [change.begun - origin, change.config.num_workers, change.config.prefetch_factor, change.blocked_s]
-            for change in loader.traces.changes
-            if change.reason != "epoch"
-        ],
+        "per_s": per_second(ends, size, seconds),
+        "changes": changes(loader, origin),
         "settled": [float(each) for each in history[history["event"] == "settled"]["seconds"]],
         "blocks": int((history["event"] == "block").sum()),
     }
+
+
+def train_hyperloader(job: Job, seconds: float) -> dict[str, Any]:
+    """The same with hyperloader, which is not installed here: its folder is on the path of this process."""
+    from hyperloader import DataLoader  # type: ignore[import-not-found]
+
+    loader = DataLoader(job.study.dataset, batch_size=job.study.batch_size, shuffle=True, drop_last=True, num_workers=2)
+    begun, ends = time.perf_counter(), list[float]()
+    for batch in epochs(loader):
+        job.step.run(batch)
+        ends.append(time.perf_counter() - begun)
+        if ends[-1] > seconds:
+            break
+    loader.close()
+    size = job.study.batch_size
+    return {"samples": len(ends) * size, "seconds": ends[-1], "per_s": per_second(ends, size, seconds)}
+
+
+def per_second(ends: Sequence[float], size: int, seconds: float) -> list[int]:
+    return [size * sum(second <= end < second + 1 for end in ends) for second in range(int(seconds))]
+
+
+def changes(loader: Any, origin: float) -> list[list[Any]]:
+    return [
+        [change.begun - origin, change.config.num_workers, change.config.prefetch_factor, change.blocked_s]
+        for change in loader.traces.changes
+        if change.reason != "epoch"
+    ]
+
+
+def beside_neighbours(name: str, seconds: float) -> dict[str, Any]:
+    """A workload beside two busy processes that come and go, and the best fixed rates without and with them."""
+    job, busy = Job(name), list[subprocess.Popen[bytes]]()
+
+    def come() -> None:
+        busy.extend(subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(NEIGHBOURS))
+
+    def go() -> None:
+        while busy:
+            process = busy.pop()
+            process.kill()
+            process.wait()
+
+    try:
+        live = train_live(job, seconds, [(COME_S, come), (GO_S, go)])
+        go()
+        rates = {"alone": {workers: fixed_rate(job, workers) for workers in FIXED}}
+        come()
+        rates["beside neighbours"] = {workers: fixed_rate(job, workers) for workers in FIXED}
+    finally:
+        go()
+    spans = [(0.0, COME_S, "alone"), (COME_S, GO_S, "beside neighbours"), (GO_S, seconds, "alone")]
+    return {"workload": f"{name}_neighbours", "live": live, "fixed": rates, "spans": spans}
+
+
+def two_loaders(name: str, seconds: float) -> dict[str, Any]:
+    """Training and validation in turn, each by an AutoLoader of its own, which is broken off after its time."""
+    job, begun, origin = Job(name), time.perf_counter(), time.monotonic()
+    loaders = {"training": job.auto(), "validation": job.auto()}
+    ends: dict[str, list[float]] = {each: [] for each in loaders}
+    while time.perf_counter() - begun < seconds:
+        for each, loader in loaders.items():
+            until = time.perf_counter() - begun + (TRAINED_S if each == "training" else VALIDATED_S)
+            for batch in epochs(loader):
+                if each == "training":
+                    job.step.run(batch)
+                ends[each].append(time.perf_counter() - begun)
+                if ends[each][-1] > min(until, seconds):
+                    break
+    size = job.study.batch_size
+    two = {
+        each: {"per_s": per_second(ends[each], size, seconds), "changes": changes(loader, origin)}
+        for each, loader in loaders.items()
+    }
+    return {"workload": f"{name}_two_loaders", "two": two}
 
 
 def epochs(loader: Any) -> Iterator[Any]:
@@ -269,12 +365,13 @@ def disturbed(seconds: float) -> dict[str, Any]:
     def slower() -> None:
         SPEED.value = SLOWER
 
-    live = train_live(job, seconds, slower)
+    live = train_live(job, seconds, [(seconds / 2, slower)])
     rates = {}
     for factor in (1.0, SLOWER):
         SPEED.value = factor
-        rates[str(factor)] = {workers: fixed_rate(job, workers) for workers in (1, 2, 3, 4, 6, 8, 10, 12)}
-    return {"workload": "storage_shift", "live": live, "fixed": rates}
+        rates[str(factor)] = {workers: fixed_rate(job, workers) for workers in FIXED}
+    spans = [(0.0, seconds / 2, "1.0"), (seconds / 2, seconds, str(SLOWER))]
+    return {"workload": "storage_shift", "live": live, "fixed": rates, "spans": spans}
 
 
 def fixed_rate(job: Job, workers: int, seconds: float = 2.5) -> float:
@@ -322,6 +419,9 @@ def figures(record: dict[str, Any]) -> dict[str, Any]:
         "default": HORIZON_S * rate[arms["default"]],
         "cores": HORIZON_S * rate[arms["cores"]],
     }
+    if (hyper := record.get("hyperloader")) is not None:
+        late = hyper["per_s"][len(hyper["per_s"]) // 2 :]
+        after["hyperloader"] = hyper["samples"] + (HORIZON_S - hyper["seconds"]) * statistics.fmean(late)
     return {
         "best": config_of(best),
         "share": share,
@@ -346,8 +446,8 @@ def table(kept_records: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| workload | best fixed | AutoLoader's | share of the best once settled (goal 98 %; least to most of the rounds) "
         "| first 60 s (90 %) | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train "
-        "| default | workers = cores |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| default | workers = cores | hyperloader 0.1 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for record in kept_records:
         if "rounds" not in record:
@@ -355,7 +455,8 @@ def table(kept_records: Sequence[dict[str, Any]]) -> str:
         f = figures(record)
         low, high = f["spread"]
         settled = "not in 60 s" if f["settled_s"] is None else f"{f['settled_s']:.0f} s"
-        after = " | ".join(f"{f['after'][name]:.0%}" for name in ("live", "tune", "default", "cores"))
+        rivals = ("live", "tune", "default", "cores", "hyperloader")
+        after = " | ".join(f"{f['after'][name]:.0%}" if name in f["after"] else "-" for name in rivals)
         lines.append(
             f"| `{record['workload']}` | {short(f['best'])} | {short(LoaderConfig.from_dict(record['live']['config']))} | "
             f"{f['share']:.1%} ({low:.0%} to {high:.0%}) | {f['first']:.0%} | {settled} | {after} |"

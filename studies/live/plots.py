@@ -24,16 +24,29 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> None:
     axes[-1, 0].set_xlabel("seconds of training")
     figure.savefig(folder / "convergence.png", dpi=110)
     for record in records:
-        if "fixed" not in record:
+        if "two" in record:
+            figure, axes = plt.subplots(2, 1, figsize=(8, 4.4), sharex=True, layout="constrained")
+            for axis, (name, live) in zip(axes, record["two"].items(), strict=True):
+                rate_over_time(axis, live, [])
+                axis.set_title(name, loc="left", fontsize=10)
+        elif "fixed" in record:
+            figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+            seconds = len(record["live"]["per_s"])
+            halves = zip((0, seconds / 2), (seconds / 2, seconds), record["fixed"], strict=False)
+            spans = record.get("spans") or list(halves)  # older records have halves only
+            rate_over_time(
+                axis,
+                record["live"],
+                [(first, last, max(record["fixed"][when].values())) for first, last, when in spans],
+            )
+            for first, _, when in spans[1:]:
+                axis.axvline(first, color="tab:red", linestyle=":")
+                axis.annotate(when, (first, 0.9), xycoords=("data", "axes fraction"), fontsize=8, color="tab:red")
+        else:
             continue
-        figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
-        seconds = len(record["live"]["per_s"])
-        before, after = (max(rates.values()) for rates in record["fixed"].values())
-        rate_over_time(axis, record["live"], [(0, seconds / 2, before), (seconds / 2, seconds, after)])
-        axis.axvline(seconds / 2, color="tab:red", linestyle=":", label="samples turn four times slower")
-        axis.set_xlabel("seconds of training")
-        axis.legend(loc="lower right", fontsize=8)
-        figure.savefig(folder / "disturbance.png", dpi=110)
+        figure.axes[-1].set_xlabel("seconds of training")
+        name = "disturbance" if record["workload"] == "storage_shift" else record["workload"]
+        figure.savefig(folder / f"{name}.png", dpi=110)
 
 
 def rate_over_time(axis: Any, live: dict[str, Any], best: Sequence[tuple[float, float, float]]) -> None:

@@ -27,15 +27,6 @@ TWO = LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
 
 
-@pytest.fixture(autouse=True)
-def nobody_is_left() -> Iterator[None]:
-    yield
-    deadline = time.monotonic() + 5
-    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
-
-
 def indices(batches: Any) -> list[Any]:
     return [batch[..., 0].tolist() for batch in batches]
 

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autotune_loader.decision.evidence import Ask
+from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.space import Space
 from autotune_loader.live.block_source import BlockSource, waiting_share
+from autotune_loader.live.rival import Rival, denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import CREDIT_S
-from autotune_loader.live.traces import Change, continuous
+from autotune_loader.live.traces import Change, LiveTraces, continuous, start_s
 from autotune_loader.live.tuner import Event, Job, Tuner
+from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
+from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
 
 ALONE, TWO, TEN = LoaderConfig(), LoaderConfig(num_workers=2), LoaderConfig(num_workers=10)
@@ -41,11 +44,16 @@ class Trained:
 
 
 def train(
-    machine: SimulatedMachine, seconds: float, start: LoaderConfig = TWO, *, then: SimulatedMachine | None = None
+    machine: SimulatedMachine,
+    seconds: float,
+    start: LoaderConfig = TWO,
+    *,
+    then: SimulatedMachine | None = None,
+    seed: int = 0,
 ) -> Trained:
     """Train with a tuner; half-way the machine turns into another one, where there is one."""
     clock, told = FakeClock(), list[Event]()
-    training = SimulatedTraining(machine, clock, start)
+    training = SimulatedTraining(machine, clock, start, seed=seed)
     job = Job(start=start, usable_cores=machine.cores)
     tuner = Tuner(
         training,
@@ -119,6 +127,55 @@ def test_when_storage_turns_four_times_slower_it_begins_again() -> None:
     assert late
     assert late[0] < 60 + 20
     assert probe.truth(trained.training.config, batches=400) > 0.95 * best_rate(slower)
+
+
+@pytest.mark.parametrize("seed", [13, 28])
+def test_neighbours_that_come_and_go_do_not_make_it_settle_on_what_others_beat(seed: int) -> None:
+    """GIVEN others who slow the step, so that few workers look enough, and who leave when these few are looked at"""
+    machine = replace(STORAGE, cpu_s=0.006, wait_s=0.068, step_s=0.008, step_cores=2.0)
+    trained = train(replace(machine, neighbours=8.0, neighbours_share=0.5, noise_sd=0.1), 30, seed=seed)
+    probe = SimulatedProbe(machine, FakeClock())
+    observed = {event.config for event in trained.tuner.history if event.kind == "block"}
+
+    final = probe.truth(trained.training.config.key(), batches=400)
+    assert final > 0.97 * max(probe.truth(config.key(), batches=400) for config in observed)
+
+
+def block(config: LoaderConfig, rate: float, *, waiting: float = 0.0) -> Evidence:
+    """A block of 20 batches, known to 2 %."""
+    period_s = 32 / rate
+    traces = []
+    for number in range(20):
+        requested = number * period_s
+        made = requested + waiting * period_s
+        traces.append(
+            replace(
+                trace(requested, step_s=period_s - (made - requested)),
+                collate_end=made,
+                received=made,
+                step_end=requested + period_s,
+                samples=32,
+            )
+        )
+    measured = summarise(traces, workers=config.num_workers, started=0.0)
+    interval = Interval(value=rate, low=0.98 * rate, high=1.02 * rate, count=20)
+    return Evidence(config=config, outcome=replace(measured, samples_per_s=interval, traces=tuple(traces)))
+
+
+def test_only_two_blocks_in_a_row_tell_which_of_two_is_faster() -> None:
+    few, many = block(TWO, 1000), block(TEN, 2000)
+
+    assert denied_by([few, many], TWO) == Rival(config=TEN, is_faster=True, again=None)
+    assert denied_by([many, block(ALONE, 100), few], TWO) == Rival(config=TEN, is_faster=True, again=TEN)
+    assert denied_by([few, block(ALONE, 100), many], TWO) == Rival(config=TEN, is_faster=True, again=TWO)
+    assert denied_by([many, few, block(TEN, 1010)], TWO) is None
+
+
+def test_a_loop_that_waits_is_not_settled_on_before_one_that_did_not_is_tried_beside_it() -> None:
+    waits, disturbed = block(TWO, 1900, waiting=0.5), block(TEN, 800)
+
+    assert denied_by([disturbed, block(ALONE, 100), waits], TWO) == Rival(config=TEN, is_faster=False, again=TEN)
+    assert denied_by([waits, disturbed], TWO) is None
 
 
 def test_a_machine_that_turns_slower_as_a_whole_is_no_reason_to_try_anything() -> None:
@@ -216,3 +273,27 @@ def test_a_rate_that_shifts_for_good_raises_an_alarm_and_a_short_disturbance_doe
     assert not any(test.add(each) for each in (math.log(50), math.log(50), *steady))
 
     assert [test.add(math.log(80)) for _ in range(6)].index(True) <= 4
+
+
+def test_what_starting_workers_took_holds_the_wait_until_they_had_imported() -> None:
+    log = LiveTraces()
+    slow = replace(trace(0.0), fetch_start=2.5, fetch_end=3.0, collate_end=3.0, received=3.0, step_end=3.01)
+    log.note(slow)
+    change = Change(batch=0, serves_from=0, config=TWO, reason="start", begun=-0.1, blocked_s=0.1)
+
+    assert start_s(log, change) == pytest.approx(0.1 + 2.5)
+    assert start_s(log, replace(change, serves_from=1)) is None
+
+
+def test_a_loop_without_a_step_asks_for_no_more_workers_than_it_can_receive_from() -> None:
+    machine = SimulatedMachine(cores=2, cpu_s=0.0005, wait_s=0.04, step_s=2e-6, receive_s=0.005, noise_sd=0.02)
+
+    assert max(config.num_workers for _, config in train(machine, 10).training.changes) <= 14
+
+
+def test_where_many_workers_cannot_be_paid_for_fewer_are_tried_first() -> None:
+    machine = SimulatedMachine(
+        cores=2, cpu_s=0.0005, wait_s=0.04, step_s=2e-6, receive_s=0.0003, worker_start_s=0.04, noise_sd=0.02
+    )
+
+    assert train(machine, 10).training.config.num_workers > 20

@@ -6,7 +6,7 @@ import copy
 import multiprocessing
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,6 @@ from autotune_loader.live.loader import FIRST_WORKERS
 from studies.live.schedules import Numbers, Stream
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)  # no loader.json lies about
-    yield
-    deadline = time.monotonic() + 5
-    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
 
 
 class Waiting(Numbers):
@@ -102,6 +92,28 @@ def test_who_only_watches_changes_nothing_and_still_tells() -> None:
 
     assert {change.config.num_workers for change in loader.traces.changes} == {1}
     assert loader.history["waiting"].iloc[0] > 0.5
+
+
+@pytest.mark.parametrize("batches", [3, 20])
+def test_loaders_that_are_made_anew_for_each_epoch_settle_as_one_does(batches: int) -> None:
+    told: list[Any] = []
+    deadline, epochs = time.monotonic() + 60, 0
+    while not told and time.monotonic() < deadline:
+        loader = AutoLoader(Waiting(8 * batches), batch_size=8, on_change=told.append, max_workers=4)
+        assert firsts(stepping(loader)) == list(range(0, 8 * batches, 8))
+        epochs += 1
+
+    assert told
+    assert loader.traces.end > batches * epochs / 2
+    assert AutoLoader(Waiting(8 * batches), batch_size=8, max_workers=3).traces.end == 0
+
+
+def test_what_a_loader_was_told_to_run_with_is_nothing_for_the_next() -> None:
+    for _ in range(2):
+        loader = AutoLoader(Numbers(20), batch_size=2)
+        assert len(list(loader)) == 10
+        assert loader.config.num_workers == FIRST_WORKERS
+        loader.change_to(LoaderConfig())
 
 
 def test_a_frozen_loader_stays_as_it_is() -> None:
@@ -210,6 +222,16 @@ def test_where_starting_workers_is_much_of_an_epoch_they_are_kept() -> None:
     assert loader.config.persistent_workers
     reasons = [change.reason for change in loader.traces.changes]
     assert reasons.count("epoch") <= 2
+
+
+def test_a_pool_that_somebody_still_holds_does_not_outlive_its_test(close_pools: Callable[[], None]) -> None:
+    iterator = iter(AutoLoader(Numbers(40), batch_size=2))
+    next(iterator)
+    assert multiprocessing.active_children()
+
+    close_pools()
+    assert multiprocessing.active_children() == []
+    del iterator
 
 
 def test_an_iterator_lives_on_without_its_loader() -> None:

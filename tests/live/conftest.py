@@ -1,0 +1,49 @@
+"""What every test of a live loader leaves: nobody, and where it failed nothing that makes the next one fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune_loader.live import workers
+
+END_S = 5.0
+
+
+def children_left() -> list[multiprocessing.Process]:
+    deadline = time.monotonic() + END_S
+    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture
+def close_pools() -> Callable[[], None]:
+    """Ends the workers of every pool of this process, whoever still holds it: a failure's traceback does."""
+
+    def close() -> None:
+        for pool in list(workers._shielded):
+            pool.close()
+        assert children_left() == []
+
+    return close
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_pools: Callable[[], None]
+) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # no loader.json lies about
+    failures = request.session.testsfailed
+    yield
+    if request.node.get_closest_marker("unit") is not None:
+        return
+    try:
+        if request.session.testsfailed == failures:
+            assert children_left() == []
+    finally:
+        close_pools()
