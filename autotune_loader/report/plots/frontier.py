@@ -32,7 +32,9 @@ def frontier_info(result: TuningResult) -> FrontierInfo:
 def plot_frontier(result: TuningResult) -> canvas.Figure:
     """Samples/s over the cores that are kept busy; those that nothing beats are joined, with their memory."""
     info = frontier_info(result)
-    content = partial(_draw, info, result.measured.rate_unit) if info.points else "CPU time was not measured in any burst."
+    content = (
+        partial(_draw, info, result.measured.rate_unit) if info.points else "CPU time was not measured in any burst."
+    )
     return canvas.picture("What speed costs in cores", content)
 
 

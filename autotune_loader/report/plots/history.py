@@ -48,7 +48,11 @@ def history_info(result: TuningResult) -> HistoryInfo:
 def plot_history(result: TuningResult) -> canvas.Figure:
     """Samples/s of each trial in the order they ran, the best so far, and crosses for those that failed."""
     info = history_info(result)
-    content = partial(_draw, info, result.measured.rate_unit) if info.measured or info.failed else "No configuration was tried."
+    content = (
+        partial(_draw, info, result.measured.rate_unit)
+        if info.measured or info.failed
+        else "No configuration was tried."
+    )
     return canvas.picture("The search, trial by trial", content)
 
 

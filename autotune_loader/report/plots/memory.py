@@ -71,7 +71,9 @@ def _bytes(memory: MemoryUse, meter: str) -> int:
 def plot_memory(result: TuningResult) -> canvas.Figure:
     """Samples/s against the memory of the whole process tree, each configuration labelled workers x prefetch_factor."""
     info = memory_info(result)
-    content = partial(_draw, info, result.measured.rate_unit) if info.points else "Memory was not measured in any burst."
+    content = (
+        partial(_draw, info, result.measured.rate_unit) if info.points else "Memory was not measured in any burst."
+    )
     return canvas.picture("What speed costs in memory", content)
 
 

@@ -68,7 +68,11 @@ def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
 def plot_workers(result: TuningResult) -> canvas.Figure:
     """Samples/s over workers: bursts with their intervals, the twin's predictions, the plateau and the ceiling."""
     info = workers_info(result)
-    content = partial(_draw, info, result.measured.rate_unit) if info.fastest else "No configuration worked, so there is no rate to show."
+    content = (
+        partial(_draw, info, result.measured.rate_unit)
+        if info.fastest
+        else "No configuration worked, so there is no rate to show."
+    )
     return canvas.picture("How many workers help", content)
 
 
