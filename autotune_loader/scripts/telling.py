@@ -147,10 +147,17 @@ def _active_s(site: Site) -> float:
 
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
     yield from foreign_notes()
+    if session.ranks > 1:
+        yield f"These are the loaders of rank 0 of {session.ranks}."
     if session.stopped is not None:
         yield f"The script was ended as by Ctrl-C: {session.stopped}."
     elif session.plan.verb == "tune" and sites:
-        yield "The script ended by itself before tuning was done."
+        why = (
+            " It has several ranks, none of which is ended: autotune-loader run is for them."
+            if session.ranks > 1
+            else ""
+        )
+        yield f"The script ended by itself before tuning was done.{why}"
 
 
 def _told(site: Site, plan: Plan) -> LoaderReport:

@@ -16,6 +16,7 @@ from autotune_loader.cli.tuning import tune_command
 from autotune_loader.scripts import lines
 from autotune_loader.scripts.hook import Hook
 from autotune_loader.scripts.lines import Line, users_line
+from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
 from autotune_loader.scripts.tally import Tally
@@ -207,6 +208,24 @@ def test_what_follows_a_script_is_its_own(
 def test_what_does_not_fit_a_script_or_a_factory_is_named(typed: list[str], names: str) -> None:
     with pytest.raises(ValueError, match=f"{names}.*would"):
         tune_command.main(typed, standalone_mode=False)
+
+
+def test_tune_says_that_it_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2; autotune-loader run -o loader.json train.py would work"):
+        tune_command.main(["train.py"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 1), ("1", 0)])
+def test_only_rank_0_says_that_there_is_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+
+    tell_nothing(Plan(verb="watch"))
+
+    assert capsys.readouterr().err.count("Nothing can be told") == lines
 
 
 @pytest.mark.parametrize("share", ["ten", "110%", "-0.1"])
