@@ -44,6 +44,8 @@ class LoaderReport:
     """Over all its training time; pauses apart."""
     wait_share: float | None
     """Share of that time in which the loop waited for data."""
+    gpu_share: float | None
+    """Share of it in which anything ran on the process' GPU, whoever's, by NVML; None where that is not known."""
     settings: dict[str, Any]
     """As the script has them."""
     settings_now: dict[str, Any]
@@ -170,6 +172,7 @@ def _told(site: Site, plan: Plan) -> LoaderReport:
         batches=tally.batches,
         samples_per_s=tally.samples / tally.active_s if tally.active_s else None,
         wait_share=tally.wait_share,
+        gpu_share=tally.gpu.share,
         settings=site.own.to_kwargs(),
         settings_now=site.config.to_kwargs(),
         gain=_gain(result) if _is_measured_change(site) else None,
@@ -241,7 +244,8 @@ def _block(loader: LoaderReport) -> Iterator[str]:
     epochs = f" in {counted(loader.epochs, 'epoch')}" if loader.epochs > 1 else ""
     batches = f"{loader.batches:,} {'batch' if loader.batches == 1 else 'batches'}"
     yield f"{loader.name}  {loader.contents}"
-    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time"
+    gpu = "" if loader.gpu_share is None else f", and the GPU works {share_text(loader.gpu_share)} of it"
+    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time{gpu}"
     yield f"  settings: {_settings_text(loader.settings)}"
     if loader.settings_now != loader.settings:
         brought = "" if loader.gain is None else f": {_gain_text(loader.gain)}"

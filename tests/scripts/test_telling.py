@@ -141,6 +141,7 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         batches=190,
         samples_per_s=212.3,
         wait_share=0.12,
+        gpu_share=0.8,
         settings={"num_workers": 0, "pin_memory": False},
         settings_now={"num_workers": 2, "pin_memory": False, "prefetch_factor": 4},
         gain=Interval(value=0.83, low=0.75, high=0.92, count=40),
@@ -163,7 +164,7 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "autotune-loader run: 1 loader in 61 s; peak memory 300 MiB, largest worker 200 MiB\n"
         "\n"
         "train.py:41  Images[1200], batches of 32, shuffled\n"
-        "  190 batches in 5 epochs, 212 samples/s; the loop waits 12 % of its time\n"
+        "  190 batches in 5 epochs, 212 samples/s; the loop waits 12 % of its time, and the GPU works 80 % of it\n"
         "  settings: num_workers=0\n"
         "  now: num_workers=2, prefetch_factor=4: +83 % (+75 to +92 %)\n"
         "  The CPU binds.\n"
