@@ -77,7 +77,7 @@ class Session:
             iterator = iterated(loader)
         is_new = RECORD not in vars(iterator)
         record = site.record(loader) if is_new else vars(iterator)[RECORD]
-        watch(iterator, record, is_traced=True)
+        watch(iterator, record)
         record.begin(time.monotonic() - begun, is_new=is_new)
         return iterator
 
@@ -88,7 +88,7 @@ class Session:
         site = self._site_of(loader)
         site.why_not = site.why_not or f"{type(loader).__name__} makes iterators of its own"
         record = site.record(None)
-        watch(iterator, record, is_traced=False)
+        watch(iterator, record)
         record.begin(0.0, is_new=True)
 
     def _concerns(self, loader: Any) -> bool:
