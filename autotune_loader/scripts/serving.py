@@ -36,9 +36,10 @@ class Served(Iterator[Any]):
         between: Callable[[float], None],
         on_device: Callable[[], None],
     ) -> None:
-        self._loader, self._record = loader, _Served(loader, tally, between, on_device)
+        self._loader = loader
         begun = time.monotonic()
         self._inner = iter(loader)
+        self._record = _Served(loader, tally, between, on_device)
         self._record.begin(time.monotonic() - begun, is_new=True)
 
     def __len__(self) -> int:
@@ -55,6 +56,8 @@ class _Served(Record):
         super().__init__(tally)
         self._loader, self._between, self._on_device = loader, between, on_device
         self._is_first = True
+        self._traces = loader.learnt[0].traces
+        self._counted = self._traces.end
 
     def ask(self, now: float) -> None:
         super().ask(now)
@@ -66,7 +69,18 @@ class _Served(Record):
             if BatchShape.of(batch).on_accelerator:
                 self._loader.freeze()
                 self._on_device()
-        return super().receive(asked, batch)
+        self.tally.receive(asked, time.monotonic(), self._noted())
+        return batch
+
+    def end(self, asked: float) -> None:
+        self.tally.samples += self._noted()
+        super().end(asked)
+
+    def _noted(self) -> int:
+        """Samples of the batches before this one that are not counted yet: what a batch holds says little of them."""
+        noted = self._traces.block(self._counted)
+        self._counted = self._traces.end
+        return sum(trace.samples for trace in noted)
 
 
 def why_not(loader: Any) -> str | None:

@@ -110,6 +110,17 @@ def test_loaders_of_one_line_are_one_unless_they_are_iterated_together() -> None
     ]
 
 
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> None:
+    session = Session(Plan(verb=verb), {})
+    loader = DataLoader(TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: torch.zeros(1, 3))
+
+    for _ in range(2):
+        assert len(list(session.iterate(loader, DataLoader.__iter__))) == 5
+
+    assert (session.sites[0].tally.batches, session.sites[0].tally.samples) == (10, 36)
+
+
 def test_torch_is_as_before_once_the_hook_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     before = vars(DataLoader)["__init__"], vars(DataLoader)["__iter__"]
     hook = Hook(Plan(verb="watch"))
