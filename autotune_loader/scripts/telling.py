@@ -229,7 +229,8 @@ def _next_step(site: Site, result: TuningResult | None, script: str | None) -> s
         return "leave the loader as it is; the loop hardly waits for it"
     if site.is_tuned and site.tuning is not None and not site.tuning.tuner.is_settled:
         return "train for longer: it was still being tuned when the script ended"
-    found = None if site.is_tuned else expected(site)
+    needs_no_workers = result is not None and result.verdict.binding == "in_memory"
+    found = None if site.is_tuned or needs_no_workers else expected(site)
     if found is not None and found[1].value >= WORTH_S_TIME:
         config, gain = found
         told = f"{_settings_text(config.to_kwargs())}: {_gain_text(gain)} expected"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import namedtuple
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +13,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.scripts import lines
+from autotune_loader.scripts import lines, telling
 from autotune_loader.scripts.hook import Hook
 from autotune_loader.scripts.lines import Line, users_line
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
+from autotune_loader.scripts.site import Site
 from autotune_loader.scripts.tally import Tally
-from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long
+from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long, report_of
 from autotune_loader.scripts.watching import forget_our_frames
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
 Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
@@ -183,6 +185,24 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "\n"
         "Written to loader.json."
     )
+
+
+@pytest.mark.parametrize(("binding", "is_promised"), [("wait", True), ("in_memory", False)])
+def test_no_workers_are_promised_to_a_loader_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch, binding: str, is_promised: bool
+) -> None:
+    # GIVEN a loader that is waited for, a verdict, and beliefs that more workers would be faster
+    session = Session(Plan(verb="watch"), {})
+    list(session.iterate(a_loader(), DataLoader.__iter__))
+    session.sites[0].tally.waited_s, session.sites[0].tally.stepped_s = 4.0, 6.0
+    verdict = SimpleNamespace(binding=binding, sentence="It binds.")
+    monkeypatch.setattr(Site, "result", lambda site: SimpleNamespace(verdict=verdict, advice=()))
+    faster = LoaderConfig(num_workers=3), Interval(value=0.57, low=0.36, high=0.81, count=9)
+    monkeypatch.setattr(telling, "expected", lambda site: faster)
+
+    # WHEN it is told of THEN its next step does not contradict the verdict
+    (loader,) = report_of(session).loaders
+    assert (loader.next_step is not None) is is_promised
 
 
 def test_only_more_than_is_allowed_is_too_long() -> None:
