@@ -13,6 +13,7 @@ import click
 
 from autotune_loader.cli.exits import exit_code_of
 from autotune_loader.cli.scripts import Launch, launch_of
+from autotune_loader.scripts.plan import rank_of_environment
 from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
 from autotune_loader.values.plan import ISOLATIONS
 
@@ -134,6 +135,11 @@ def _of_script(
     if not is_module and not is_file:
         raise ValueError(
             f"{target!r} names neither a factory nor a script; train.py:make_loader or train.py would work"
+        )
+    if (ranks := rank_of_environment()[1]) > 1:
+        raise ValueError(
+            f"tune ends a script once it knows, which it can do with one process only, and WORLD_SIZE={ranks}; "
+            f"autotune-loader run -o loader.json {target} would work"
         )
     given = {"output": "loader.json", "budget": SCRIPT_BUDGET, **given}
     return launch_of("tune", target, arguments, is_module=is_module, as_json=as_json, **given)

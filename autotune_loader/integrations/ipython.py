@@ -13,7 +13,12 @@ def load_ipython_extension(shell: Any) -> None:
     def watch(line: str, cell: str) -> None:
         """Run a cell and tell what its loaders cost it; `%%watch run` tunes them meanwhile."""
         verb: Any = line.strip() or "watch"
+        if not cell.startswith("%%"):
+            cell = f"# %%watch\n{cell}"  # so that lines have the numbers that the notebook shows
         with enable(verb):
-            shell.run_cell(cell)
+            ran = shell.run_cell(cell)
+        if (error := ran.error_before_exec or ran.error_in_exec) is not None:
+            error._render_traceback_ = list  # it has been shown; raised again, it ends a notebook that runs by itself
+            raise error
 
     shell.register_magic_function(watch, magic_kind="cell", magic_name="watch")

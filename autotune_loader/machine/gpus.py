@@ -186,7 +186,7 @@ class Gpus:
         self._devices = None
         self._reason = self._import() or self._call("nvmlInit")[1]
         if self._reason is not None:
-            logger.info("No GPU figures: %s", self._reason)
+            logger.debug("No GPU figures: %s", self._reason)
 
     def _import(self) -> str | None:
         if self._nvml is None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 
-from autotune_loader.scripts.plan import Plan
+from autotune_loader.scripts.plan import Plan, rank_of_environment
 
 FOREIGN = {
     "nvidia.dali": "NVIDIA DALI",
@@ -26,12 +26,14 @@ def foreign_notes() -> list[str]:
 
 
 def tell_nothing(plan: Plan, more: tuple[str, ...] = ()) -> None:
-    """Say so.
+    """Say so; ranks other than 0, for which rank 0 may load, are silent.
 
     Args:
         plan: of the command line.
         more: sentences about why.
     """
+    if rank_of_environment()[0]:
+        return
     notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
     report = {"verb": plan.verb, "loaders": [], "notes": notes}
     text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"

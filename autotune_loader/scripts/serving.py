@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from autotune_loader.live.loader import AutoLoader
-from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.workload import DataSide, wrapped_datasets
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.scripts.tally import Tally
-from autotune_loader.scripts.watching import forget_our_frames
+from autotune_loader.scripts.watching import Record
 
 ON_A_DEVICE = "its batches lie on an accelerator already, where workers cannot make them"
 
@@ -37,34 +36,51 @@ class Served(Iterator[Any]):
         between: Callable[[float], None],
         on_device: Callable[[], None],
     ) -> None:
-        self._loader, self._tally, self._between, self._on_device = loader, tally, between, on_device
-        self._is_first = True
+        self._loader = loader
         begun = time.monotonic()
         self._inner = iter(loader)
-        tally.begin(time.monotonic() - begun)
+        self._record = _Served(loader, tally, between, on_device)
+        self._record.begin(time.monotonic() - begun, is_new=True)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        asked = time.monotonic()
-        self._tally.ask(asked)
-        self._between(asked)
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            self._tally.end(asked, time.monotonic())
-            raise
-        except Exception as error:
-            forget_our_frames(error)
-            raise
+        return self._record.next(next, self._inner)
+
+
+class _Served(Record):
+    def __init__(
+        self, loader: AutoLoader[Any], tally: Tally, between: Callable[[float], None], on_device: Callable[[], None]
+    ) -> None:
+        super().__init__(tally)
+        self._loader, self._between, self._on_device = loader, between, on_device
+        self._is_first = True
+        self._traces = loader.learnt[0].traces
+        self._counted = self._traces.end
+
+    def ask(self, now: float) -> None:
+        super().ask(now)
+        self._between(now)
+
+    def receive(self, asked: float, batch: Any) -> Any:
         if self._is_first:
             self._is_first = False
             if BatchShape.of(batch).on_accelerator:
                 self._loader.freeze()
                 self._on_device()
-        self._tally.receive(asked, time.monotonic(), samples_in(batch) or 1)
+        self.tally.receive(asked, time.monotonic(), self._noted())
         return batch
+
+    def end(self, asked: float) -> None:
+        self.tally.samples += self._noted()
+        super().end(asked)
+
+    def _noted(self) -> int:
+        """Samples of the batches before this one that are not counted yet: what a batch holds says little of them."""
+        noted = self._traces.block(self._counted)
+        self._counted = self._traces.end
+        return sum(trace.samples for trace in noted)
 
 
 def why_not(loader: Any) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
@@ -12,13 +11,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import distributed
 from torch.utils.data import get_worker_info
 
 from autotune_loader.live.loader import AutoLoader
 from autotune_loader.live.ranks import is_one_of_many
 from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_file
 from autotune_loader.scripts.lines import Line, users_line
-from autotune_loader.scripts.plan import Plan
+from autotune_loader.scripts.plan import Plan, rank_of_environment
 from autotune_loader.scripts.serving import ON_A_DEVICE, Served, why_not
 from autotune_loader.scripts.site import Contents, Site
 from autotune_loader.scripts.watching import RECORD, can_carry_history, carrying_history, is_part_of_us, watch
@@ -41,12 +41,12 @@ class Session:
     """
 
     def __init__(self, plan: Plan, lines: Mapping[Any, Line]) -> None:
-        self.plan, self.pid = plan, os.getpid()
+        self.plan = plan
         self.sites: list[Site] = []
         self.begun = time.monotonic()
         self.stopped: str | None = None
         """Why `tune` ended the script."""
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.rank, self.ranks = rank_of_environment()
         self._lines = lines
         self._autos: weakref.WeakKeyDictionary[Any, AutoLoader[Any]] = weakref.WeakKeyDictionary()
         self._file: LoaderFile | None = None if plan.apply is None else read_loader_file(plan.apply)
@@ -77,7 +77,7 @@ class Session:
             iterator = iterated(loader)
         is_new = RECORD not in vars(iterator)
         record = site.record(loader) if is_new else vars(iterator)[RECORD]
-        watch(iterator, record, is_traced=True)
+        watch(iterator, record)
         record.begin(time.monotonic() - begun, is_new=is_new)
         return iterator
 
@@ -88,15 +88,15 @@ class Session:
         site = self._site_of(loader)
         site.why_not = site.why_not or f"{type(loader).__name__} makes iterators of its own"
         record = site.record(None)
-        watch(iterator, record, is_traced=False)
+        watch(iterator, record)
         record.begin(0.0, is_new=True)
 
     def _concerns(self, loader: Any) -> bool:
         return get_worker_info() is None and not isinstance(loader, AutoLoader) and not is_part_of_us(loader)
 
     def _site_of(self, loader: Any) -> Site:
-        # Which ranks there are is known by now; at the end the group may be gone.
-        self.rank = _rank() or self.rank
+        if is_one_of_many():  # at the end the group may be gone
+            self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         line = self._lines.get(loader) or users_line(sys._getframe(2)) or Line("?", 0)
         contents = Contents.of(loader)
         for site in self.sites:
@@ -139,7 +139,7 @@ class Session:
             return
         self._next_look = now + LOOK_S
         site, budget_s = self.main, self.plan.budget_s
-        if threading.current_thread() is not threading.main_thread() or is_one_of_many() or site is None:
+        if threading.current_thread() is not threading.main_thread() or self.ranks > 1 or site is None:
             return
         spent_s = now - self.begun
         whole_s = sum(each.tally.active_s for each in self.sites)
@@ -155,10 +155,3 @@ class Session:
 
 def _nothing(now: float) -> None:
     pass
-
-
-def _rank() -> int | None:
-    """This process' rank, where ranks have met."""
-    from torch import distributed
-
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None

@@ -18,7 +18,7 @@ from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.lines import Line
 from autotune_loader.scripts.tally import Tally
-from autotune_loader.scripts.watching import Record, can_carry_history
+from autotune_loader.scripts.watching import History, Record, can_carry_history
 from autotune_loader.values.config import LoaderConfig
 
 
@@ -86,14 +86,14 @@ class Site:
     def record(self, loader: Any) -> Record:
         """Where an iterator that is only watched tells of its batches."""
         if not (isinstance(loader, DataLoader) and can_carry_history(loader)):
-            return Record(self.tally, None)
+            return Record(self.tally)
         if self.state is None:
             self.state = LoaderState(config=self.own, budgets=Budgets())
             job = Job(start=self.own, usable_cores=cores_within(None), epoch_batches=self._epoch_batches, is_fixed=True)
             self.tuning = LiveTuning(
                 self.state, self._stay, job, may_keep_workers=False, on_change=lambda settled: None
             )
-        return Record(self.tally, self.state)
+        return History(self.tally, self.state)
 
     @property
     def config(self) -> LoaderConfig:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
+from autotune_loader.scripts.gpu_work import GpuWork
 
 
 class Tally:
-    """Counts; told of every request and receipt, in seconds of one clock. Pauses, in which nobody asks, are no steps."""
+    """Counts; told of every request and receipt, in seconds of one clock. Pauses, in which nobody asks, are no steps.
 
-    def __init__(self) -> None:
+    Args:
+        gpu: told of the same stretches; the current CUDA device's where None.
+    """
+
+    def __init__(self, gpu: GpuWork | None = None) -> None:
+        self.gpu = gpu or GpuWork()
         self.batches = self.samples = self.epochs = 0
         self.waited_s = 0.0
         """Between asking for a batch and having it; workers that were waited for at an epoch's start included."""
@@ -38,10 +44,14 @@ class Tally:
         """The loop asks for a batch: its step has ended."""
         received = self._received
         if received is None:
+            self.gpu.begin(now)
             return
         step_s, self._received = now - received, None
         if step_s <= PAUSE_S or step_s <= PAUSE_STEPS * self.stepped_s / self.batches or self.batches == 1:
             self.stepped_s += step_s
+            self.gpu.go_on(now)
+        else:
+            self.gpu.begin(now)
 
     def receive(self, asked: float, now: float, samples: int) -> None:
         """The loop has a batch."""
@@ -54,5 +64,6 @@ class Tally:
 
     def end(self, asked: float, now: float) -> None:
         """The loop was told that the epoch is over."""
+        self.gpu.end(now)
         self.is_under_way, self._received = False, None
         self.waited_s += now - asked

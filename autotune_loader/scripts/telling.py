@@ -44,6 +44,8 @@ class LoaderReport:
     """Over all its training time; pauses apart."""
     wait_share: float | None
     """Share of that time in which the loop waited for data."""
+    gpu_share: float | None
+    """Share of it in which anything ran on the process' GPU, whoever's, by NVML; None where that is not known."""
     settings: dict[str, Any]
     """As the script has them."""
     settings_now: dict[str, Any]
@@ -147,10 +149,17 @@ def _active_s(site: Site) -> float:
 
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
     yield from foreign_notes()
+    if session.ranks > 1:
+        yield f"These are the loaders of rank 0 of {session.ranks}."
     if session.stopped is not None:
         yield f"The script was ended as by Ctrl-C: {session.stopped}."
     elif session.plan.verb == "tune" and sites:
-        yield "The script ended by itself before tuning was done."
+        why = (
+            " It has several ranks, none of which is ended: autotune-loader run is for them."
+            if session.ranks > 1
+            else ""
+        )
+        yield f"The script ended by itself before tuning was done.{why}"
 
 
 def _told(site: Site, plan: Plan) -> LoaderReport:
@@ -163,6 +172,7 @@ def _told(site: Site, plan: Plan) -> LoaderReport:
         batches=tally.batches,
         samples_per_s=tally.samples / tally.active_s if tally.active_s else None,
         wait_share=tally.wait_share,
+        gpu_share=tally.gpu.share,
         settings=site.own.to_kwargs(),
         settings_now=site.config.to_kwargs(),
         gain=_gain(result) if _is_measured_change(site) else None,
@@ -219,7 +229,8 @@ def _next_step(site: Site, result: TuningResult | None, script: str | None) -> s
         return "leave the loader as it is; the loop hardly waits for it"
     if site.is_tuned and site.tuning is not None and not site.tuning.tuner.is_settled:
         return "train for longer: it was still being tuned when the script ended"
-    found = None if site.is_tuned else expected(site)
+    needs_no_workers = result is not None and result.verdict.binding == "in_memory"
+    found = None if site.is_tuned or needs_no_workers else expected(site)
     if found is not None and found[1].value >= WORTH_S_TIME:
         config, gain = found
         told = f"{_settings_text(config.to_kwargs())}: {_gain_text(gain)} expected"
@@ -234,7 +245,8 @@ def _block(loader: LoaderReport) -> Iterator[str]:
     epochs = f" in {counted(loader.epochs, 'epoch')}" if loader.epochs > 1 else ""
     batches = f"{loader.batches:,} {'batch' if loader.batches == 1 else 'batches'}"
     yield f"{loader.name}  {loader.contents}"
-    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time"
+    gpu = "" if loader.gpu_share is None else f", and the GPU works {share_text(loader.gpu_share)} of it"
+    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time{gpu}"
     yield f"  settings: {_settings_text(loader.settings)}"
     if loader.settings_now != loader.settings:
         brought = "" if loader.gain is None else f": {_gain_text(loader.gain)}"

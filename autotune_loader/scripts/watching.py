@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
@@ -57,28 +57,70 @@ class _PlainWorkerInit(_Plain, TracedWorkerInit):
 
 
 class Record:
-    """What is known of one loader's batches.
+    """What is known of one loader's batches: when they were asked for, and came.
 
     Args:
         tally: of the loader.
-        state: takes the batches' histories, and thinks between two of them; None for a loader seen from outside.
     """
 
-    def __init__(self, tally: Tally, state: LoaderState | None) -> None:
-        self.tally, self._state = tally, state
-        self._last: tuple[Any, float, float] | None = None
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
 
-    def begin(self, blocked_s: float, *, is_new: bool) -> None:
+    def begin(self, blocked_s: float, *, is_new: bool) -> None:  # noqa: ARG002 - a history asks
         """An epoch begins.
 
         Args:
             blocked_s: what its start held the loop up.
             is_new: whether it has new workers.
         """
-        self._last = None
         self.tally.begin(blocked_s)
-        state = self._state
-        if state is not None and is_new:
+
+    def ask(self, now: float) -> None:
+        """The loop asks for a batch."""
+        self.tally.ask(now)
+
+    def receive(self, asked: float, batch: Any) -> Any:
+        """The loop gets a batch, as this returns it."""
+        self.tally.receive(asked, time.monotonic(), samples_in(batch) or 1)
+        return batch
+
+    def end(self, asked: float) -> None:
+        """The epoch is over."""
+        self.tally.end(asked, time.monotonic())
+
+    def next(self, advance: Callable[[Any], Any], iterator: Any) -> Any:
+        """The next batch of an iterator, by its own `__next__`."""
+        asked = time.monotonic()
+        self.ask(asked)
+        try:
+            batch = advance(iterator)
+        except StopIteration:
+            self.end(asked)
+            raise
+        except Exception as error:
+            forget_our_frames(error)
+            raise
+        return self.receive(asked, batch)
+
+
+class History(Record):
+    """Of batches that tell when they were made.
+
+    Args:
+        tally: of the loader.
+        state: takes their histories, and thinks between two of them.
+    """
+
+    def __init__(self, tally: Tally, state: LoaderState) -> None:
+        super().__init__(tally)
+        self._state = state
+        self._last: tuple[Any, float, float] | None = None
+
+    def begin(self, blocked_s: float, *, is_new: bool) -> None:
+        super().begin(blocked_s, is_new=is_new)
+        self._last = None
+        if is_new:
+            state = self._state
             end, begun = state.traces.end, time.monotonic() - blocked_s
             change = Change(
                 batch=end,
@@ -91,11 +133,8 @@ class Record:
             state.traces.changes.append(change)
 
     def ask(self, now: float) -> None:
-        """The loop asks for a batch."""
-        self.tally.ask(now)
+        super().ask(now)
         state, last = self._state, self._last
-        if state is None:
-            return
         if last is not None:
             self._last = None
             state.traces.note((*last, now))
@@ -106,26 +145,19 @@ class Record:
                 log.debug("this loader is not looked at any more", exc_info=True)
                 state.wake = math.inf
 
-    def receive_traced(self, asked: float, batch: Any, fetch: Any) -> None:
-        """The loop has a batch with its history."""
+    def receive(self, asked: float, batch: Any) -> Any:
+        batch, fetch = batch
         state = self._state
-        assert state is not None
         if state.shape is None:
             state.shape = BatchShape.of(batch)
         now = time.monotonic()
         self.tally.receive(asked, now, fetch[5])
         self._last = (fetch, asked, now)
-
-    def receive(self, asked: float, batch: Any) -> None:
-        """The loop has a batch that tells nothing."""
-        now = time.monotonic()
-        self.tally.receive(asked, now, samples_in(batch) or 1)
+        return batch
 
     def end(self, asked: float) -> None:
-        """The epoch is over."""
-        self.tally.end(asked, time.monotonic())
-        if self._state is not None:
-            self._state.traces.trim()
+        super().end(asked)
+        self._state.traces.trim()
 
 
 def can_carry_history(loader: Any) -> bool:
@@ -157,47 +189,24 @@ def is_part_of_us(loader: Any) -> bool:
     return issubclass(type(getattr(loader, "dataset", None)), Wrapped)
 
 
-def watch(iterator: Any, record: Record, *, is_traced: bool) -> None:
+def watch(iterator: Any, record: Record) -> None:
     """Let an iterator tell the record."""
     if RECORD not in vars(iterator):
         kind: Any = type(iterator)
-        iterator.__class__ = _watched(kind, is_traced)
+        iterator.__class__ = _watched(kind)
     vars(iterator)[RECORD] = record
 
 
 @functools.lru_cache(maxsize=64)
-def _watched(kind: Any, is_traced: bool) -> type:
+def _watched(kind: Any) -> type:
     advance = kind.__next__
 
-    def next_traced(iterator: Any) -> Any:
-        record: Record = iterator._autotune_loader_record
-        asked = time.monotonic()
-        record.ask(asked)
-        try:
-            batch, fetch = advance(iterator)
-        except StopIteration:
-            record.end(asked)
-            raise
-        except Exception as error:
-            forget_our_frames(error)
-            raise
-        record.receive_traced(asked, batch, fetch)
-        return batch
+    def advance_told(iterator: Any) -> Any:
+        return iterator._autotune_loader_record.next(advance, iterator)
 
-    def next_seen(iterator: Any) -> Any:
-        record: Record = iterator._autotune_loader_record
-        asked = time.monotonic()
-        record.ask(asked)
-        try:
-            batch = advance(iterator)
-        except StopIteration:
-            record.end(asked)
-            raise
-        record.receive(asked, batch)
-        return batch
-
-    body = {"__next__": next_traced if is_traced else next_seen, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), body)
+    return type(
+        kind.__name__, (kind,), {"__next__": advance_told, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
 
 
 def forget_our_frames(error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """What does it take to watch and to tune scripts that nobody here wrote, and what is their waiting before and after?
 
-    python -m studies.scripts [NAME ...] [--mirror FOLDER] [--limit SECONDS] [--traceml]
+    python -m studies.scripts [NAME ...] [--mirror FOLDER] [--limit SECONDS] [--traceml ROUNDS]
 
 A script is fetched once into ~/.cache/autotune_loader_scripts: from a bare repository OWNER+NAME/repo below --mirror,
 else from GitHub. Each script is run plainly, under `watch` and under `run`, from equal copies; it is interrupted after --limit
@@ -10,13 +10,16 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +78,31 @@ def source_of(job: Job, mirror: Path | None) -> Path:
 
 def run(job: Job, folder: Path, limit_s: float, *before: str) -> Run:
     """Run its script in a folder, after these arguments of Python, for so long at most."""
+    command = [job.environment.python, *before, job.script, *job.arguments]
+    return _run(command, folder, _environ(job, folder, str(ROOT)), limit_s)
+
+
+def run_with_traceml(job: Job, folder: Path, limit_s: float) -> Run:
+    """Run its script by `traceml run`, with its training step marked as TraceML's guide says, where no framework has it."""
+    if job.step is not None:
+        enter = "traced_step = traceml_ai.trace_step(model); traced_step.__enter__()"
+        job.step.mark(folder, "import traceml_ai; traceml_ai.init()", enter, "traced_step.__exit__(None, None, None)")
+    command = [str(Path(TRACEML.python).with_name("traceml")), "run", job.script, "--args", *job.arguments]
+    libraries = Path(job.environment.python).parents[1].glob("lib/python*/site-packages")
+    return _run(command, folder, _environ(job, folder, *map(str, libraries)), limit_s)
+
+
+def _environ(job: Job, folder: Path, *paths: str) -> dict[str, str]:
     own = dict(job.environ)
-    paths = [str(ROOT), *([str(folder / own["PYTHONPATH"])] if "PYTHONPATH" in own else [])]
-    environ = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    if "PYTHONPATH" in own:
+        paths = (*paths, str(folder / own["PYTHONPATH"]))
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _run(command: list[str], folder: Path, environ: dict[str, str], limit_s: float) -> Run:
     began, was_ended = time.monotonic(), False
     process = subprocess.Popen(
-        [job.environment.python, *before, job.script, *job.arguments],
+        command,
         cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
@@ -101,18 +123,27 @@ def run(job: Job, folder: Path, limit_s: float, *before: str) -> Run:
     return Run(process.returncode, time.monotonic() - began, was_ended, out, err)
 
 
-def traceml_says(job: Job, folder: Path) -> str:
-    """The verdict of TraceML on the same script."""
-    environ = {**os.environ, **dict(job.environ), "PYTHONPATH": str(folder / dict(job.environ).get("PYTHONPATH", "."))}
-    command = [Path(TRACEML.python).with_name("traceml"), "run", job.script, "--args", *job.arguments]
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environ, capture_output=True, text=True, timeout=3 * LIMIT_S
-    )
-    found = [line.strip(" |│") for line in done.stdout.splitlines() if "Verdict" in line or "Status" in line]
-    return "; ".join(found) or f"exit code {done.returncode}"
+def traceml_says(done: Run, folder: Path) -> dict[str, Any]:
+    """The verdict of TraceML, and the share of a step that it calls waiting for input, from its summary."""
+    texts = [path.read_text() for path in folder.glob("logs/*/final_summary.txt")]
+    if not texts:
+        return {"problem": f"exit code {done.code}: {(done.err.strip().splitlines() or ['?'])[-1][:200]}"}
+    verdict = re.search(r"Verdict: (.*?) {2,}", texts[0])
+    waits = re.search(r"Input Wait +[\d.]+ ms +(<?\d+%)", texts[0])
+    return {"verdict": verdict and verdict[1], "waits": waits and waits[1]}
 
 
-def study(job: Job, mirror: Path | None, limit_s: float, with_traceml: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def copy_of(job: Job, source: Path) -> Iterator[Path]:
+    """A copy of its files, with its data."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "job")
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git"))
+        job.prepare(folder)
+        yield folder
+
+
+def study(job: Job, mirror: Path | None, limit_s: float) -> dict[str, Any]:
     """One line of the table."""
     told: dict[str, Any] = {"name": job.name, "script": f"{job.repository}: {job.script}"}
     if (failed := job.environment.make()) is not None:
@@ -123,10 +154,7 @@ def study(job: Job, mirror: Path | None, limit_s: float, with_traceml: bool) -> 
         return {**told, "problem": f"cannot be fetched: {error}"}
     codes = {}
     for verb in ("plain", "watch", "run"):
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch, "job")
-            shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git"))
-            job.prepare(folder)
+        with copy_of(job, source) as folder:
             done = run(job, folder, limit_s, *([] if verb == "plain" else ["-m", "autotune_loader", verb, "--json"]))
         codes[verb] = "ended" if done.was_ended else str(done.code)
         if done.code and not done.was_ended:
@@ -135,17 +163,25 @@ def study(job: Job, mirror: Path | None, limit_s: float, with_traceml: bool) -> 
             told[verb] = report["loaders"]
         told[f"{verb}_s"] = round(done.seconds, 1)
     told["codes"] = codes
-    if with_traceml:
-        told["traceml"] = _with_traceml(job, source)
     return told
 
 
-def _with_traceml(job: Job, source: Path) -> str:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "job")
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git"))
-        job.prepare(folder)
-        return traceml_says(job, folder)
+def compare(job: Job, mirror: Path | None, limit_s: float, rounds: int) -> dict[str, Any]:
+    """TraceML's verdict, and the seconds of each whole run: plainly, under `watch` and under TraceML, in turns."""
+    source = source_of(job, mirror)
+    says: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {"plain": [], "watch": [], "traceml": []}
+    for _ in range(rounds):
+        for name, taken in seconds.items():
+            with copy_of(job, source) as folder:
+                if name == "traceml":
+                    done = run_with_traceml(job, folder, limit_s)
+                    says = traceml_says(done, folder)
+                else:
+                    done = run(job, folder, limit_s, *(["-m", "autotune_loader", "watch"] if name == "watch" else []))
+            if not done.was_ended:
+                taken.append(round(done.seconds, 2))
+    return {**says, "seconds": seconds}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -172,6 +208,16 @@ def table(rows: list[dict[str, Any]]) -> str:
                 "-" if then is None else _share(then["wait_share"]),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| script | TraceML says | its input wait | plain, s | `watch`, s | TraceML, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if (said := row.get("traceml")) is not None:
+            took = [", ".join(map(str, each)) or "ended" for each in said["seconds"].values()]
+            says = said.get("problem") or said["verdict"]
+            lines.append(f"| {' | '.join([row['name'], says, said.get('waits') or '-', *took])} |")
     return "\n".join(lines)
 
 
@@ -189,7 +235,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of the names of jobs; all by default")
     parser.add_argument("--mirror", type=Path, help="folder of bare repositories")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each run")
-    parser.add_argument("--traceml", action="store_true", help="its verdict, too")
+    parser.add_argument("--traceml", type=int, metavar="ROUNDS", help="compare with TraceML instead")
     wanted = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     if wanted.traceml and (failed := TRACEML.make()) is not None:
@@ -199,7 +245,12 @@ def main() -> None:
         known = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
     for job in JOBS:
         if not wanted.names or any(name in job.name for name in wanted.names):
-            known[job.name] = study(job, wanted.mirror, wanted.limit, wanted.traceml)
+            if wanted.traceml:
+                found = {"traceml": compare(job, wanted.mirror, wanted.limit, wanted.traceml)}
+                known[job.name] = known.get(job.name, {"name": job.name}) | found
+            else:
+                kept = {name: each for name, each in known.get(job.name, {}).items() if name == "traceml"}
+                known[job.name] = study(job, wanted.mirror, wanted.limit) | kept
             RESULTS.write_text("".join(json.dumps(known[each.name]) + "\n" for each in JOBS if each.name in known))
     print(table([known[job.name] for job in JOBS if job.name in known]))
 

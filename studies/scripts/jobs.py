@@ -13,6 +13,26 @@ from studies.libraries.environments import NO_DEPS, TORCHVISION, Environment
 Prepare = Callable[[Path], None]
 
 
+@dataclass(frozen=True)
+class Step:
+    """Where a training step begins and where it is over, for tools that have to be told; lines are named by what they hold."""
+
+    file: str
+    first: str
+    behind: str
+
+    def mark(self, folder: Path, enable: str, enter: str, leave: str) -> None:
+        """Put lines at the file's top, before the step and behind it."""
+        path = folder / self.file
+        lines = path.read_text().splitlines()
+        first = next(number for number, line in enumerate(lines) if self.first in line)
+        behind = next(number for number, line in enumerate(lines) if self.behind in line and number > first)
+        for number, line in ((behind, leave), (first, enter)):
+            indent = lines[number][: -len(lines[number].lstrip())]
+            lines.insert(number, indent + line)
+        path.write_text("\n".join([enable, *lines]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A script in its repository."""
@@ -29,6 +49,8 @@ class Job:
     """Of the repository, what is fetched; all of it where none is named."""
     arguments: tuple[str, ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
+    step: Step | None = None
+    """None where a framework has it."""
 
 
 def _text(path: Path, words: int) -> None:
@@ -95,7 +117,7 @@ def _tiny_gpt(folder: Path) -> None:
     _text(folder / "tiny" / "test.txt", 8_000)
     for name, rows in (("train", 2_000), ("test", 200)):
         rng = random.Random(rows)
-        words = (folder / "tiny" / f"{name}.txt").read_text().split()
+        words = [word for word in (folder / "tiny" / f"{name}.txt").read_text().split() if word.isalpha()]
         lines = [f"{' '.join(rng.choices(words, k=40))},{rng.randint(0, 1)}" for _ in range(rows)]
         (folder / "tiny" / f"{name}.csv").write_text("\n".join(["sentence1,label", *(line for line in lines)]))
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -104,12 +126,42 @@ def _tiny_gpt(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
     fast.model_max_length = 128
     config = GPT2Config(vocab_size=len(fast), n_positions=128, n_embd=32, n_layer=1, n_head=2, pad_token_id=1)
+    config.bos_token_id = config.eos_token_id = 1
     for name, kind in (("lm", GPT2LMHeadModel), ("classifier", GPT2ForSequenceClassification)):
         kind(config).save_pretrained(folder / "tiny" / name)
         fast.save_pretrained(folder / "tiny" / name)
 
 
-TRANSFORMERS = "examples/pytorch"
+def _tiny_gpt_for_clm(folder: Path) -> None:
+    """And a name that accelerate no longer has, without which the script ends under plain Python, too."""
+    script = folder / EXAMPLES / "language-modeling" / "run_clm_no_trainer.py"
+    script.write_text(script.read_text().replace("DistributedType.TPU", "DistributedType.XLA"))
+    _tiny_gpt(folder)
+
+
+def _tiny_gpt_for_glue(folder: Path) -> None:
+    """And the metric that would be fetched from the Hub."""
+    (folder / "accuracy").mkdir()
+    (folder / "accuracy" / "accuracy.py").write_text(ACCURACY)
+    _tiny_gpt(folder)
+
+
+ACCURACY = """
+import datasets
+import evaluate
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        integer = datasets.Value("int32")
+        features = datasets.Features({"predictions": integer, "references": integer})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+# A fork that holds the examples of transformers 4.57 as released, and is small.
+TRANSFORMERS = "PerforatedAI/PerforatedAI-Transformers"
+EXAMPLES = "examples/pytorch"
 # wandb and what it imports beside what the study runs in.
 WANDB = (
     "wandb==0.18.7",
@@ -133,6 +185,7 @@ JOBS = (
         repository="karpathy/minGPT",
         script="projects/chargpt/chargpt.py",
         prepare=lambda folder: _text(folder / "input.txt", 60_000),
+        step=Step("mingpt/trainer.py", "# forward the model", "self.trigger_callbacks('on_batch_end')"),
         environment=Environment("torch"),
         arguments=("--model.model_type=gpt-nano", "--trainer.max_iters=400", "--trainer.device=cpu"),
         environ=(("PYTHONPATH", "."),),
@@ -142,6 +195,7 @@ JOBS = (
         repository="milesial/Pytorch-UNet",
         script="train.py",
         prepare=_pictures_with_masks,
+        step=Step("train.py", "images, true_masks = batch", "pbar.update(images"),
         environment=Environment("scripts-unet", (TORCHVISION, *WANDB), NO_DEPS),
         arguments=("--epochs", "2", "--batch-size", "2", "--scale", "0.1", "--validation", "10"),
         environ=(("WANDB_MODE", "disabled"),),
@@ -152,6 +206,7 @@ JOBS = (
         script="2d_segmentation/torch/unet_training_dict.py",
         prepare=lambda folder: None,  # it makes its own
         files=("2d_segmentation/torch",),
+        step=Step("2d_segmentation/torch/unet_training_dict.py", "step += 1", "epoch_loss += loss.item()"),
         environment=Environment("scripts-monai", ("monai", "tensorboard")),
     ),
     Job(
@@ -160,6 +215,7 @@ JOBS = (
         script="examples/mutag_gin.py",
         prepare=_graphs,
         files=("examples/mutag_gin.py",),
+        step=Step("examples/mutag_gin.py", "optimizer.zero_grad()", "total_loss += float(loss)"),
         environment=Environment("torch_geometric", ("torch_geometric",)),
         arguments=("--epochs", "25"),
     ),
@@ -177,10 +233,13 @@ JOBS = (
     ),
     Job(
         name="transformers run_clm_no_trainer",
-        repository="huggingface/transformers",
-        script=f"{TRANSFORMERS}/language-modeling/run_clm_no_trainer.py",
-        files=(TRANSFORMERS,),
-        prepare=_tiny_gpt,
+        repository=TRANSFORMERS,
+        script=f"{EXAMPLES}/language-modeling/run_clm_no_trainer.py",
+        files=(f"{EXAMPLES}/language-modeling",),
+        prepare=_tiny_gpt_for_clm,
+        step=Step(
+            f"{EXAMPLES}/language-modeling/run_clm_no_trainer.py", "with accelerator.accumulate(model)", "# Checks if"
+        ),
         environment=Environment("scripts-transformers", ("evaluate", "scikit-learn")),
         arguments=(
             *("--model_name_or_path", "tiny/lm", "--train_file", "tiny/train.txt"),
@@ -190,10 +249,15 @@ JOBS = (
     ),
     Job(
         name="transformers run_glue_no_trainer",
-        repository="huggingface/transformers",
-        script=f"{TRANSFORMERS}/text-classification/run_glue_no_trainer.py",
-        files=(TRANSFORMERS,),
-        prepare=_tiny_gpt,
+        repository=TRANSFORMERS,
+        script=f"{EXAMPLES}/text-classification/run_glue_no_trainer.py",
+        files=(f"{EXAMPLES}/text-classification",),
+        prepare=_tiny_gpt_for_glue,
+        step=Step(
+            f"{EXAMPLES}/text-classification/run_glue_no_trainer.py",
+            "outputs = model(**batch)",
+            "if isinstance(checkpointing_steps, int)",
+        ),
         environment=Environment("scripts-transformers", ("evaluate", "scikit-learn")),
         arguments=(
             *("--model_name_or_path", "tiny/classifier", "--train_file", "tiny/train.csv"),

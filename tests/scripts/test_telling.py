@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import namedtuple
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +13,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.scripts import lines
+from autotune_loader.scripts import lines, telling
 from autotune_loader.scripts.hook import Hook
 from autotune_loader.scripts.lines import Line, users_line
+from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
+from autotune_loader.scripts.site import Site
 from autotune_loader.scripts.tally import Tally
-from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long
+from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long, report_of
 from autotune_loader.scripts.watching import forget_our_frames
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
 Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
@@ -109,6 +112,17 @@ def test_loaders_of_one_line_are_one_unless_they_are_iterated_together() -> None
     ]
 
 
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> None:
+    session = Session(Plan(verb=verb), {})
+    loader = DataLoader(TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: torch.zeros(1, 3))
+
+    for _ in range(2):
+        assert len(list(session.iterate(loader, DataLoader.__iter__))) == 5
+
+    assert (session.sites[0].tally.batches, session.sites[0].tally.samples) == (10, 36)
+
+
 def test_torch_is_as_before_once_the_hook_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     before = vars(DataLoader)["__init__"], vars(DataLoader)["__iter__"]
     hook = Hook(Plan(verb="watch"))
@@ -140,6 +154,7 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         batches=190,
         samples_per_s=212.3,
         wait_share=0.12,
+        gpu_share=0.8,
         settings={"num_workers": 0, "pin_memory": False},
         settings_now={"num_workers": 2, "pin_memory": False, "prefetch_factor": 4},
         gain=Interval(value=0.83, low=0.75, high=0.92, count=40),
@@ -162,7 +177,7 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "autotune-loader run: 1 loader in 61 s; peak memory 300 MiB, largest worker 200 MiB\n"
         "\n"
         "train.py:41  Images[1200], batches of 32, shuffled\n"
-        "  190 batches in 5 epochs, 212 samples/s; the loop waits 12 % of its time\n"
+        "  190 batches in 5 epochs, 212 samples/s; the loop waits 12 % of its time, and the GPU works 80 % of it\n"
         "  settings: num_workers=0\n"
         "  now: num_workers=2, prefetch_factor=4: +83 % (+75 to +92 %)\n"
         "  The CPU binds.\n"
@@ -170,6 +185,24 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "\n"
         "Written to loader.json."
     )
+
+
+@pytest.mark.parametrize(("binding", "is_promised"), [("wait", True), ("in_memory", False)])
+def test_no_workers_are_promised_to_a_loader_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch, binding: str, is_promised: bool
+) -> None:
+    # GIVEN a loader that is waited for, a verdict, and beliefs that more workers would be faster
+    session = Session(Plan(verb="watch"), {})
+    list(session.iterate(a_loader(), DataLoader.__iter__))
+    session.sites[0].tally.waited_s, session.sites[0].tally.stepped_s = 4.0, 6.0
+    verdict = SimpleNamespace(binding=binding, sentence="It binds.")
+    monkeypatch.setattr(Site, "result", lambda site: SimpleNamespace(verdict=verdict, advice=()))
+    faster = LoaderConfig(num_workers=3), Interval(value=0.57, low=0.36, high=0.81, count=9)
+    monkeypatch.setattr(telling, "expected", lambda site: faster)
+
+    # WHEN it is told of THEN its next step does not contradict the verdict
+    (loader,) = report_of(session).loaders
+    assert (loader.next_step is not None) is is_promised
 
 
 def test_only_more_than_is_allowed_is_too_long() -> None:
@@ -207,6 +240,24 @@ def test_what_follows_a_script_is_its_own(
 def test_what_does_not_fit_a_script_or_a_factory_is_named(typed: list[str], names: str) -> None:
     with pytest.raises(ValueError, match=f"{names}.*would"):
         tune_command.main(typed, standalone_mode=False)
+
+
+def test_tune_says_that_it_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2; autotune-loader run -o loader.json train.py would work"):
+        tune_command.main(["train.py"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 1), ("1", 0)])
+def test_only_rank_0_says_that_there_is_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+
+    tell_nothing(Plan(verb="watch"))
+
+    assert capsys.readouterr().err.count("Nothing can be told") == lines
 
 
 @pytest.mark.parametrize("share", ["ten", "110%", "-0.1"])

@@ -149,10 +149,13 @@ def test_the_result_of_the_training_loader_is_written(bench: Bench) -> None:
                 pass
         """)
 
-    _, _, report = bench.command("watch", "-o", "loader.json", "train.py")
+    _, _, report = bench.command("watch", "-o", "loader.json", "--report", "out.html", "train.py")
 
     result = TuningResult.load(bench.folder / "loader.json")
-    assert "Written to" in report
+    page = (bench.folder / "out.html").read_text()
+    assert report.count("Written to") == 2
+    assert page.startswith("<!DOCTYPE html>")
+    assert "Numbers" in page
     assert (result.origin, result.best.num_workers) == ("live", 0)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [0, 1]
 

@@ -1,0 +1,80 @@
+"""The share of a loader's time in which this process' GPU worked, whoever kept it so, as NVML says it afterwards.
+
+NVML keeps stamped samples for a few seconds: now and then they are taken over, for the stretches in which a loader is iterated.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from autotune_loader.machine.gpus import Gpus
+from autotune_loader.machine.meters.gpu import COVERED_SHARE
+
+LOOK_S = 1.0
+"""So often samples are taken over; an H100 keeps them for 2 s."""
+
+log = logging.getLogger(__name__)
+
+
+def recent_use() -> list[tuple[float, float]]:
+    """As `Gpus.recent_use`, of the current device; empty where CUDA is not in use, which this does not change."""
+    if not torch.cuda.is_initialized():
+        return []
+    gpus = _gpus(torch.cuda.current_device())
+    return [sample for device in gpus.devices() for sample in gpus.recent_use(device)]
+
+
+@functools.lru_cache(maxsize=8)
+def _gpus(index: int) -> Gpus:
+    return Gpus(cuda_uuids=[str(torch.cuda.get_device_properties(index).uuid)])
+
+
+class GpuWork:
+    """Adds up samples over the stretches in which a loader is iterated, in seconds of one clock.
+
+    Args:
+        recent: how many seconds ago each sample was taken, and the share of the time since the one before; oldest first.
+    """
+
+    def __init__(self, recent: Callable[[], list[tuple[float, float]]] = recent_use) -> None:
+        self._recent = recent
+        self._from = self._next_look = 0.0
+        self._busy_s = self._covered_s = self._seen_s = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Share of the time, 0 to 1; None where samples cover less than half of it, or there is no GPU."""
+        if not self._covered_s or self._covered_s < COVERED_SHARE * self._seen_s:
+            return None
+        return self._busy_s / self._covered_s
+
+    def begin(self, now: float) -> None:
+        """A stretch begins; what was before does not count."""
+        self._from, self._next_look = now, now + LOOK_S
+
+    def go_on(self, now: float) -> None:
+        """The stretch goes on."""
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self.end(now)
+
+    def end(self, now: float) -> None:
+        """Take over what is known of the stretch so far."""
+        try:
+            samples = [(now - ago, share) for ago, share in self._recent()]
+        except Exception:  # whatever it is, it is no reason to end somebody's training
+            log.debug("this GPU is not looked at any more", exc_info=True)
+            self._recent = list
+            return
+        begun = self._from
+        for (before, _), (moment, share) in pairwise(samples):
+            inside = max(0.0, min(moment, now) - max(before, begun))
+            self._busy_s, self._covered_s = self._busy_s + inside * share, self._covered_s + inside
+        # The driver tells of a moment some time after it.
+        self._from = max(begun, min(now, samples[-1][0])) if samples else now
+        self._seen_s += self._from - begun
