@@ -36,7 +36,7 @@ CPU_PERIOD_S = 0.015
 LOOK_PERIOD_S = 0.03
 """Seconds between two looks, on average: one costs the main thread at most two changes of the lock."""
 IN_TIME_S = 0.00015
-"""A look that comes later than this had to wait for the interpreter lock, or for a core."""
+"""A look that comes later than this, its wait for a core apart, had to wait for the interpreter lock."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
 FIRST_BATCH_S = 0.25
@@ -114,10 +114,7 @@ class StageWatch:
 
     def _read_clocks(self) -> tuple[float, float, float]:
         """CPU seconds of the thread, seconds in which it was ready and had no core, CPU seconds of the queue's thread."""
-        try:
-            crowded_s = int(self._schedule.read_text().split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):  # a kernel that does not tell
-            crowded_s = 0.0
+        crowded_s = _crowded_s(self._schedule)
         queue = next((each for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
         ident = None if queue is None or not queue.is_alive() else queue.ident
         queue_s = 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
@@ -138,11 +135,14 @@ class StageWatch:
         self._seen.setdefault(line, [0.0, 0.0, 0.0])[column] += weight
 
     def _look_around(self) -> None:
+        schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         due = time.monotonic()
         while True:
             due = max(due, time.monotonic()) + LOOK_PERIOD_S * (0.5 + random.random())
+            crowded_s = _crowded_s(schedule)
             time.sleep(max(0.0, due - time.monotonic()))
-            if time.monotonic() - due <= IN_TIME_S:
+            late_s = time.monotonic() - due
+            if late_s <= IN_TIME_S or late_s - (_crowded_s(schedule) - crowded_s) <= IN_TIME_S:
                 self._look()
 
     def _look(self) -> None:
@@ -152,6 +152,14 @@ class StageWatch:
         if line is not None:
             self._looks += 1
             self._count(line, 2 if _is_runnable(status) else 1, 1.0)
+
+
+def _crowded_s(schedule: Path) -> float:
+    """Seconds in which a thread was ready and had no core, by its schedstat; 0 from a kernel that does not tell."""
+    try:
+        return int(schedule.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _is_runnable(status: bytes) -> bool:

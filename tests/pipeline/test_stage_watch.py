@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader.pipeline.stages import stage_times
+from autotune_loader.pipeline.stages import StageTime, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.burst import run_burst
 from autotune_loader.probe.step import build_step
@@ -61,9 +61,15 @@ def burst(dataset: Any = None, init: Any = None, **config: Any) -> Measurement:
     return outcome
 
 
+def told(**config: Any) -> dict[str, StageTime]:
+    """The stages of a burst after which something is said: on a busy machine one may see too little."""
+    bursts = (stage_times(burst(**config).stages) for _ in range(10))
+    return {each.stage: each for each in next((stages for stages in bursts if stages), ())}
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_waiting_and_computing_are_told_apart(start: str) -> None:
-    found = {each.stage: each for each in stage_times(burst(multiprocessing_context=start).stages)}
+    found = told(multiprocessing_context=start)
     # 6 ms of 12 are waited for, whoever holds the lock and however long
     assert 0.25 < found["fetch"].wall_share < 0.75
     assert found["fetch"].cpu_share < 0.2
