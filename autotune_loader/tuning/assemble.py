@@ -78,7 +78,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
-        cache_gain=state.cache_gain,
+        data_changes=state.data_changes,
         study=state.study,
         parts=loader_parts(context.workload),
     )
@@ -194,7 +194,7 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         space=context.space,
         accelerations=state.accelerations,
         stage_times=found.stage_times,
-        cache_gain=state.cache_gain,
+        data_changes=state.data_changes,
     )
 
 

@@ -15,7 +15,7 @@ from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
-from autotune_loader.values.trial import Acceleration, CacheGain, Trial
+from autotune_loader.values.trial import Acceleration, DataChange, Trial
 
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """What more memory, of either kind, would have prevented."""
@@ -47,8 +47,8 @@ class Evidence:
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
-    cache_gain: CacheGain | None = None
-    """What a cache would bring, where that was asked."""
+    data_changes: Sequence[DataChange] = ()
+    """What other ways to make samples would bring, where that was asked."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""
 

@@ -16,6 +16,7 @@ from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
 from autotune_loader.report.units import bytes_text, counted, ratio_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
+from autotune_loader.values.plan import DataChangeKind
 from autotune_loader.values.stages import HAND_OVER
 
 # A gain below this is not worth anybody's time.
@@ -34,6 +35,11 @@ CHEAPER = {
     "read": ": larger pieces, or files that need no parsing",
     "collate": ": fewer and larger tensors",
 }
+CHANGES: dict[DataChangeKind, str] = {
+    "cache": "Make once what is the same in each epoch",
+    "uint8": "Send pixels as bytes",
+    "draft": "Decode JPEGs no larger than they are needed",
+}
 NO_LINES = (HAND_OVER, OTHER_THREADS, REST)
 """Stages that are no lines of the user's."""
 
@@ -51,9 +57,9 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
-    kept = _cached_prefix(evidence) if verdict.binding in ("cpu", "wait") else iter(())
+    measured = _measured_changes(evidence)
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
-    return tuple(dict.fromkeys([*kept, *first, *also]))
+    return tuple(dict.fromkeys([*measured, *first, *also]))
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
@@ -101,18 +107,22 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
         )
 
 
-def _cached_prefix(evidence: Evidence) -> Iterator[Advice]:
-    """What a cache was measured to bring; where it is slower, nothing is said."""
-    cache = evidence.cache_gain
-    if cache is None or cache.speedup is None or cache.speedup.value - 1 < WORTH_S_TIME:
-        return
-    size = "" if cache.dataset_bytes is None else f"; all samples take {bytes_text(cache.dataset_bytes)}"
-    rounds = counted(cache.speedup.count, "paired round")
-    yield Advice(
-        action="Make once what is the same in each epoch: DataLoader(CachedPrefix(dataset), ...).",
-        reason=f"measured: {ratio_text(cache.speedup)} in {rounds}, from the second epoch on{size}",
-        expected_gain=_believable(evidence, cache.speedup.value - 1),
-    )
+def _measured_changes(evidence: Evidence) -> Iterator[Advice]:
+    """What other ways to make the samples were measured to bring, the best first; where one is no faster, nothing is said."""
+    measured = [(each.speedup, each) for each in evidence.data_changes if each.speedup is not None]
+    for speedup, change in sorted(measured, key=lambda pair: -pair[0].value):
+        if speedup.value - 1 < WORTH_S_TIME or speedup.low <= 1:
+            continue
+        known = ", from the second epoch on" if change.kind == "cache" else ""
+        known += "" if change.dataset_bytes is None else f"; all samples take {bytes_text(change.dataset_bytes)}"
+        known += (
+            "" if change.difference is None else f"; pixels differ by {share_text(change.difference)} of their range"
+        )
+        yield Advice(
+            action=f"{CHANGES[change.kind]}: {change.code}.",
+            reason=f"measured: {ratio_text(speedup)} in {counted(speedup.count, 'paired round')}{known}",
+            expected_gain=_believable(evidence, speedup.value - 1),
+        )
 
 
 def _rise_words(gain: float) -> str:
