@@ -39,7 +39,9 @@ def main() -> None:
             following.keep(file, list(following.follow(case, only_first=only_first)))
     for file in ("jobs.jsonl", "advice.jsonl"):
         print(f"\n{file}\n\n{following.table(following.read(file))}")
-    print(f"\nall\n\n{following.table([*following.read('jobs.jsonl'), *following.read('advice.jsonl')]).splitlines()[-1]}")
+    print(
+        f"\nall\n\n{following.table([*following.read('jobs.jsonl'), *following.read('advice.jsonl')]).splitlines()[-1]}"
+    )
 
 
 def _real() -> list[following.Case]:  # type: ignore[name-defined]  # noqa: F821
@@ -51,7 +53,11 @@ def _real() -> list[following.Case]:  # type: ignore[name-defined]  # noqa: F821
         job = factory()
         allow = {"allow": ("cache", "uint8", "draft")}
         after = {start: Way(make=make) for start, make in job.variants.items()}
-        found.append(Case(name=name, before=Way(make=lambda job=job: job.workload, options=allow), after=after, budget=JOBS_BUDGET))
+        found.append(
+            Case(
+                name=name, before=Way(make=lambda job=job: job.workload, options=allow), after=after, budget=JOBS_BUDGET
+            )
+        )
     return found
 
 

@@ -113,7 +113,10 @@ def follow(case: Case, *, only_first: bool, after_budget: str = "10s") -> Iterat
         best = way.tune(later, after_budget).best
         gain = compared((case.before, workload, result.best), (way, later, best), rate.value)
         followed += 1
-        print(f"    followed: {gain[0]:+.0%} ({gain[1]:+.0%} to {gain[2]:+.0%}), promised {advice.expected_gain:+.0%}", flush=True)
+        print(
+            f"    followed: {gain[0]:+.0%} ({gain[1]:+.0%} to {gain[2]:+.0%}), promised {advice.expected_gain:+.0%}",
+            flush=True,
+        )
         yield replace(
             row,
             advice=advice.action,
@@ -193,7 +196,9 @@ def table(rows: Sequence[Row]) -> str:
     errors = [row.error for row in rows if row.error is not None]
     if errors:
         rates = [row.rate_error for row in rows if row.rate_error is not None]
-        kept = sum(row.measured >= 0.7 * row.promised for row in rows if row.measured is not None and row.promised is not None)
+        kept = sum(
+            row.measured >= 0.7 * row.promised for row in rows if row.measured is not None and row.promised is not None
+        )
         lines += [
             "",
             f"{len(errors)} pieces of advice: median error of the gain {statistics.median(errors):.0%}, of the rate "

@@ -349,7 +349,12 @@ def series() -> RealJob:
             name="series",
             dataset=kind(values, labels, 32),
             model=nn.Sequential(
-                *(nn.Conv1d(1, 16, 7, stride=4, padding=3), nn.ReLU(), nn.Conv1d(16, 32, 5, stride=2, padding=2), nn.ReLU()),
+                *(
+                    nn.Conv1d(1, 16, 7, stride=4, padding=3),
+                    nn.ReLU(),
+                    nn.Conv1d(16, 32, 5, stride=2, padding=2),
+                    nn.ReLU(),
+                ),
                 *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, len(names))),
             ),
             train_step=None,

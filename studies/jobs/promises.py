@@ -62,7 +62,9 @@ class Pixels(Dataset[Any]):
     """Large pictures that cost little to make: floats as ToTensor makes them."""
 
     def __init__(self, side: int) -> None:
-        self.pixels = torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        self.pixels = torch.randint(
+            0, 256, (3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return LENGTH
@@ -84,7 +86,9 @@ class FloatsInStep(AccelStep):
         super().__call__(model, batch)
 
 
-def accelerated(dataset: Dataset[Any], step_s: float, batch_size: int = 8, step: type[AccelStep] = AccelStep) -> StudyWorkload:
+def accelerated(
+    dataset: Dataset[Any], step_s: float, batch_size: int = 8, step: type[AccelStep] = AccelStep
+) -> StudyWorkload:
     return StudyWorkload(
         name=type(dataset).__name__,
         dataset=dataset,
@@ -136,15 +140,26 @@ def cases() -> list[Case]:
             before=disk,
             after={"Read larger pieces": Way(make=lambda: accelerated(OneDisk(0.0, 0.0), 0.001))},
         ),
-        Case(name="cached", before=cached, after={"Make once": Way(make=lambda: with_cache(cached.make()))}, budget="25s"),
-        Case(name="cached waits", before=slow, after={"Make once": Way(make=lambda: with_cache(slow.make()))}, budget="25s"),
+        Case(
+            name="cached", before=cached, after={"Make once": Way(make=lambda: with_cache(cached.make()))}, budget="25s"
+        ),
+        Case(
+            name="cached waits",
+            before=slow,
+            after={"Make once": Way(make=lambda: with_cache(slow.make()))},
+            budget="25s",
+        ),
         Case(
             name="pixels",
             before=pixels,
             after={"Send pixels as bytes": Way(make=lambda: accelerated(BytePixels(512), 0.001, step=FloatsInStep))},
             budget="25s",
         ),
-        Case(name="in memory", before=Way(make=lambda: in_memory(False)), after={"Give the dataset": Way(make=lambda: in_memory(True))}),
+        Case(
+            name="in memory",
+            before=Way(make=lambda: in_memory(False)),
+            after={"Give the dataset": Way(make=lambda: in_memory(True))},
+        ),
         Case(
             name="heavy tail",
             before=ordered,
