@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
+from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.samples import SLOW_FETCH_S
@@ -195,6 +196,7 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         accelerations=state.accelerations,
         stage_times=found.stage_times,
         data_changes=state.data_changes,
+        held=largest_held(data.dataset),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.decision.space import Space
+from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
@@ -49,6 +50,8 @@ class Evidence:
     """Where the time of a sample goes in a worker, the longest stage first."""
     data_changes: Sequence[DataChange] = ()
     """What other ways to make samples would bring, where that was asked."""
+    held: HeldObjects | None = None
+    """The largest list of Python objects that the dataset holds."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""
 

@@ -295,10 +295,12 @@ def _memory_growth(evidence: Evidence) -> Iterator[Advice]:
     memory = evidence.measurement.memory
     slope = None if memory is None else memory.pss_slope_bytes_per_s
     if slope is not None and slope > LEAKING_BYTES_PER_S and evidence.best.num_workers:
+        held = evidence.held
+        where = "" if held is None else f": {held.code()}"
         yield Advice(
-            action="Keep samples in numpy arrays or tensors instead of lists of Python objects.",
+            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
             reason=f"the processes' memory grows by {slope / 2**20:.0f} MiB/s while they read: counting references copies "
-            "the pages that workers share",
+            f"the pages that workers share{'' if held is None else f'; {held}'}",
         )
 
 
