@@ -654,7 +654,7 @@ def test_changes_of_the_samples_come_first_the_best_of_them_before_the_others():
     assert "3.00x" in first.reason
     assert first.reason.endswith("pixels differ by 0.6 % of their range")
     assert first.expected_gain == pytest.approx(2.0)
-    assert second.reason.endswith("from the second epoch on; all samples take 1.0 GiB")
+    assert second.reason.endswith("from the second epoch on; all samples take 1 GiB")
 
 
 @pytest.mark.parametrize(
