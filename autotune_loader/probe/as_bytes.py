@@ -237,7 +237,7 @@ def _by_collating(batch: Any) -> AsBytes:
 
 
 def _bytes_of(values: torch.Tensor, scale: float) -> torch.Tensor:
-    return (values * scale).round_().clamp_(0, 255).to(torch.uint8)
+    return (values if scale == 1 else (values * scale).round_()).to(torch.uint8)
 
 
 def _is_plain(batch: Any) -> bool:

@@ -129,35 +129,54 @@ def measured_change(
         seconds_left: of the budget.
     """
     ends, logs, facts = time.monotonic() + seconds_left, list[float](), ChangeFacts(code="")
-    for number in range(CHANGE_ROUNDS):
-        rates = {}
-        for is_before in (number % 2 == 1, number % 2 == 0):
-            plan = replace(
-                FINAL_BURST,
-                seed=CHANGE_SEEDS + number,
-                change=kind,
-                is_before=is_before,
-                deadline_s=DEADLINE_S["amp"],
-            )
-            outcome = probe.burst(best, plan)
-            if isinstance(outcome, Failure):
-                return DataChange(kind=kind, note=f"not measured: {outcome.message}")
-            rates[is_before] = outcome.samples_per_s.value
-            facts = outcome.change or facts
-        logs.append(math.log(rates[False] / rates[True]))
-        if len(logs) >= 2 and time.monotonic() > ends:
-            break
+    after = best
+    try:
+        if kind == "cache":
+            after = max(_with_fewer_workers(best), key=lambda config: _changed(probe, config, _plan_of(kind, 0))[0])
+        for number in range(CHANGE_ROUNDS):
+            plan, rates = _plan_of(kind, 1 + number), {}
+            for is_before in (number % 2 == 1, number % 2 == 0):
+                rates[is_before], known = _changed(
+                    probe, best if is_before else after, replace(plan, is_before=is_before)
+                )
+                facts = known or facts
+            logs.append(math.log(rates[False] / rates[True]))
+            if len(logs) >= 2 and time.monotonic() > ends:
+                break
+    except _ChangeFailedError as error:
+        return DataChange(kind=kind, note=f"not measured: {error}")
     mean = mean_interval(logs)
     ratio = Interval(value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high), count=mean.count)
     size = facts.sample_bytes
     return DataChange(
         kind=kind,
+        config=after,
         speedup=ratio,
         code=facts.code,
         difference=facts.difference,
         sample_bytes=size,
         dataset_bytes=size * samples if size and samples else None,
     )
+
+
+class _ChangeFailedError(Exception):
+    """A burst with or without a change failed; the message is the burst's."""
+
+
+def _with_fewer_workers(best: LoaderConfig) -> list[LoaderConfig]:
+    """The configuration, and those for samples that take next to nothing: one worker, and none."""
+    return list(dict.fromkeys([best, *(best.with_workers(count) for count in (1, 0) if count < best.num_workers)]))
+
+
+def _plan_of(kind: DataChangeKind, number: int) -> BurstPlan:
+    return replace(FINAL_BURST, seed=CHANGE_SEEDS + number, change=kind, deadline_s=DEADLINE_S["amp"])
+
+
+def _changed(probe: Probe, config: LoaderConfig, plan: BurstPlan) -> tuple[float, ChangeFacts | None]:
+    outcome = probe.burst(config, plan)
+    if isinstance(outcome, Failure):
+        raise _ChangeFailedError(outcome.message)
+    return outcome.samples_per_s.value, outcome.change
 
 
 def _reason_not_to_change(kind: DataChangeKind, verdict: Verdict, probe: Probe | None, seconds_left: float) -> str:

@@ -38,9 +38,11 @@ class Acceleration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChange:
-    """What another way to make the same samples would bring, measured with the chosen configuration."""
+    """What another way to make the same samples would bring, measured over the chosen configuration as it is."""
 
     kind: DataChangeKind
+    config: LoaderConfig | None = None
+    """The configuration that it was measured with: fewer workers may do for a cache; None where it was not measured."""
     speedup: Interval | None = None
     """Rate with the change over the rate of the same samples as they are made, from paired rounds; None where not measured."""
     code: str = ""

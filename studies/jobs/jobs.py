@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from autotune_loader import CachedPrefix
-from studies.workloads import AccelStep, StudyWorkload
+from studies.workloads import AccelStep, StudyWorkload, repeated
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 """ImageNet's, as everybody uses them."""
@@ -79,7 +79,7 @@ def filled(dataset: Any) -> Any:
 
 
 def with_cache(workload: StudyWorkload) -> StudyWorkload:
-    return replace(workload, dataset=filled(workload.dataset))
+    return replace(workload, dataset=repeated(filled(workload.dataset), 16))  # epochs stay long
 
 
 # ---- photographs

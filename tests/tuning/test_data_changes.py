@@ -37,11 +37,26 @@ class Cached:
 
 def test_the_gain_is_that_of_paired_rounds_which_take_turns() -> None:
     probe = Cached()
-    found = measured_change("cache", probe, TWO, 1000, seconds_left=60)
+    found = measured_change("uint8", probe, TWO, 1000, seconds_left=60)
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(3, rel=0.1)
     assert found.speedup.count == 4
-    assert probe.asked[:4] == ["cache", "fresh", "fresh", "cache"]
+    assert found.config == TWO
+    assert probe.asked[:4] == ["uint8", "fresh", "fresh", "uint8"]
+
+
+def test_a_cache_may_do_with_fewer_workers_and_is_then_measured_with_them() -> None:
+    class Cheap(Cached):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+            cpu_s = 0.06 if plan.is_before else 0.0005
+            return SimulatedProbe(SimulatedMachine(cores=4, cpu_s=cpu_s, receive_s=0.005), FakeClock()).burst(
+                config, plan
+            )
+
+    found = measured_change("cache", Cheap(), TWO, 1000, seconds_left=60)
+    assert found.config == LoaderConfig()
+    assert found.speedup is not None
+    assert found.speedup.value > 2
 
 
 def test_samples_that_cannot_be_cached_are_told() -> None:

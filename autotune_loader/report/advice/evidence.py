@@ -11,7 +11,7 @@ from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
-from autotune_loader.twin.what_if import with_stages
+from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
 from autotune_loader.values.stages import StageTime
@@ -173,6 +173,14 @@ class Evidence:
         if self.twin is None or now is None or now.samples_per_s.value <= 0:
             return None
         then = with_stages(self.twin, self.stage_times, {stage.stage: factor}).predict_all([self.best])[0]
+        return then.samples_per_s.value / now.samples_per_s.value - 1
+
+    def gain_without_waiting(self) -> float | None:
+        """Relative gain if a fetch waited for nothing, as the twin has it; None without a twin."""
+        now = self.predicted(self.best)
+        if self.twin is None or now is None or now.samples_per_s.value <= 0:
+            return None
+        then = without_waiting(self.twin).predict_all([self.best])[0]
         return then.samples_per_s.value / now.samples_per_s.value - 1
 
     def predicted_gain(self, config: LoaderConfig, cores: float | None = None) -> float | None:

@@ -114,6 +114,8 @@ def _measured_changes(evidence: Evidence) -> Iterator[Advice]:
         if speedup.value - 1 < WORTH_S_TIME or speedup.low <= 1:
             continue
         known = ", from the second epoch on" if change.kind == "cache" else ""
+        if change.config is not None and change.config.num_workers < evidence.best.num_workers:
+            known += f", with {counted(change.config.num_workers, 'worker')}"
         known += "" if change.dataset_bytes is None else f"; all samples take {bytes_text(change.dataset_bytes)}"
         known += (
             "" if change.difference is None else f"; pixels differ by {share_text(change.difference)} of their range"
@@ -169,14 +171,17 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
         reason=f"a fetch waits {share:.0%} of its time{line}{crowded}",
-        expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
+        expected_gain=_believable(evidence, evidence.gain_without_waiting())
+        if evidence.twin is not None
+        else _gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
     )
 
 
 def _on_transport(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
     seconds = receive_s(measured) if evidence.best.num_workers else 0.0
-    if measured.batch_bytes >= LARGE_BATCH_BYTES:
+    was_tried = any(each.kind == "uint8" and each.speedup is not None for each in evidence.data_changes)
+    if measured.batch_bytes >= LARGE_BATCH_BYTES and not was_tried:
         in_loop = seconds > TRANSPORT_SHARE * evidence.period_s
         whole_s, moved_s = (evidence.period_s, seconds) if in_loop else (measured.service_s, measured.service_s)
         yield Advice(
@@ -186,7 +191,7 @@ def _on_transport(evidence: Evidence) -> Iterator[Advice]:
                 evidence, 0.75 * moved_s, of=whole_s if evidence.best.num_workers else evidence.period_s
             ),
         )
-    else:
+    elif measured.batch_bytes < LARGE_BATCH_BYTES:
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
             reason=f"handing over takes {(seconds or evidence.hand_over_s()) * 1e3:.2g} ms however little a batch carries",
