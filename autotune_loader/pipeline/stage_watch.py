@@ -1,6 +1,6 @@
 """Watches what a worker is at, at a cost below one percent of its time.
 
-    computing   a timer of CPU time (SIGPROF): its handler runs in the main thread, between two instructions of Python
+    computing   a timer of the main thread's CPU time (SIGPROF): its handler runs there, between two instructions of Python
     waiting     a thread that looks at the main thread's frames now and then, and whether it is ready to run
 
 Neither would do alone. A thread that looks has to wait for the interpreter lock, and gets it when the main thread next
@@ -17,10 +17,12 @@ what was the user's is still as it was.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
 import signal
+import struct
 import sys
 import threading
 import time
@@ -73,16 +75,16 @@ class StageWatch:
         if signal.getsignal(signal.SIGPROF) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_PROF)):
             return None
         try:
-            watch = cls()
-        except OSError:  # no /proc
+            watch, timer = cls(), _ThreadTimer()
+        except (OSError, AttributeError):  # no /proc, or no timers of a thread
             return None
         watch._last_cpu_s = time.thread_time()
         watch._clocks = watch._read_clocks()
         signal.signal(signal.SIGPROF, watch._on_timer)
         signal.siginterrupt(signal.SIGPROF, False)  # system calls of C libraries go on
         # An interpreter that ends gives the signal back its default, which is to end the process.
-        util.Finalize(watch, signal.setitimer, args=(signal.ITIMER_PROF, 0.0), exitpriority=100)
-        signal.setitimer(signal.ITIMER_PROF, CPU_PERIOD_S, CPU_PERIOD_S)
+        util.Finalize(watch, timer.set, args=(0.0,), exitpriority=100)
+        timer.set(CPU_PERIOD_S)
         threading.Thread(target=watch._look_around, name="autotune-stages", daemon=True).start()
         return watch
 
@@ -123,9 +125,6 @@ class StageWatch:
     def _on_timer(self, _number: int, frame: FrameType | None) -> None:
         cpu_s = time.thread_time()
         since, self._last_cpu_s = cpu_s - self._last_cpu_s, cpu_s
-        if since < CPU_PERIOD_S / 4:  # another thread's CPU time made it fire
-            self._last_cpu_s -= since
-            return
         swallowed = int(since / CPU_PERIOD_S)
         line = _line_of(frame, after=True)
         if line is not None:
@@ -138,7 +137,8 @@ class StageWatch:
         schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         due = time.monotonic()
         while True:
-            due = max(due, time.monotonic()) + LOOK_PERIOD_S * (0.5 + random.random())
+            # Intervals without memory: after a look that waited for the lock, as after any, each moment is as likely.
+            due = max(due, time.monotonic()) + random.expovariate(1 / LOOK_PERIOD_S)
             crowded_s = _crowded_s(schedule)
             time.sleep(max(0.0, due - time.monotonic()))
             late_s = time.monotonic() - due
@@ -152,6 +152,30 @@ class StageWatch:
         if line is not None:
             self._looks += 1
             self._count(line, 2 if _is_runnable(status) else 1, 1.0)
+
+
+class _ThreadTimer:
+    """A timer of the calling thread's CPU time, which sends that thread SIGPROF.
+
+    One of the process' (`signal.setitimer`) also counts the threads that look and that hand over. These run while the main
+    thread waits, so that what waits was interrupted, and took samples of computing from the others: up to 10 points of the
+    CPU (studies/stages.py).
+    """
+
+    def __init__(self) -> None:
+        library: Any = ctypes.CDLL(None, use_errno=True)
+        self._library = library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)
+        # struct sigevent: value, signal, how it is told, and whom.
+        event = ctypes.create_string_buffer(struct.pack("Piii", 0, signal.SIGPROF, 4, threading.get_native_id()), 64)
+        self._timer = ctypes.c_void_p()
+        if self._library.timer_create(time.CLOCK_THREAD_CPUTIME_ID, event, ctypes.byref(self._timer)):
+            raise OSError(ctypes.get_errno(), "timer_create")
+
+    def set(self, period_s: float) -> None:
+        """Fire after so many CPU seconds, again and again; 0 stops it."""
+        nanoseconds = round(period_s * 1e9)
+        seconds = (ctypes.c_long * 4)(0, nanoseconds, 0, nanoseconds)
+        self._library.timer_settime(self._timer, 0, seconds, None)
 
 
 def _crowded_s(schedule: Path) -> float:

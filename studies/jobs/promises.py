@@ -121,8 +121,6 @@ def cases() -> list[Case]:
     tail = SleepDataset(LENGTH, 0.002, 0.5, slow_every=64, slow_s=0.3)
     ordered = Way(make=lambda: accelerated(tail, 0.002), options={"max_workers": 4})
     one_core = Way(make=cpu_bound, cores=1)
-    small = Way(make=lambda: accelerated(SleepDataset(LENGTH, 0.0002), 0.0, 1))
-    larger = Way(make=lambda: accelerated(SleepDataset(LENGTH, 0.0002), 0.0, 2))
     return [
         Case(
             name="two stages",
@@ -170,5 +168,4 @@ def cases() -> list[Case]:
             before=one_core,
             after={"Use more cores": Way(make=cpu_bound, cores=min(2, len(os.sched_getaffinity(0))))},
         ),
-        Case(name="small batches", before=small, after={"Hand over less often": larger}),
     ]
