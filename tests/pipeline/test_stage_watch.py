@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from autotune_loader.pipeline.stage_watch import _ThreadTimer
 from autotune_loader.pipeline.stages import StageTime, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.burst import run_burst
@@ -91,3 +93,26 @@ def test_without_workers_nobody_watches() -> None:
     before = signal.getsignal(signal.SIGPROF)
     assert burst(num_workers=0).stages is None
     assert signal.getsignal(signal.SIGPROF) is before
+
+
+def test_only_the_cpu_time_of_its_own_thread_makes_the_timer_fire() -> None:
+    fired = list[float]()
+    before = signal.signal(signal.SIGPROF, lambda *_: fired.append(time.thread_time()))
+    timer = _ThreadTimer()
+    timer.set(0.01)
+
+    def spin() -> None:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+
+    try:
+        other = threading.Thread(target=spin)
+        other.start()
+        other.join()  # this thread waits
+        assert not fired
+        spin()
+        assert len(fired) > 5
+    finally:
+        timer.set(0.0)
+        signal.signal(signal.SIGPROF, before)
