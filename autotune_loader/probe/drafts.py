@@ -114,8 +114,7 @@ class _Picture:
             if draft.size == whole.size:
                 return None
             small = whole.convert("RGB").resize(draft.size, resample=4)  # the mean of the pixels below each (BOX)
-            pixels = (np.asarray(each, dtype=np.float32) for each in (draft.convert("RGB"), small))
-            one, other = pixels
+            one, other = (np.asarray(each, dtype=np.float32) for each in (draft.convert("RGB"), small))
             return float(np.abs(one - other).mean() / 255)
 
 
