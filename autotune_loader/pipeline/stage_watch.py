@@ -34,7 +34,9 @@ from typing import Any
 from autotune_loader.pipeline.stage_names import UNKNOWN, Line, line_of
 
 CPU_PERIOD_S = 0.015
-"""CPU seconds between two samples: a handler takes about 20 us."""
+"""CPU seconds between two samples, on average: a handler takes about 20 us."""
+SHORTEST_S = 1e-5
+"""A timer that is set to 0 never fires."""
 LOOK_PERIOD_S = 0.03
 """Seconds between two looks, on average: one costs the main thread at most two changes of the lock."""
 IN_TIME_S = 0.00015
@@ -60,7 +62,8 @@ class StageWatch:
         self._status = os.open(f"{folder}/stat", os.O_RDONLY)
         self._seen: dict[Line, list[float]] = {}
         self._looks = 0
-        self._last_cpu_s = 0.0
+        self._timer = _ThreadTimer()
+        self._last_cpu_s = self._period_s = 0.0
         self._batches = [0.0, 0.0, 0.0]
         self._is_first = True
         self._clocks = (0.0, 0.0, 0.0)
@@ -75,7 +78,7 @@ class StageWatch:
         if signal.getsignal(signal.SIGPROF) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_PROF)):
             return None
         try:
-            watch, timer = cls(), _ThreadTimer()
+            watch = cls()
         except (OSError, AttributeError):  # no /proc, or no timers of a thread
             return None
         watch._last_cpu_s = time.thread_time()
@@ -83,8 +86,8 @@ class StageWatch:
         signal.signal(signal.SIGPROF, watch._on_timer)
         signal.siginterrupt(signal.SIGPROF, False)  # system calls of C libraries go on
         # An interpreter that ends gives the signal back its default, which is to end the process.
-        util.Finalize(watch, timer.set, args=(0.0,), exitpriority=100)
-        timer.set(CPU_PERIOD_S)
+        util.Finalize(watch, watch._timer.set, args=(0.0,), exitpriority=100)
+        watch._period_s = watch._timer.set_any(CPU_PERIOD_S)
         threading.Thread(target=watch._look_around, name="autotune-stages", daemon=True).start()
         return watch
 
@@ -125,10 +128,10 @@ class StageWatch:
     def _on_timer(self, _number: int, frame: FrameType | None) -> None:
         cpu_s = time.thread_time()
         since, self._last_cpu_s = cpu_s - self._last_cpu_s, cpu_s
-        swallowed = int(since / CPU_PERIOD_S)
+        late_s, self._period_s = max(0.0, since - self._period_s), self._timer.set_any(CPU_PERIOD_S)
         line = _line_of(frame, after=True)
         if line is not None:
-            self._count(line, 0, float(max(1, swallowed)))
+            self._count(line, 0, 1.0 + late_s / CPU_PERIOD_S)  # with those that what held the lock swallowed
 
     def _count(self, line: Line, column: int, weight: float) -> None:
         self._seen.setdefault(line, [0.0, 0.0, 0.0])[column] += weight
@@ -171,11 +174,16 @@ class _ThreadTimer:
         if self._library.timer_create(time.CLOCK_THREAD_CPUTIME_ID, event, ctypes.byref(self._timer)):
             raise OSError(ctypes.get_errno(), "timer_create")
 
-    def set(self, period_s: float) -> None:
-        """Fire after so many CPU seconds, again and again; 0 stops it."""
-        nanoseconds = round(period_s * 1e9)
-        seconds = (ctypes.c_long * 4)(0, nanoseconds, 0, nanoseconds)
+    def set(self, after_s: float) -> None:
+        """Fire once, after so many CPU seconds; 0 is never."""
+        seconds = (ctypes.c_long * 4)(0, 0, int(after_s), round(after_s % 1 * 1e9))
         self._library.timer_settime(self._timer, 0, seconds, None)
+
+    def set_any(self, mean_s: float) -> float:
+        """Fire after any time, which is returned: a regular one would meet the same stage of samples that are alike."""
+        after_s = random.expovariate(1 / mean_s) + SHORTEST_S
+        self.set(after_s)
+        return after_s
 
 
 def _crowded_s(schedule: Path) -> float:
