@@ -39,6 +39,8 @@ KEPT_SHARE = 0.4
 
 CHANGE_SEEDS = 2_000
 """Other samples than those of the finals."""
+CHANGE_FEWEST = 3
+"""Rounds at least, whatever they take: two have an interval that says nothing."""
 CHANGE_ROUNDS, CHANGE_KEPT_S, CHANGE_LEAST_S = 4, 10.0, 4.0
 """Paired rounds with and without a change of the samples; what they take of the budget, with trying it; and with less they
 are not begun."""
@@ -141,7 +143,7 @@ def measured_change(
                 )
                 facts = known or facts
             logs.append(math.log(rates[False] / rates[True]))
-            if len(logs) >= 2 and time.monotonic() > ends:
+            if len(logs) >= CHANGE_FEWEST and time.monotonic() > ends:
                 break
     except _ChangeFailedError as error:
         return DataChange(kind=kind, note=f"not measured: {error}")
