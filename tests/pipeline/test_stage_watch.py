@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader.pipeline.stage_watch import _ThreadTimer
 from autotune_loader.pipeline.stages import StageTime, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.burst import run_burst
@@ -93,26 +91,3 @@ def test_without_workers_nobody_watches() -> None:
     before = signal.getsignal(signal.SIGPROF)
     assert burst(num_workers=0).stages is None
     assert signal.getsignal(signal.SIGPROF) is before
-
-
-def test_only_the_cpu_time_of_its_own_thread_makes_the_timer_fire() -> None:
-    fired = list[float]()
-    timer = _ThreadTimer()
-    before = signal.signal(signal.SIGPROF, lambda *_: fired.append(timer.set_any(0.01)))
-    timer.set(0.01)
-
-    def spin() -> None:
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-
-    try:
-        other = threading.Thread(target=spin)
-        other.start()
-        other.join()  # this thread waits
-        assert not fired
-        spin()
-        assert len(fired) > 5
-    finally:
-        timer.set(0.0)
-        signal.signal(signal.SIGPROF, before)
