@@ -13,7 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from autotune_loader.pipeline.transforms import Members, same
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.as_bytes import AsBytes, to_bytes
+from autotune_loader.probe.burst import run_burst
 from autotune_loader.probe.step import TrainingStep
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 
 def to_tensor(picture: Any) -> torch.Tensor:
@@ -154,3 +158,19 @@ def test_pixels_come_channels_first() -> None:
     assert to_bytes(np.zeros((8, 6, 3), np.uint8)).shape == (3, 8, 6)
     with pytest.raises(TypeError, match="are no bytes"):
         to_bytes(np.zeros((8, 6, 3), np.float32))
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_burst_moves_a_quarter_of_the_bytes_and_trains_on_the_same_floats() -> None:
+    dataset, seen = Pictures(to_tensor, flipped, NORMALIZE), list[Any]()
+    data = DataSide.from_loader(DataLoader(dataset, batch_size=4))
+    found = AsBytes.of(data, next(iter(DataLoader(dataset, batch_size=4))))
+    step = TrainingStep(lambda batch: seen.append(batch[0].dtype), "", torch.device("cpu"))
+    plan, config = BurstPlan(max_s=0.2, min_s=0.1), LoaderConfig(num_workers=1)
+    before, after = run_burst(data, step, config, plan), run_burst(found.after(data), found.step(step), config, plan)
+    assert isinstance(before, Measurement)
+    assert isinstance(after, Measurement)
+    labels = 4 * 8
+    assert after.batch_bytes - labels == (before.batch_bytes - labels) // 4
+    assert set(seen) == {torch.float32}
