@@ -19,6 +19,7 @@ from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
 from autotune_loader.live.traces import Change, LiveTraces
+from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -26,6 +27,8 @@ from autotune_loader.values.measurement import Failure
 
 MOST_LOSSES = 3
 """After so many losses without a batch in between torch's error is raised: the next start would not help either."""
+WITHOUT_REPORT = 7
+"""Figures of a fetch, behind which now and then comes what a watcher has seen."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ class LoaderState:
     """The largest batch seen at the start of an epoch."""
     losses: int = 0
     """Pools that were started anew because workers were lost."""
+    stages: StageTally | None = None
+    """What watched workers were at lately; None where they are not watched."""
     own: LoaderConfig | None = None
     """What the user would have: where another configuration raises, this one tries the same batch. None: no other runs."""
     failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
@@ -116,6 +121,9 @@ class EpochIterator(Iterator[Any]):
             self._in_hand.pop(number, None)
         if not self._is_measured:
             self._measure(batch)
+        if len(fetch) > WITHOUT_REPORT and self._state.stages is not None:
+            self._state.stages.add(fetch[WITHOUT_REPORT])
+            fetch = fetch[:WITHOUT_REPORT]  # the log need not keep it
         self._last = (fetch, requested, time.monotonic())
         return batch
 

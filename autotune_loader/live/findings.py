@@ -101,7 +101,7 @@ class Findings:
         return self._state, self._known()
 
     def _result(self) -> TuningResult:
-        return self._known().result(config=self.best, facts=LoaderFacts.of(self))
+        return self._known().result(config=self.best, facts=LoaderFacts.of(self, self._state.stages))
 
     def _change(self, config: LoaderConfig) -> None:
         raise NotImplementedError

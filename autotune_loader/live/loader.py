@@ -26,6 +26,7 @@ from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.workload import DataSide, length_of
 from autotune_loader.results.known_jobs import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
@@ -35,6 +36,8 @@ from autotune_loader.values.errors import TunerError
 T = TypeVar("T")
 FIRST_WORKERS = 2
 """What a loader begins with that was told nothing."""
+MOST_REPORTS = 2000
+"""Of what watched workers are at: with ten a second from each, the latest minutes."""
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             loaded in workers.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
         tune: False only watches: `report()` says what binds.
+        stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The
+            timer of CPU time (SIGPROF) is then taken in them.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
             the log at INFO, or on a terminal where that is not listened to.
         max_workers: most worker processes at any time.
@@ -84,6 +89,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         worker_seeds: Literal["batch", "torch"] = "batch",
         tune: bool = True,
+        stages: bool = False,
         on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
         max_cores: int | None = None,
@@ -117,7 +123,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._order: Order | None = None
         self._workers_of_epoch = 0
         budgets = Budgets(max_workers=max_workers, max_host_memory=max_host_memory, max_shm=max_shm)
-        self._state = LoaderState(config=LoaderConfig(), budgets=budgets)
+        self._state = LoaderState(
+            config=LoaderConfig(), budgets=budgets, stages=StageTally(MOST_REPORTS) if stages else None
+        )
         self._own = self._allowed(self._start(config))
         self._state.config = self._allowed(self._first(self._own, wishes))
         self._state.own = self._own if tune else None
@@ -208,7 +216,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running; as torch's iterators are not sent."""
-        state = LoaderState(config=self._state.config, budgets=self._state.budgets, own=self._state.own)
+        kept = self._state
+        stages = None if kept.stages is None else StageTally(MOST_REPORTS)
+        state = LoaderState(config=kept.config, budgets=kept.budgets, own=kept.own, stages=stages)
         fresh = dict.fromkeys(("_latest", "_kept", "_order", "_tuning", "_made_at"))
         return {**self.__dict__, **fresh, "_state": state}
 
@@ -288,6 +298,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             worker_init_fn=self.worker_init_fn,
             timeout=self.timeout,
             context=self._wished_context,
+            stages=self._state.stages is not None,
             loop_seeds=self._loop_seeds,
         )
 

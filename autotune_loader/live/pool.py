@@ -68,6 +68,8 @@ class Parts:
     worker_init_fn: Callable[[int], None] | None
     timeout: float
     context: BaseContext | str | None
+    stages: bool
+    """Whether workers are watched for where the time of a sample goes."""
     loop_seeds: LoopSeeds | None
     """Puts the training's own random state back; None leaves random numbers to torch."""
 
@@ -138,7 +140,10 @@ class Pool:
             generator.manual_seed(mixed(order.seed, number) >> 1)
         arguments: dict[str, Any] = {"config": self.config, "generator": generator, **self._data(parts)}
         if workers:
-            arguments |= {"worker_init_fn": TracedWorkerInit(parts.worker_init_fn), "timeout": parts.timeout}
+            arguments |= {
+                "worker_init_fn": TracedWorkerInit(parts.worker_init_fn, parts.stages),
+                "timeout": parts.timeout,
+            }
             arguments |= {"multiprocessing_context": self._context}
         return arguments
 

@@ -9,12 +9,14 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.stages import StageTally, stage_times
 from autotune_loader.report.advice import Evidence as AdviceEvidence
 from autotune_loader.report.advice import advise, judge
 from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trial import Trial, role_of
 
 if TYPE_CHECKING:
@@ -43,14 +45,17 @@ class LoaderFacts:
     dataset: str
     """Its class."""
     has_batched_fetch: bool
+    stage_times: tuple[StageTime, ...] = ()
+    """Where the time of a sample went lately, where that was watched."""
 
     @classmethod
-    def of(cls, loader: Any) -> LoaderFacts:
+    def of(cls, loader: Any, stages: StageTally | None = None) -> LoaderFacts:
         dataset = loader.dataset
         return cls(
             batch_size=loader.batch_size,
             dataset=type(dataset).__name__,
             has_batched_fetch=hasattr(dataset, "__getitems__"),
+            stage_times=() if stages is None else stage_times(stages.samples()),
         )
 
 
@@ -82,6 +87,7 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFact
             has_batched_fetch=facts.has_batched_fetch,
             twin=fit_twin([(t.config, t.measurement) for t in trials if t.measurement], beliefs.context),
             space=beliefs.space,
+            stage_times=facts.stage_times,
         )
         verdict = judge(about)
         advice = advise(about, verdict)
@@ -101,6 +107,7 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFact
         measured=measured,
         verdict=verdict,
         advice=advice,
+        stage_times=facts.stage_times,
         summary=_summary(tuner, config, verdict),
         spent=Spent(seconds=round(tuner.spending.trained_s, 3), bursts=len(evidence)),
         fingerprint=inspect_machine().fingerprint(dataset=facts.dataset),

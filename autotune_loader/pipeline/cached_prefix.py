@@ -9,26 +9,32 @@ Each process appends to a file of its own, and an index that is mapped into all 
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
-import random
 import shutil
 import struct
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
-DRAWS = 4
-"""So often a transform is asked for the same sample, whether it is random."""
+from autotune_loader.pipeline.transforms import (
+    Members,
+    is_random,
+    members_of,
+    on_copy,
+    part_of,
+    same,
+    with_members,
+    with_seed,
+)
+
 HEAD = struct.Struct("<qq")
 """Before each sample: its index and its length, so that an index that is just being written is not believed."""
 LOOK_EVERY = 64
@@ -70,8 +76,8 @@ class CachedPrefix(Dataset[Any]):
             raise ValueError(f"max_bytes={max_bytes!r} is not 0 bytes or more; max_bytes=8 << 30 would work")
         self._prefix, self._suffix = dataset, transform
         if transform is None:
-            self._prefix, self._suffix = _with_seed(0, lambda: _split(dataset))
-        _with_seed(0, lambda: _require_same(dataset if transform is None else None, self))
+            self._prefix, self._suffix = with_seed(0, lambda: _split(dataset))
+        with_seed(0, lambda: _require_same(dataset if transform is None else None, self))
         self._length = len(dataset)
         self._store = _Store(self._length, max_bytes, folder)
 
@@ -102,19 +108,7 @@ class CachedPrefix(Dataset[Any]):
 
     def _followed(self, sample: Any) -> Any:
         """The sample after what is done each time."""
-        return _apply(self._suffix, sample) if isinstance(self._suffix, _Members) else _whole(self._suffix, sample)
-
-
-class _Members:
-    """Members of a container that are applied one after the other, as its own class would."""
-
-    def __init__(self, members: Sequence[Callable[[Any], Any]]) -> None:
-        self.transforms = list(members)
-
-    def __call__(self, sample: Any) -> Any:
-        for transform in self.transforms:
-            sample = transform(sample)
-        return sample
+        return _apply(self._suffix, sample) if isinstance(self._suffix, Members) else _whole(self._suffix, sample)
 
 
 class _Store:
@@ -193,55 +187,33 @@ def _remove(folder: str, owner: int) -> None:
 
 def _split(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """The dataset as far as it is the same each time, and what is done with its samples each time."""
-    transform = getattr(dataset, "transform", None)
-    if transform is None:
+    members = members_of(dataset)
+    if not members:
         return dataset, None
-    prefix = copy.copy(dataset)
-    prefix.transform = _Members([])  # not None: a dataset may call it without asking
-    _forget_combined(prefix)
-    listed = getattr(transform, "transforms", None)
-    members = list(listed) if isinstance(listed, (list, tuple)) else [transform]
-    first = _part(prefix[0])
-    steady = 0
+    first, steady = part_of(with_members(dataset, [])[0]), 0
     for member in members:
-        if _is_random(partial(_on_copy, member, first)):
+        if is_random(partial(on_copy, member, first)):
             break
-        first, steady = _on_copy(member, first), steady + 1
-    if steady:
-        prefix.transform = _Members(members[:steady])
-        _forget_combined(prefix)
-    return prefix, _Members(members[steady:])
-
-
-def _on_copy(member: Callable[[Any], Any], sample: Any) -> Any:
-    """What a transform makes of a sample that it may change."""
-    return member(copy.deepcopy(sample))
+        first, steady = on_copy(member, first), steady + 1
+    return with_members(dataset, members[:steady]), Members(members[steady:])
 
 
 def _made_and_followed(cached: CachedPrefix, number: int) -> Any:
     return cached._followed(cached._prefix[number])
 
 
-def _forget_combined(dataset: Any) -> None:
-    """Torchvision keeps `transform` and `target_transform` once more, as one."""
-    combined = getattr(dataset, "transforms", None)
-    if combined is not None and hasattr(combined, "target_transform"):
-        dataset.transforms = copy.copy(combined)
-        dataset.transforms.transform = dataset.transform
-
-
 def _require_same(dataset: Any, cached: CachedPrefix) -> None:
     """Raise a ValueError where samples are random before the cache, or differ behind it from those of `dataset`."""
     for number in range(min(2, len(cached._prefix))):
-        if _is_random(partial(cached._prefix.__getitem__, number)):
+        if is_random(partial(cached._prefix.__getitem__, number)):
             raise ValueError(
                 f"dataset={type(cached._prefix).__name__} gives another sample each time it is asked for the same index, so it "
                 "cannot be cached; CachedPrefix(dataset_without_its_random_part, transform=the_random_part) would work"
             )
         if dataset is None:
             continue
-        fresh, once_more = (_with_seed(number, partial(dataset.__getitem__, number)) for _ in range(2))
-        again = _with_seed(number, partial(_made_and_followed, cached, number))
+        fresh, once_more = (with_seed(number, partial(dataset.__getitem__, number)) for _ in range(2))
+        again = with_seed(number, partial(_made_and_followed, cached, number))
         # Random numbers of a generator of its own cannot be drawn twice; then only what kind of sample it is can be compared.
         if not (same(fresh, again) if same(fresh, once_more) else type(fresh) is type(again)):
             raise ValueError(
@@ -250,57 +222,9 @@ def _require_same(dataset: Any, cached: CachedPrefix) -> None:
             )
 
 
-def _part(sample: Any) -> Any:
-    """What a dataset's `transform` is for: the first of a tuple, or the sample itself."""
-    return sample[0] if isinstance(sample, tuple) else sample
-
-
-def _apply(members: _Members, sample: Any) -> Any:
+def _apply(members: Members, sample: Any) -> Any:
     return (members(sample[0]), *sample[1:]) if isinstance(sample, tuple) else members(sample)
 
 
 def _whole(transform: Callable[[Any], Any] | None, sample: Any) -> Any:
     return sample if transform is None else transform(sample)
-
-
-def _states() -> tuple[Any, ...]:
-    kept = np.random.get_state()  # noqa: NPY002 - transforms draw from it
-    return torch.get_rng_state().tolist(), random.getstate(), [kept[0], kept[1].tolist(), *kept[2:]]  # type: ignore[index]
-
-
-def _is_random(make: Callable[[], Any]) -> bool:
-    """Whether it draws random numbers, or gives something else for the same."""
-    before = _states()
-    made = make()
-    return _states() != before or not all(same(made, make()) for _ in range(DRAWS - 1))
-
-
-def _with_seed(seed: int, make: Callable[[], Any]) -> Any:
-    """What it makes with these random numbers; those of the caller go on as if nothing had been drawn."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - as above
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - as above
-    try:
-        return make()
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])  # noqa: NPY002 - as above
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two samples hold the same values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "tobytes"):  # a picture
-        return bool(one.tobytes() == other.tobytes())
-    return pickle.dumps(one) == pickle.dumps(other)

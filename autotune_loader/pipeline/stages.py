@@ -7,6 +7,7 @@ sums are known exactly, from clocks.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from autotune_loader.pipeline.stage_watch import Report
@@ -22,10 +23,14 @@ OTHER_THREADS, REST = "other threads", "rest"
 
 
 class StageTally:
-    """Adds up what arrives with the batches of one burst."""
+    """Adds up what arrives with the batches of one burst, or of training.
 
-    def __init__(self) -> None:
-        self._reports: list[Report] = []
+    Args:
+        most: reports that are kept, the latest; None is all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._reports: deque[Report] = deque(maxlen=most)
         self.add = self._reports.append
 
     def samples(self) -> StageSamples | None:

@@ -20,9 +20,9 @@ from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
 from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
 from autotune_loader.probe.burst_loop import Announce, BatchShape
+from autotune_loader.probe.data_changes import PreparedChange, prepare
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.few_samples import FewSamples
 from autotune_loader.probe.null_data import null_data, pausing_step
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
@@ -30,7 +30,7 @@ from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.plan import BurstPlan, DataChangeKind
 from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Bench:
         self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._notebook = Notebook(folder)
         self._is_paced = True
-        self._few: FewSamples | None = None
+        self._changes: dict[DataChangeKind, PreparedChange] = {}
         self._bad_samples: dict[str, BadSample] = {}
         self._raised_alone: set[str] = set()
         """Classes of what was raised for samples in this process, too."""
@@ -249,21 +249,32 @@ class Bench:
         failure = self._warm_again()
         if failure is not None:
             return failure
-        data = (self._data if config.num_workers else self._private_data)()
-        if plan.few:
-            try:
-                self._few = self._few or FewSamples.of(self._private_data())
-            except Exception as error:
-                return failure_of(error, "first_batch")
-            data = self._few.cached if plan.few == "cached" else self._few.fresh(data)
+        data, step = (self._data if config.num_workers else self._private_data)(), self._step
+        change = self._prepared(plan.change)
+        if isinstance(change, Failure):
+            return change
+        if change is not None:
+            data = change.before(data) if plan.is_before else change.after(data)
+            step = step if plan.is_before else change.step(step)
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
-        outcome = run_burst(loaded, self._step, config, plan, announce, self._timeline)
+        outcome = run_burst(loaded, step, config, plan, announce, self._timeline)
         raised = self._notebook.taken()
         if isinstance(outcome, Failure):
             return outcome
         failure = self._judge(raised, self._private_data if config.num_workers else None)
-        sample_bytes = self._few.sample_bytes if self._few is not None and plan.few == "cached" else None
-        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()), cached_bytes=sample_bytes)
+        facts = change.facts if change is not None and not plan.is_before else None
+        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()), change=facts)
+
+    def _prepared(self, kind: DataChangeKind | None) -> PreparedChange | Failure | None:
+        """A change of the samples, tried once on a few; a failure where it cannot be made."""
+        if kind is None:
+            return None
+        try:
+            if kind not in self._changes:
+                self._changes[kind] = prepare(kind, self._private_data(), self._batch)
+            return self._changes[kind]
+        except Exception as error:
+            return failure_of(error, "first_batch")
 
     def _for_bursts(self, data: DataSide, *, is_paced: bool = True) -> DataSide:
         return for_bursts(data, self._notebook, is_paced=is_paced)

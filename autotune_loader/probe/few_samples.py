@@ -9,6 +9,8 @@ from typing import Any
 
 from autotune_loader.pipeline.cached_prefix import CachedPrefix
 from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.step import TrainingStep
+from autotune_loader.values.measurement import ChangeFacts
 
 FILL_S = 2.0
 """So long samples are made for the cache."""
@@ -21,8 +23,8 @@ class FewSamples:
     """The same samples twice."""
 
     indices: list[Any]
-    cached: DataSide
-    sample_bytes: float
+    cache: CachedPrefix
+    facts: ChangeFacts
 
     @classmethod
     def of(cls, data: DataSide) -> FewSamples:
@@ -43,11 +45,17 @@ class FewSamples:
             if len(indices) >= FEWEST and time.monotonic() - begun > FILL_S:
                 break
         size = cache.cached_bytes / max(1, len(set(indices)))
-        return cls(indices, _only(replace(data, dataset=cache), indices), size)
+        facts = ChangeFacts(code="DataLoader(CachedPrefix(dataset), ...)", sample_bytes=size)
+        return cls(indices, cache, facts)
 
-    def fresh(self, data: DataSide) -> DataSide:
-        """The same samples, as they are made."""
+    def before(self, data: DataSide) -> DataSide:
         return _only(data, self.indices)
+
+    def after(self, data: DataSide) -> DataSide:
+        return _only(replace(data, dataset=self.cache), self.indices)
+
+    def step(self, step: TrainingStep) -> TrainingStep:
+        return step
 
 
 def _only(data: DataSide, indices: list[Any]) -> DataSide:

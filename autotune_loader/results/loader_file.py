@@ -21,12 +21,12 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import from_plain
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, CacheGain, Trial
+from autotune_loader.values.trial import Acceleration, DataChange, Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
 # 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
-# 1.2  stage_times, empty where workers were not watched; cache_gain, null where it was not asked for; loaders of a script;
+# 1.2  stage_times, empty where workers were not watched; data_changes, empty where none was asked for; loaders of a script;
 #      measured.rate_unit
 SCHEMA_VERSION = "1.2"
 MAX_FILE_BYTES = 32 << 20
@@ -209,8 +209,8 @@ class LoaderFile:
     """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; empty where that was not watched."""
-    cache_gain: CacheGain | None = None
-    """What `allow=("cache",)` asked: what a `CachedPrefix` would bring; null where it was not asked."""
+    data_changes: tuple[DataChange, ...] = ()
+    """What `allow=("cache", "uint8", "draft")` asked about samples: measured where it may help, else why it was not."""
     measured: Measured = field(default_factory=Measured)
     predicted: Predicted = field(default_factory=Predicted)
     budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
+from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.samples import SLOW_FETCH_S
@@ -79,7 +80,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
-        cache_gain=state.cache_gain,
+        data_changes=state.data_changes,
         study=state.study,
         parts=loader_parts(context.workload),
     )
@@ -195,7 +196,8 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         space=context.space,
         accelerations=state.accelerations,
         stage_times=found.stage_times,
-        cache_gain=state.cache_gain,
+        data_changes=state.data_changes,
+        held=largest_held(data.dataset),
     )
 
 

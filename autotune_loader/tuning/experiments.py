@@ -1,4 +1,4 @@
-"""Whether the step itself, or making samples once, would make training faster: measured where it binds and the user allows it.
+"""Whether a changed step, or samples made otherwise, would be faster: measured where that binds and the user allows it.
 
 torch.compile and autocast change what is trained, so they are never applied; a result tells what they would bring.
 """
@@ -13,16 +13,16 @@ from typing import Protocol
 
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.loader_file import Binding, Verdict
 from autotune_loader.tuning.assemble import assemble
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import FINAL_BURST
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import ChangeFacts, Failure
+from autotune_loader.values.plan import BurstPlan, DataChangeKind
 from autotune_loader.values.statistics import Interval, mean_interval
-from autotune_loader.values.trial import Acceleration, AccelerationKind, CacheGain
+from autotune_loader.values.trial import Acceleration, AccelerationKind, DataChange
 
 # The cheap one first: a compilation that does not end costs the probe process.
 KINDS: tuple[AccelerationKind, ...] = ("amp", "compile")
@@ -37,15 +37,24 @@ KEPT_S: dict[AccelerationKind, float] = {"amp": 8.0, "compile": 25.0}
 KEPT_SHARE = 0.4
 
 
-CACHE_SEEDS = 2_000
+CHANGE_SEEDS = 2_000
 """Other samples than those of the finals."""
-CACHE_ROUNDS, CACHE_KEPT_S, CACHE_LEAST_S = 4, 10.0, 4.0
-"""Paired rounds with and without a cache; what they take of the budget, with filling it; and with less they are not begun."""
+CHANGE_FEWEST = 3
+"""Rounds at least, whatever they take: two have an interval that says nothing."""
+CHANGE_ROUNDS, CHANGE_KEPT_S, CHANGE_LEAST_S = 4, 10.0, 4.0
+"""Paired rounds with and without a change of the samples; what they take of the budget, with trying it; and with less they
+are not begun."""
+FETCHING: dict[DataChangeKind, tuple[Binding, ...]] = {
+    "cache": ("cpu", "wait"),
+    "draft": ("cpu", "wait"),
+    "uint8": ("cpu", "transport", "pinning", "memory"),
+}
+"""Where it may gain anything."""
 
 
 def budget_of_search(budget_s: float, allow: Collection[str]) -> float:
     """Seconds of the budget that the search may use, where what is allowed wants a part of it."""
-    wanted = sum(KEPT_S[kind] for kind in KINDS if kind in allow) + CACHE_KEPT_S * ("cache" in allow)
+    wanted = sum(KEPT_S[kind] for kind in KINDS if kind in allow) + CHANGE_KEPT_S * len(FETCHING.keys() & set(allow))
     return budget_s - min(wanted, KEPT_SHARE * budget_s)
 
 
@@ -86,58 +95,99 @@ def try_changed_steps(
         state.stop_reason = StopReason.INTERRUPTED
 
 
-def try_cache(
+def try_data_changes(
     state: SearchState, context: RunContext, options: TuneOptions, probe: Probe | None, started: float
 ) -> None:
-    """What a cache in front of the dataset would bring, noted in the state; arguments as in `try_changed_steps`."""
-    if state.interrupted or "cache" not in options.allow:
+    """What allowed changes of the samples would bring, noted in the state; arguments as in `try_changed_steps`."""
+    kinds = [kind for kind in FETCHING if kind in options.allow]
+    if state.interrupted or not kinds:
         return
     so_far = assemble(state, context, 0.0, final=True)
-    seconds_left = options.budget_s - (time.monotonic() - started)
-    reason = _reason_not_to_cache(so_far.verdict, probe, seconds_left)
-    if reason or probe is None:
-        state.cache_gain = CacheGain(note=f"not measured: {reason}")
-        return
-    try:
-        state.cache_gain = measured_cache(probe, so_far.best, context.workload.data.samples_per_epoch(), seconds_left)
-    except KeyboardInterrupt:
-        state.stop_reason = StopReason.INTERRUPTED
+    samples = context.workload.data.samples_per_epoch()
+    for number, kind in enumerate(kinds):
+        seconds_left = options.budget_s - (time.monotonic() - started)
+        reason = _reason_not_to_change(kind, so_far.verdict, probe, seconds_left)
+        try:
+            if reason or probe is None:
+                found = DataChange(kind=kind, note=f"not measured: {reason}")
+            else:
+                found = measured_change(kind, probe, so_far.best, samples, seconds_left / (len(kinds) - number))
+        except KeyboardInterrupt:
+            state.stop_reason = StopReason.INTERRUPTED
+            return
+        state.data_changes = (*state.data_changes, found)
 
 
-def measured_cache(probe: Probe, best: LoaderConfig, samples: float | None, seconds_left: float) -> CacheGain:
-    """The rate from a cache over that of the same samples as they are made, in rounds that take turns.
+def measured_change(
+    kind: DataChangeKind, probe: Probe, best: LoaderConfig, samples: float | None, seconds_left: float
+) -> DataChange:
+    """The rate with a change over that of the same samples as they are made, in rounds that take turns.
 
     Args:
+        kind: of change.
         probe: runs the bursts.
         best: the chosen configuration.
         samples: of an epoch; None where that is unknown.
         seconds_left: of the budget.
     """
-    ends, logs, size = time.monotonic() + seconds_left, list[float](), 0.0
-    for number in range(CACHE_ROUNDS):
-        rates = {}
-        for few in ("fresh", "cached") if number % 2 else ("cached", "fresh"):
-            plan = replace(FINAL_BURST, seed=CACHE_SEEDS + number, few=few, deadline_s=DEADLINE_S["amp"])
-            outcome = probe.burst(best, plan)
-            if isinstance(outcome, Failure):
-                return CacheGain(note=f"not measured: {outcome.message}")
-            rates[few] = outcome.samples_per_s.value
-            size = outcome.cached_bytes or size
-        logs.append(math.log(rates["cached"] / rates["fresh"]))
-        if len(logs) >= 2 and time.monotonic() > ends:
-            break
+    ends, logs, facts = time.monotonic() + seconds_left, list[float](), ChangeFacts(code="")
+    after = best
+    try:
+        if kind == "cache":
+            after = max(_with_fewer_workers(best), key=lambda config: _changed(probe, config, _plan_of(kind, 0))[0])
+        for number in range(CHANGE_ROUNDS):
+            plan, rates = _plan_of(kind, 1 + number), {}
+            for is_before in (number % 2 == 1, number % 2 == 0):
+                rates[is_before], known = _changed(
+                    probe, best if is_before else after, replace(plan, is_before=is_before)
+                )
+                facts = known or facts
+            logs.append(math.log(rates[False] / rates[True]))
+            if len(logs) >= CHANGE_FEWEST and time.monotonic() > ends:
+                break
+    except _ChangeFailedError as error:
+        return DataChange(kind=kind, note=f"not measured: {error}")
     mean = mean_interval(logs)
     ratio = Interval(value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high), count=mean.count)
-    return CacheGain(speedup=ratio, sample_bytes=size, dataset_bytes=size * samples if samples else None)
+    size = facts.sample_bytes
+    return DataChange(
+        kind=kind,
+        config=after,
+        speedup=ratio,
+        code=facts.code,
+        difference=facts.difference,
+        sample_bytes=size,
+        dataset_bytes=size * samples if size and samples else None,
+    )
 
 
-def _reason_not_to_cache(verdict: Verdict, probe: Probe | None, seconds_left: float) -> str:
-    if verdict.binding not in ("cpu", "wait"):
-        return f"fetching does not bind (the verdict is {verdict.binding!r}), so making samples once would gain nothing"
+class _ChangeFailedError(Exception):
+    """A burst with or without a change failed; the message is the burst's."""
+
+
+def _with_fewer_workers(best: LoaderConfig) -> list[LoaderConfig]:
+    """The configuration, and those for samples that take next to nothing: one worker, and none."""
+    return list(dict.fromkeys([best, *(best.with_workers(count) for count in (1, 0) if count < best.num_workers)]))
+
+
+def _plan_of(kind: DataChangeKind, number: int) -> BurstPlan:
+    return replace(FINAL_BURST, seed=CHANGE_SEEDS + number, change=kind, deadline_s=DEADLINE_S["amp"])
+
+
+def _changed(probe: Probe, config: LoaderConfig, plan: BurstPlan) -> tuple[float, ChangeFacts | None]:
+    outcome = probe.burst(config, plan)
+    if isinstance(outcome, Failure):
+        raise _ChangeFailedError(outcome.message)
+    return outcome.samples_per_s.value, outcome.change
+
+
+def _reason_not_to_change(kind: DataChangeKind, verdict: Verdict, probe: Probe | None, seconds_left: float) -> str:
+    if verdict.binding not in FETCHING[kind]:
+        return f"the verdict is {verdict.binding!r}, and it may gain only where that is {' or '.join(FETCHING[kind])}"
     if probe is None:
         return "several ranks tune together; tune() in one process measures it"
-    if seconds_left < CACHE_LEAST_S:
-        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {CACHE_LEAST_S:.0f} s"
+    if seconds_left < CHANGE_LEAST_S:
+        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {CHANGE_LEAST_S:.0f} s"
     return ""
 
 

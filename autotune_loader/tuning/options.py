@@ -25,6 +25,8 @@ ALLOWABLE = (
     "compile",
     "amp",
     "cache",
+    "uint8",
+    "draft",
 )
 Search = Literal["auto", "tpe", "grid", "random"]
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

@@ -21,7 +21,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
 from autotune_loader.tuning.assemble import assemble, loader_parts
 from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.experiments import budget_of_search, try_cache, try_changed_steps
+from autotune_loader.tuning.experiments import budget_of_search, try_changed_steps, try_data_changes
 from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.lockstep import (
     common_space,
@@ -118,8 +118,9 @@ def tune(
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
             "persistent_workers" (where the dataset knows its epoch), "multiprocessing_context", "sharing_strategy",
             "drop_last". "compile" and "amp" change nothing: where the step binds, they have torch.compile and autocast
-            timed against it, with a check that the losses stay the same; "cache" has bursts run from a `CachedPrefix` where
-            fetching binds.
+            timed against it, with a check that the losses stay the same; "cache", "uint8" and "draft" have bursts run
+            with another way to make the same samples, where fetching binds: from a `CachedPrefix`, with pixels as bytes that
+            become floats in the step, and with JPEGs decoded to the size that is needed.
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
@@ -235,7 +236,7 @@ def _tuned(
         )
         state = session.run()
         try_changed_steps(state, told, options, opened.probe if ranks is None else None, begun)
-        try_cache(state, told, options, opened.probe if ranks is None else None, begun)
+        try_data_changes(state, told, options, opened.probe if ranks is None else None, begun)
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
     session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)

@@ -41,6 +41,14 @@ def with_stages(twin: Twin, times: Sequence[StageTime], factors: Mapping[str, fl
     return replace(twin, calibration=calibration, observations=observations)
 
 
+def without_waiting(twin: Twin) -> Twin:
+    """The twin if a fetch waited for nothing, and computed as long as it does."""
+    contention, serial_s = twin.calibration.contention, twin.calibration.serial_service_s
+    computing = replace(contention, wait_s=contention.wait_s * LEAST_LEFT)
+    left = (computing.cpu_s + computing.wait_s) / (contention.cpu_s + contention.wait_s)
+    return replace(twin, calibration=replace(twin.calibration, contention=computing, serial_service_s=serial_s * left))
+
+
 def _left(seconds: Mapping[str, float], factors: Mapping[str, float]) -> float:
     """Share of the seconds that is left."""
     whole = math.fsum(seconds.values())

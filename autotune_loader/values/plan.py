@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "process", "inline"]
 """Where bursts run: in a process of their own, in this one (for debugging), or in whichever works."""
+DataChangeKind = Literal["cache", "uint8", "draft"]
+"""Other ways to make the same samples: once (`CachedPrefix`), as bytes, JPEGs decoded to the size that is needed."""
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)  # for the check of an argument
 
 
@@ -32,7 +34,9 @@ class BurstPlan:
     """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
     stages: bool = False
     """Watch in the workers where the time of a sample goes."""
-    few: Literal["", "fresh", "cached"] = ""
-    """Only a few samples, again and again: as they are made, or from a cache that holds them."""
+    change: DataChangeKind | None = None
+    """Another way to make the samples, which are then the few that it was prepared for."""
+    is_before: bool = False
+    """Make those as they are without the change, to compare with."""
     prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""

@@ -1,4 +1,4 @@
-"""One configuration and what came of it; and what a change of the training step was measured to bring."""
+"""One configuration and what came of it; and what changes of step or samples were measured to bring."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import DataChangeKind
 from autotune_loader.values.statistics import Interval
 
 TrialRole = Literal["baseline", "default", "search"]
@@ -36,13 +37,20 @@ class Acceleration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGain:
-    """What a `CachedPrefix` in front of the dataset would bring, measured with the chosen configuration."""
+class DataChange:
+    """What another way to make the same samples would bring, measured over the chosen configuration as it is."""
 
+    kind: DataChangeKind
+    config: LoaderConfig | None = None
+    """The configuration that it was measured with: fewer workers may do for a cache; None where it was not measured."""
     speedup: Interval | None = None
-    """Rate from the cache over the rate of the same samples as they are made, from paired rounds; None where not measured."""
+    """Rate with the change over the rate of the same samples as they are made, from paired rounds; None where not measured."""
+    code: str = ""
+    """The lines to write for it."""
+    difference: float | None = None
+    """How far pixels differ from those without it, on average, as a share of their range; None where samples are the same."""
     sample_bytes: float | None = None
-    """Bytes that one sample takes in the cache."""
+    """Bytes that one sample takes in a cache."""
     dataset_bytes: float | None = None
     """The same for all samples."""
     note: str | None = None

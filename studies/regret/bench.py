@@ -348,9 +348,9 @@ def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
     from dataclasses import replace
 
-    from studies.workloads import DOCUMENTS, WORKLOADS, repeated
+    from studies.workloads import DOCUMENTS, REAL_JOBS, WORKLOADS, repeated
 
-    study = (WORKLOADS | DOCUMENTS)[name]()
+    study = (WORKLOADS | DOCUMENTS | REAL_JOBS)[name]()
     times = REPEATS.get(name, MOST_REPEATS)
     return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
 

@@ -28,7 +28,7 @@ from studies.regret.oracle import key
 from studies.regret.outcomes import report
 from studies.regret.records import Known, Log
 from studies.regret.strategies import BEFORE, STRATEGIES, Lattice, applies, lattice_of, seeds_of
-from studies.workloads import DOCUMENTS, WORKLOADS
+from studies.workloads import DOCUMENTS, REAL_JOBS, WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
 # In this order, so that a run that is cut short has some of every kind.
@@ -222,7 +222,7 @@ def main() -> None:
         else ORDER
     )
     plan = Plan(
-        workloads=listed(chosen.workloads or ",".join(names), tuple(WORKLOADS | DOCUMENTS), parser),
+        workloads=listed(chosen.workloads or ",".join(names), tuple(WORKLOADS | DOCUMENTS | REAL_JOBS), parser),
         strategies=listed(
             chosen.strategies or ",".join(QUICK_STRATEGIES if chosen.quick else STRATEGIES), tuple(STRATEGIES), parser
         ),

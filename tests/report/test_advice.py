@@ -9,6 +9,7 @@ import pytest
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
+from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
@@ -22,7 +23,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from autotune_loader.values.trial import Acceleration, Trial
+from autotune_loader.values.trial import Acceleration, DataChange, Trial
 
 BEST = LoaderConfig(num_workers=4)
 
@@ -633,3 +634,43 @@ def test_advice_on_stages_is_ordered_by_what_the_twin_says_of_them():
     # half of 60 % of what binds
     assert advice[0].expected_gain == pytest.approx(1 / 0.7 - 1, rel=0.15)
     assert advice[1].expected_gain < advice[0].expected_gain
+
+
+def changed(**changes):
+    values = {"kind": "cache", "speedup": Interval(value=2.0, low=1.8, high=2.2, count=4), "code": "CODE", **changes}
+    return DataChange(**values)
+
+
+def test_changes_of_the_samples_come_first_the_best_of_them_before_the_others():
+    found = evidence(
+        ceiling=exactly(9000.0),
+        data_changes=(
+            changed(dataset_bytes=float(1 << 30)),
+            changed(kind="draft", speedup=Interval(value=3.0, low=2.5, high=3.5, count=4), difference=0.006),
+        ),
+    )
+    first, second, *_ = advise(found, judge(found))
+    assert first.action == "Decode JPEGs no larger than they are needed: CODE."
+    assert "3.00x" in first.reason
+    assert first.reason.endswith("pixels differ by 0.6 % of their range")
+    assert first.expected_gain == pytest.approx(2.0)
+    assert second.reason.endswith("from the second epoch on; all samples take 1 GiB")
+
+
+@pytest.mark.parametrize(
+    "speedup",
+    [None, Interval(value=1.03, low=1.02, high=1.04, count=4), Interval(value=1.3, low=0.8, high=1.8, count=2)],
+    ids=["not measured", "little", "not shown"],
+)
+def test_a_change_of_the_samples_that_is_not_shown_to_help_is_not_advised(speedup):
+    found = evidence(data_changes=(changed(speedup=speedup),))
+    assert not [each for each in advise(found, judge(found)) if "CODE" in each.action]
+
+
+def test_memory_that_grows_names_the_list_that_is_copied():
+    growing = MemoryUse(rss_bytes=1 << 30, pss_slope_bytes_per_s=float(8 << 20))
+    held = HeldObjects("paths", "Photos", "list", 200_000, "str")
+    found = evidence(measured(memory=growing), held=held)
+    advice = next(each for each in advise(found, judge(found)) if "grows by 8 MiB/s" in each.reason)
+    assert "self.paths = np.array(self.paths)" in advice.action
+    assert "Photos.paths is a list of 200,000 objects (str)" in advice.reason

@@ -11,7 +11,7 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.results.result import TuningResult
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.twin.context import TwinContext
-from autotune_loader.twin.what_if import with_stages
+from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -161,3 +161,13 @@ def test_a_stage_that_there_is_not_is_named(result: TuningResult, stages: dict[s
 def test_stages_that_nobody_watched_cannot_be_asked_about(result: TuningResult) -> None:
     with pytest.raises(ValueError, match=r"no worker was watched; tune\(\.\.\., stages=True\)"):
         result.predict(stages={"decode": 0.5})
+
+
+def test_a_machine_that_waits_for_nothing_is_predicted() -> None:
+    bursts = [(config, WAITING.burst(config, BurstPlan(max_s=2.0))) for config in TRIED]
+    seen = [(config, burst) for config, burst in bursts if isinstance(burst, Measurement)]
+    twin = fit_twin(seen, TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.005),)))
+    assert twin is not None
+    for config in TRIED:
+        truth = SimulatedProbe(MACHINE, FakeClock()).truth(config)
+        assert without_waiting(twin).predict_all([config])[0].samples_per_s.value == pytest.approx(truth, rel=0.15)

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.decision.space import Space
+from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
-from autotune_loader.twin.what_if import with_stages
+from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
-from autotune_loader.values.trial import Acceleration, CacheGain, Trial
+from autotune_loader.values.trial import Acceleration, DataChange, Trial
 
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """What more memory, of either kind, would have prevented."""
@@ -47,8 +48,10 @@ class Evidence:
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
-    cache_gain: CacheGain | None = None
-    """What a cache would bring, where that was asked."""
+    data_changes: Sequence[DataChange] = ()
+    """What other ways to make samples would bring, where that was asked."""
+    held: HeldObjects | None = None
+    """The largest list of Python objects that the dataset holds."""
     accelerations: Sequence[Acceleration] = ()
     """What allowed changes of the step would bring, where that was measured."""
 
@@ -170,6 +173,14 @@ class Evidence:
         if self.twin is None or now is None or now.samples_per_s.value <= 0:
             return None
         then = with_stages(self.twin, self.stage_times, {stage.stage: factor}).predict_all([self.best])[0]
+        return then.samples_per_s.value / now.samples_per_s.value - 1
+
+    def gain_without_waiting(self) -> float | None:
+        """Relative gain if a fetch waited for nothing, as the twin has it; None without a twin."""
+        now = self.predicted(self.best)
+        if self.twin is None or now is None or now.samples_per_s.value <= 0:
+            return None
+        then = without_waiting(self.twin).predict_all([self.best])[0]
         return then.samples_per_s.value / now.samples_per_s.value - 1
 
     def predicted_gain(self, config: LoaderConfig, cores: float | None = None) -> float | None:

@@ -16,6 +16,7 @@ from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
 from autotune_loader.report.units import bytes_text, counted, rate_text, ratio_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
+from autotune_loader.values.plan import DataChangeKind
 from autotune_loader.values.stages import HAND_OVER
 
 # A gain below this is not worth anybody's time.
@@ -34,6 +35,11 @@ CHEAPER = {
     "read": ": larger pieces, or files that need no parsing",
     "collate": ": fewer and larger tensors",
 }
+CHANGES: dict[DataChangeKind, str] = {
+    "cache": "Make once what is the same in each epoch",
+    "uint8": "Send pixels as bytes",
+    "draft": "Decode JPEGs no larger than they are needed",
+}
 NO_LINES = (HAND_OVER, OTHER_THREADS, REST)
 """Stages that are no lines of the user's."""
 
@@ -51,9 +57,9 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
-    kept = _cached_prefix(evidence) if verdict.binding in ("cpu", "wait") else iter(())
+    measured = _measured_changes(evidence)
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
-    return tuple(dict.fromkeys([*kept, *first, *also]))
+    return tuple(dict.fromkeys([*measured, *first, *also]))
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
@@ -101,18 +107,24 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
         )
 
 
-def _cached_prefix(evidence: Evidence) -> Iterator[Advice]:
-    """What a cache was measured to bring; where it is slower, nothing is said."""
-    cache = evidence.cache_gain
-    if cache is None or cache.speedup is None or cache.speedup.value - 1 < WORTH_S_TIME:
-        return
-    size = "" if cache.dataset_bytes is None else f"; all samples take {bytes_text(cache.dataset_bytes)}"
-    rounds = counted(cache.speedup.count, "paired round")
-    yield Advice(
-        action="Make once what is the same in each epoch: DataLoader(CachedPrefix(dataset), ...).",
-        reason=f"measured: {ratio_text(cache.speedup)} in {rounds}, from the second epoch on{size}",
-        expected_gain=_believable(evidence, cache.speedup.value - 1),
-    )
+def _measured_changes(evidence: Evidence) -> Iterator[Advice]:
+    """What other ways to make the samples were measured to bring, the best first; where one is no faster, nothing is said."""
+    measured = [(each.speedup, each) for each in evidence.data_changes if each.speedup is not None]
+    for speedup, change in sorted(measured, key=lambda pair: -pair[0].value):
+        if speedup.value - 1 < WORTH_S_TIME or speedup.low <= 1:
+            continue
+        known = ", from the second epoch on" if change.kind == "cache" else ""
+        if change.config is not None and change.config.num_workers < evidence.best.num_workers:
+            known += f", with {counted(change.config.num_workers, 'worker')}"
+        known += "" if change.dataset_bytes is None else f"; all samples take {bytes_text(change.dataset_bytes)}"
+        known += (
+            "" if change.difference is None else f"; pixels differ by {share_text(change.difference)} of their range"
+        )
+        yield Advice(
+            action=f"{CHANGES[change.kind]}: {change.code}.",
+            reason=f"measured: {ratio_text(speedup)} in {counted(speedup.count, 'paired round')}{known}",
+            expected_gain=_believable(evidence, speedup.value - 1),
+        )
 
 
 def _rise_words(gain: float) -> str:
@@ -159,14 +171,17 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
         reason=f"a fetch waits {share:.0%} of its time{line}{crowded}",
-        expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
+        expected_gain=_believable(evidence, evidence.gain_without_waiting())
+        if evidence.twin is not None
+        else _gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
     )
 
 
 def _on_transport(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
     seconds = receive_s(measured) if evidence.best.num_workers else 0.0
-    if measured.batch_bytes >= LARGE_BATCH_BYTES:
+    was_tried = any(each.kind == "uint8" and each.speedup is not None for each in evidence.data_changes)
+    if measured.batch_bytes >= LARGE_BATCH_BYTES and not was_tried:
         in_loop = seconds > TRANSPORT_SHARE * evidence.period_s
         whole_s, moved_s = (evidence.period_s, seconds) if in_loop else (measured.service_s, measured.service_s)
         yield Advice(
@@ -176,7 +191,7 @@ def _on_transport(evidence: Evidence) -> Iterator[Advice]:
                 evidence, 0.75 * moved_s, of=whole_s if evidence.best.num_workers else evidence.period_s
             ),
         )
-    else:
+    elif measured.batch_bytes < LARGE_BATCH_BYTES:
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
             reason=f"handing over takes {(seconds or evidence.hand_over_s()) * 1e3:.2g} ms however little a batch carries",
@@ -285,10 +300,12 @@ def _memory_growth(evidence: Evidence) -> Iterator[Advice]:
     memory = evidence.measurement.memory
     slope = None if memory is None else memory.pss_slope_bytes_per_s
     if slope is not None and slope > LEAKING_BYTES_PER_S and evidence.best.num_workers:
+        held = evidence.held
+        where = "" if held is None else f": {held.code()}"
         yield Advice(
-            action="Keep samples in numpy arrays or tensors instead of lists of Python objects.",
+            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
             reason=f"the processes' memory grows by {slope / 2**20:.0f} MiB/s while they read: counting references copies "
-            "the pages that workers share",
+            f"the pages that workers share{'' if held is None else f'; {held}'}",
         )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
-from autotune_loader.tuning.experiments import budget_of_search, measured_cache
+from autotune_loader.tuning.experiments import budget_of_search, measured_change
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -27,8 +27,8 @@ class Cached:
         self.asked: list[str] = []
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        self.asked.append(plan.few)
-        machine = SimulatedMachine(cores=4, cpu_s=0.02 if plan.few == "cached" else 0.06)
+        self.asked.append("fresh" if plan.is_before else str(plan.change))
+        machine = SimulatedMachine(cores=4, cpu_s=0.06 if plan.is_before else 0.02)
         return SimulatedProbe(machine, FakeClock()).burst(config, plan)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
@@ -37,11 +37,26 @@ class Cached:
 
 def test_the_gain_is_that_of_paired_rounds_which_take_turns() -> None:
     probe = Cached()
-    found = measured_cache(probe, TWO, 1000, seconds_left=60)
+    found = measured_change("uint8", probe, TWO, 1000, seconds_left=60)
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(3, rel=0.1)
     assert found.speedup.count == 4
-    assert probe.asked[:4] == ["cached", "fresh", "fresh", "cached"]
+    assert found.config == TWO
+    assert probe.asked[:4] == ["uint8", "fresh", "fresh", "uint8"]
+
+
+def test_a_cache_may_do_with_fewer_workers_and_is_then_measured_with_them() -> None:
+    class Cheap(Cached):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+            cpu_s = 0.06 if plan.is_before else 0.0005
+            return SimulatedProbe(SimulatedMachine(cores=4, cpu_s=cpu_s, receive_s=0.005), FakeClock()).burst(
+                config, plan
+            )
+
+    found = measured_change("cache", Cheap(), TWO, 1000, seconds_left=60)
+    assert found.config == LoaderConfig()
+    assert found.speedup is not None
+    assert found.speedup.value > 2
 
 
 def test_samples_that_cannot_be_cached_are_told() -> None:
@@ -49,7 +64,7 @@ def test_samples_that_cannot_be_cached_are_told() -> None:
         def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
             return Failure(kind="user_exception", phase="first_batch", message="Photos gives another sample each time")
 
-    found = measured_cache(Refusing(), TWO, 1000, seconds_left=60)
+    found = measured_change("cache", Refusing(), TWO, 1000, seconds_left=60)
     assert found.speedup is None
     assert found.note == "not measured: Photos gives another sample each time"
 
@@ -84,14 +99,15 @@ def noisy(picture: torch.Tensor) -> torch.Tensor:
 def test_a_cache_is_measured_and_is_the_first_advice(tmp_path: Path) -> None:
     path = tmp_path / "loader.json"
     result = tune(Photos(), batch_size=8, allow=("cache",), budget=25, output=path, reuse=False, progress=False)
-    assert result.cache_gain is not None
+    (cache,) = result.data_changes
     if result.verdict.binding not in ("cpu", "wait"):
         pytest.skip(f"other processes disturb the bursts: {result.verdict.sentence}")
-    assert result.cache_gain.speedup is not None, result.cache_gain.note
-    assert result.cache_gain.speedup.value > 1.5
-    assert result.cache_gain.sample_bytes is not None
-    assert 64 * 4 < result.cache_gain.sample_bytes < 4096
-    assert result.cache_gain.dataset_bytes == pytest.approx(10_000 * result.cache_gain.sample_bytes)
+    assert cache.speedup is not None, cache.note
+    assert cache.speedup.value > 1.5
+    assert cache.sample_bytes is not None
+    assert 64 * 4 < cache.sample_bytes < 4096
+    assert cache.dataset_bytes == pytest.approx(10_000 * cache.sample_bytes)
     assert "CachedPrefix(dataset)" in result.advice[0].action
-    assert "from the second epoch on; all samples take" in result.advice[0].reason
-    assert TuningResult.load(path).cache_gain == result.cache_gain
+    assert "from the second epoch on" in result.advice[0].reason
+    assert "; all samples take" in result.advice[0].reason
+    assert TuningResult.load(path).data_changes == result.data_changes
