@@ -18,10 +18,13 @@ class Tally:
         self.batches = self.samples = self.epochs = 0
         self.waited_s = 0.0
         """Between asking for a batch and having it; workers that were waited for at an epoch's start included."""
+        self._began_s = 0.0
+        """Of it, until the first batch of each epoch was there."""
         self.stepped_s = 0.0
         """Between having a batch and asking for the next."""
         self.is_under_way = False
         """Whether an epoch has begun that has not ended; also after `break`."""
+        self._is_first = True
         self._received: float | None = None
 
     @property
@@ -34,11 +37,21 @@ class Tally:
         """Share of them in which the loop waited; None before there was any."""
         return self.waited_s / self.active_s if self.batches and self.active_s > 0 else None
 
+    @property
+    def starting_share(self) -> float:
+        """Share of them in which the loop waited for epochs to start: for their first batch longer than for another."""
+        others = self.batches - self.epochs
+        if others <= 0 or self.active_s <= 0:
+            return 0.0
+        typical_s = (self.waited_s - self._began_s) / others
+        return max(0.0, self._began_s - self.epochs * typical_s) / self.active_s
+
     def begin(self, blocked_s: float) -> None:
         """An epoch begins, whose start held the loop up for so long."""
-        self.is_under_way, self._received = True, None
+        self.is_under_way, self._is_first, self._received = True, True, None
         self.epochs += 1
         self.waited_s += blocked_s
+        self._began_s += blocked_s
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
@@ -57,6 +70,9 @@ class Tally:
         """The loop has a batch."""
         if not self.is_under_way:  # an iterator that torch began again
             self.begin(0.0)
+        if self._is_first:
+            self._began_s += now - asked
+        self._is_first = False
         self.batches += 1
         self.samples += samples
         self.waited_s += now - asked

@@ -44,6 +44,8 @@ class LoaderReport:
     """Over all its training time; pauses apart."""
     wait_share: float | None
     """Share of that time in which the loop waited for data."""
+    starting_share: float
+    """Share of it that is part of the wait and went into the start of epochs, where workers start."""
     gpu_share: float | None
     """Share of it in which anything ran on the process' GPU, whoever's, by NVML; None where that is not known."""
     settings: dict[str, Any]
@@ -172,6 +174,7 @@ def _told(site: Site, plan: Plan) -> LoaderReport:
         batches=tally.batches,
         samples_per_s=tally.samples / tally.active_s if tally.active_s else None,
         wait_share=tally.wait_share,
+        starting_share=tally.starting_share,
         gpu_share=tally.gpu.share,
         settings=site.own.to_kwargs(),
         settings_now=site.config.to_kwargs(),
@@ -246,7 +249,8 @@ def _block(loader: LoaderReport) -> Iterator[str]:
     batches = f"{loader.batches:,} {'batch' if loader.batches == 1 else 'batches'}"
     yield f"{loader.name}  {loader.contents}"
     gpu = "" if loader.gpu_share is None else f", and the GPU works {share_text(loader.gpu_share)} of it"
-    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time{gpu}"
+    starts = f", {share_text(loader.starting_share)} for epochs to start" if loader.starting_share >= LEAST_GAIN else ""
+    yield f"  {batches}{epochs}, {rate.removesuffix('/s')} samples/s; the loop waits {share} of its time{starts}{gpu}"
     yield f"  settings: {_settings_text(loader.settings)}"
     if loader.settings_now != loader.settings:
         brought = "" if loader.gain is None else f": {_gain_text(loader.gain)}"

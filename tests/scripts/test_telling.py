@@ -70,6 +70,19 @@ def test_waiting_and_pauses_are_told_apart() -> None:
     assert tally.stepped_s == pytest.approx(3 * 0.1)
 
 
+def test_waiting_for_epochs_to_start_is_told_apart() -> None:
+    tally, now = Tally(), 0.0
+    for _ in range(2):
+        tally.begin(1.0)
+        for wait_s in (1.1, 0.1, 0.1, 0.1):
+            tally.ask(now)
+            tally.receive(now, now + wait_s, 8)
+            now += wait_s + 0.1
+    assert tally.wait_share == pytest.approx(4.8 / 5.4)  # the step before an epoch's first request is none
+    assert tally.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.4)
+    assert Tally().starting_share == 0.0
+
+
 def test_the_text_of_a_workers_error_has_no_frame_of_ours() -> None:
     error = ValueError(
         "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
@@ -153,6 +166,7 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         epochs=5,
         batches=190,
         samples_per_s=212.3,
+        starting_share=0.0,
         wait_share=0.12,
         gpu_share=0.8,
         settings={"num_workers": 0, "pin_memory": False},
