@@ -10,8 +10,8 @@ A timer of wall seconds would interrupt what waits, and file systems in user spa
 seconds does not fire while a worker waits. A C function that holds the lock delays the handler to its end, where the
 frame is still its caller's; the CPU seconds since the last sample tell how many samples it swallowed.
 
-A timer of the main thread alone (`timer_create`), at regular or random times, never fires while that waits, but gave stages after
-a wait half of their samples: 17 points off. Why is not proven; the kernel looks at timers of CPU time at its ticks (4 ms at 250 Hz).
+A timer of the main thread alone (`timer_create`), at regular or random times, never fires while that waits, but gave stages
+after a wait half of their samples: 17 points off. Why is not proven; the kernel looks at timers of CPU time at its ticks.
 
 Other profilers look from another process (py-spy, austin), which containers forbid, or at every call (pyinstrument,
 cProfile), which costs the more the more calls a transform makes. Only workers are watched: they end with the burst, and
