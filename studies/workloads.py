@@ -510,21 +510,6 @@ DOCUMENTS: dict[str, Callable[[], StudyWorkload]] = {
 """What the documents that started this project load, in their order."""
 
 
-def _real_job(name: str) -> Callable[[], StudyWorkload]:
-    def job() -> StudyWorkload:
-        from studies.jobs.jobs import JOBS
-
-        return JOBS[name]().workload
-
-    return job
-
-
-REAL_JOBS: dict[str, Callable[[], StudyWorkload]] = {
-    name: _real_job(name) for name in ("photographs", "digits", "dicom", "films", "series", "texts")
-}
-"""Those of `studies.jobs`, for a study that runs in their environment: `$(python -m studies.jobs python) -m studies. ...`"""
-
-
 def main() -> None:
     for factory in (WORKLOADS | DOCUMENTS).values():
         workload = factory()

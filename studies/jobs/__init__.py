@@ -11,3 +11,26 @@ The data is what packages ship, so nothing is downloaded while it runs: photogra
 installed into an environment of the study's own. Where there are few files they are repeated, with another random crop each
 time: so files come from the page cache, and the disk plays no part.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from studies.workloads import StudyWorkload
+
+
+def _real_job(name: str) -> Callable[[], StudyWorkload]:
+    def job() -> StudyWorkload:
+        from studies.jobs.jobs import JOBS
+
+        return JOBS[name]().workload
+
+    return job
+
+
+REAL_JOBS: dict[str, Callable[[], StudyWorkload]] = {
+    name: _real_job(name) for name in ("photographs", "digits", "dicom", "films", "series", "texts")
+}
+"""Those of `studies.jobs`, for a study that runs in their environment: `$(python -m studies.jobs python) -m studies. ...`"""

@@ -348,7 +348,8 @@ def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
     from dataclasses import replace
 
-    from studies.workloads import DOCUMENTS, REAL_JOBS, WORKLOADS, repeated
+    from studies.jobs import REAL_JOBS
+    from studies.workloads import DOCUMENTS, WORKLOADS, repeated
 
     study = (WORKLOADS | DOCUMENTS | REAL_JOBS)[name]()
     times = REPEATS.get(name, MOST_REPEATS)

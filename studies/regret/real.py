@@ -20,6 +20,7 @@ from typing import Any
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.statistics import Round
+from studies.jobs import REAL_JOBS
 from studies.quiet import QuietTurns
 from studies.regret import OURS, PLAIN_RULE, oracle
 from studies.regret.bench import Bench, BenchError, ForeignCpu, regret_workload
@@ -28,7 +29,7 @@ from studies.regret.oracle import key
 from studies.regret.outcomes import report
 from studies.regret.records import Known, Log
 from studies.regret.strategies import BEFORE, STRATEGIES, Lattice, applies, lattice_of, seeds_of
-from studies.workloads import DOCUMENTS, REAL_JOBS, WORKLOADS
+from studies.workloads import DOCUMENTS, WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
 # In this order, so that a run that is cut short has some of every kind.

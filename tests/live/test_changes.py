@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, d
 from studies.live.schedules import FixedLoader as AutoLoader
 
 pytestmark = pytest.mark.process
+
+REPOSITORY = Path(__file__).parents[2]
 
 TWO = LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
@@ -337,20 +340,21 @@ for number, batch in enumerate(loader):
 
 
 def test_ctrl_c_ends_the_job_and_its_workers() -> None:
-    job = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "running\n"
-        os.killpg(job.pid, signal.SIGINT)
-        _, told = job.communicate(timeout=20)
-    finally:
-        job.kill()
+    ) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "running\n"
+            os.killpg(job.pid, signal.SIGINT)
+            _, told = job.communicate(timeout=20)
+        finally:
+            job.kill()
     assert "KeyboardInterrupt" in told
     with pytest.raises(ProcessLookupError):
         os.killpg(job.pid, 0)

@@ -88,7 +88,7 @@ def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest
     nvml = FakeGpus(has_driver=False)
     gpus = Gpus(nvml, environ={})
     # WHEN everything is asked
-    with caplog.at_level(logging.INFO, logger="autotune_loader"):
+    with caplog.at_level(logging.DEBUG, logger="autotune_loader"):
         answers = (gpus.devices(), gpus.driver, gpus.reason, gpus.devices())
     # THEN nothing is raised, NVML was tried once, and it was said once
     assert answers == ((), None, "nvmlInit: NVML Shared Library Not Found", ())

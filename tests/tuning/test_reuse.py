@@ -243,10 +243,10 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) 
 
 @pytest.mark.process
 def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early() -> None:
-    # GIVEN a run on a dataset that then became five times as slow
+    # GIVEN a run on a dataset that then became twice as slow
     first = quick(Rows(), budget=12)
     slower = Rows()
-    slower.sleep_s = 0.05
+    slower.sleep_s = 0.02
 
     # WHEN the same is asked again
     second = quick(slower, budget=12)
