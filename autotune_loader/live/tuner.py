@@ -236,7 +236,7 @@ class Tuner:
         if (
             alone not in seen
             and (may_gain or self._saves_workers)
-            and _alone_s(best, self._job.usable_cores) <= _period_s(best)
+            and _alone_s(best, self._job.usable_cores, beliefs.context.consumer_cores) <= _period_s(best)
         ):
             yield alone
         posterior = beliefs.posterior()
@@ -380,14 +380,20 @@ def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> fl
     return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 
-def _alone_s(seen: Evidence, cores: int) -> float:
-    """Seconds of a batch without workers at best: without what handing it over costs, and what crowding does to a fetch."""
+def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
+    """Seconds of a batch without workers at best: without what handing it over costs, and what crowding does to fetch and step.
+
+    Args:
+        seen: with workers.
+        cores: of this process.
+        step_cores: that the step keeps busy; one that waits for a device is not crowded.
+    """
     measured = seen.measurement
     assert measured is not None
     traces = measured.traces
     fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-    crowding = min(1.0, cores / (seen.config.num_workers + 1))
-    return crowding * fetch_s + measured.step_s
+    crowding = min(1.0, cores / (seen.config.num_workers + max(1.0, step_cores)))
+    return crowding * fetch_s + measured.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
 
 
 def _balance(seen: Evidence) -> float:

@@ -28,6 +28,8 @@ COMPUTING = SimulatedMachine(cores=2, cpu_s=0.03, step_s=0.005, noise_sd=0.02)
 STEP = SimulatedMachine(cores=2, cpu_s=0.002, step_s=0.06, noise_sd=0.02)
 IN_MEMORY = SimulatedMachine(cores=2, cpu_s=0.0012, step_s=0.0024, step_cores=1, receive_s=0.004, noise_sd=0.02)
 
+CROWDED_STEP = SimulatedMachine(cores=2, cpu_s=0.003, step_s=0.008, step_cores=2, receive_s=0.002, noise_sd=0.02)
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -108,6 +110,8 @@ def test_a_step_that_binds_is_left_alone_or_made_cheaper() -> None:
 def test_no_workers_are_tried_where_the_arithmetic_does_not_rule_them_out() -> None:
     assert train(IN_MEMORY, 10).training.config.num_workers == 0
     assert all(config.num_workers for _, config in train(COMPUTING, 30).training.changes)
+    # A step that computes runs faster, too, once no worker shares its cores.
+    assert train(CROWDED_STEP, 10).training.config.num_workers == 0
 
 
 def test_after_it_has_settled_an_hour_is_silent() -> None:
