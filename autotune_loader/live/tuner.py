@@ -392,7 +392,10 @@ def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
     assert measured is not None
     traces = measured.traces
     fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-    crowding = min(1.0, cores / (seen.config.num_workers + max(1.0, step_cores)))
+    at_work = min(
+        seen.config.num_workers, fetch_s / _period_s(seen)
+    )  # by Little's law; the others rest before full queues
+    crowding = min(1.0, cores / (at_work + max(1.0, step_cores)))
     return crowding * fetch_s + measured.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
 
 

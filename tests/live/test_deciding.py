@@ -62,7 +62,7 @@ def train(
         job,
         lambda most: Space(max_workers=most, prefetch_factors=(2, 4, 8)),
         clock=clock,
-        cpu_clock=lambda: clock() * min(machine.step_cores, 1.0),
+        cpu_clock=lambda: clock() * machine.step_cores,
         on_change=told.append,
     )
     wake, samples = 0.0, 0
