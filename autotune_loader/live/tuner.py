@@ -47,6 +47,8 @@ CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
 LATEST_STARTS = 16
 """Starts that tell what the next one costs."""
+SHARED_CORE = 0.6
+"""What a logical core does beside a busy one of the same physical core, of what it does alone; an optimist's guess."""
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
 
@@ -392,10 +394,10 @@ def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
     assert measured is not None
     traces = measured.traces
     fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-    at_work = min(
-        seen.config.num_workers, fetch_s / _period_s(seen)
-    )  # by Little's law; the others rest before full queues
-    crowding = min(1.0, cores / (at_work + max(1.0, step_cores)))
+    at_work = min(seen.config.num_workers, fetch_s / _period_s(seen))  # by Little's law
+    busy = at_work + max(1.0, step_cores)
+    shared = min(1.0, at_work) if busy > cores / 2 else 0.0
+    crowding = min(1.0, cores / busy) * (1.0 - (1.0 - SHARED_CORE) * shared)
     return crowding * fetch_s + measured.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
 
 
