@@ -16,7 +16,7 @@ import numpy as np
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.plain_rule import plain_rule_of
 from autotune_loader.decision.posterior import Posterior, prior_covariance
-from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
+from autotune_loader.decision.space import Space, useful_workers
 from autotune_loader.decision.sufficiency import Sufficiency
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
@@ -72,11 +72,8 @@ class Beliefs:
         seen = [m for workers, m in measured if workers * m.service_cpu_s <= FILLED * cores * m.service_s]
         if space.workers_are_capped or not seen:
             return space
-        counts = [max(each.samples_per_s.count, 1) for each in seen]
-        stages = [(each.service_s, each.service_cpu_s, each.step_s + each.receive_s) for each in seen]
-        fetch_s, fetch_cpu_s, loop_s = map(float, np.average(stages, axis=0, weights=counts))
-        useful = max_useful_workers(cores, fetch_s, fetch_cpu_s, loop_s, room=FILLING_ROOM)
         observed = max(workers for workers, _ in measured)
+        useful = useful_workers(cores, seen)
         useful = min(useful, 2 * observed, self.context.epoch_batches or useful)
         return space if useful <= space.max_workers else replace(space, max_workers=useful)
 

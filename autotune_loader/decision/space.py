@@ -11,9 +11,11 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
@@ -253,6 +255,19 @@ class Space:
 def least(*limits: int | None) -> int | None:
     """The least of the limits that are known; None where none is."""
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def useful_workers(usable_cores: int, seen: Sequence[Measurement]) -> int:
+    """`max_useful_workers` by the batches of these bursts, whose fetches have shown the slow ones.
+
+    Args:
+        usable_cores: of this process.
+        seen: one or more. The loop steps, and receives: a worker that is done sooner than both is of no use.
+    """
+    counts = [max(each.samples_per_s.count, 1) for each in seen]
+    stages = [(each.service_s, each.service_cpu_s, each.step_s + each.receive_s) for each in seen]
+    fetch_s, fetch_cpu_s, loop_s = map(float, np.average(stages, axis=0, weights=counts))
+    return max_useful_workers(usable_cores, fetch_s, fetch_cpu_s, loop_s, room=FILLING_ROOM)
 
 
 def max_useful_workers(

@@ -20,15 +20,13 @@ from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
 from autotune_loader.live.traces import Change, LiveTraces
 from autotune_loader.pipeline.stages import StageTally
-from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.pipeline.trace_log import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 
 MOST_LOSSES = 3
 """After so many losses without a batch in between torch's error is raised: the next start would not help either."""
-WITHOUT_REPORT = 7
-"""Figures of a fetch, behind which now and then comes what a watcher has seen."""
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +119,9 @@ class EpochIterator(Iterator[Any]):
             self._in_hand.pop(number, None)
         if not self._is_measured:
             self._measure(batch)
-        if len(fetch) > WITHOUT_REPORT and self._state.stages is not None:
-            self._state.stages.add(fetch[WITHOUT_REPORT])
-            fetch = fetch[:WITHOUT_REPORT]  # the log need not keep it
+        if len(fetch) == REPORTED and self._state.stages is not None:
+            self._state.stages.add(fetch[-1])
+            fetch = fetch[:-1]  # the log need not keep it
         self._last = (fetch, requested, time.monotonic())
         return batch
 

@@ -19,7 +19,7 @@ from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
-from autotune_loader.decision.space import FILLING_ROOM, Space, max_useful_workers
+from autotune_loader.decision.space import Space, useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
 from autotune_loader.live.rival import denied_by
 from autotune_loader.live.shift import ShiftTest
@@ -181,13 +181,7 @@ class Tuner:
         assert measured is not None
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        useful = max_useful_workers(
-            job.usable_cores,
-            measured.service_s,
-            measured.service_cpu_s,
-            measured.step_s + measured.receive_s,
-            room=FILLING_ROOM,
-        )
+        useful = useful_workers(job.usable_cores, [measured])
         self.beliefs = Beliefs(
             self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
         )
@@ -200,27 +194,28 @@ class Tuner:
         failed = self._training.failures
         # A dataset that raises in one worker, and not here, raises in all.
         needs_loop = any(each.num_workers for each in failed) and not self._job.start.num_workers
-        for config in self._proposals(beliefs):
-            if beliefs.feasible(config) is not None or config.key() in failed or (needs_loop and config.num_workers):
-                continue
+
+        def may_run(config: LoaderConfig) -> bool:
+            is_ruled_out = config.key() in failed or (needs_loop and config.num_workers > 0)
+            return not is_ruled_out and beliefs.feasible(config) is None
+
+        for config in filter(may_run, self._proposals(beliefs)):
             price_s = self._price_s(config, beliefs)
             if price_s <= self.spending.affordable_s:
                 return config
             self._unaffordable_s = min(self._unaffordable_s, price_s)
-            if (less := self._halfway(config, beliefs)) is not None:
+            if (less := self._halfway(config, beliefs, may_run)) is not None:
                 return less
         return None
 
-    def _halfway(self, config: LoaderConfig, beliefs: Beliefs) -> LoaderConfig | None:
+    def _halfway(
+        self, config: LoaderConfig, beliefs: Beliefs, may_run: Callable[[LoaderConfig], bool]
+    ) -> LoaderConfig | None:
         """As many workers on the way to this configuration as can be paid for: what they gain pays for more."""
         tried, most = {each.key for each in beliefs.log}, max(each.config.num_workers for each in beliefs.log)
         while (config := config.with_workers(config.num_workers // 2)).num_workers > most:
-            is_new = config.key() not in tried and config.key() not in self._training.failures
-            if (
-                is_new
-                and beliefs.feasible(config) is None
-                and self._price_s(config, beliefs) <= self.spending.affordable_s
-            ):
+            is_new = config.key() not in tried and may_run(config)
+            if is_new and self._price_s(config, beliefs) <= self.spending.affordable_s:
                 return config
         return None
 

@@ -18,6 +18,8 @@ Fetch = (
 )
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; where the fetch was cut short, unread_s; and now and then
 what a watcher of the worker has seen"""
+REPORTED = 8
+"""Figures of a fetch that carries what a watcher has seen, as its last one."""
 
 
 def unread_s_of(fetch: Fetch) -> float:

@@ -15,7 +15,7 @@ from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
 from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.trace_log import History
+from autotune_loader.pipeline.trace_log import REPORTED, History
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement
@@ -30,8 +30,6 @@ STOP_CHECK_COST = 400.0
 FEWEST_BATCHES = 2
 # A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
 KEPT_TRACES = 2048
-# Fields of a fetch that carries what a watcher saw.
-REPORTED = 8
 Announce = Callable[[FailurePhase], None]
 """Told which phase begins, so that a parent can name it when the process hangs or dies."""
 

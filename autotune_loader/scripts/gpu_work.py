@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.meters.gpu import COVERED_SHARE
+from autotune_loader.machine.meters.gpu import COVERED_SHARE, busy_within
 
 LOOK_S = 1.0
 """So often samples are taken over; an H100 keeps them for 2 s."""
@@ -72,9 +71,8 @@ class GpuWork:
             self._recent = list
             return
         begun = self._from
-        for (before, _), (moment, share) in pairwise(samples):
-            inside = max(0.0, min(moment, now) - max(before, begun))
-            self._busy_s, self._covered_s = self._busy_s + inside * share, self._covered_s + inside
+        busy_s, covered_s = busy_within(samples, begun, now)
+        self._busy_s, self._covered_s = self._busy_s + busy_s, self._covered_s + covered_s
         # The driver tells of a moment some time after it.
         self._from = max(begun, min(now, samples[-1][0])) if samples else now
         self._seen_s += self._from - begun

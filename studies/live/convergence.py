@@ -17,6 +17,7 @@ workers = cores and the best of the survey. "Best fixed" is the fastest of these
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from typing import Any
 
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
+from studies.regret.load import BUSY, beside
 from studies.regret.oracle import config_of, key
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +47,6 @@ SLOWER = 4.0
 """How many times longer samples take after the disturbance."""
 NEIGHBOURS, COME_S, GO_S = 2, 30.0, 60.0
 """Busy processes, and when they come and go."""
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 TRAINED_S, VALIDATED_S = 8.0, 3.0
 """Of two loaders, how long each is iterated in turn."""
 FIXED = (1, 2, 3, 4, 6, 8, 10, 12)
@@ -269,25 +270,16 @@ def changes(loader: Any, origin: float) -> list[list[Any]]:
 
 def beside_neighbours(name: str, seconds: float) -> dict[str, Any]:
     """A workload beside two busy processes that come and go, and the best fixed rates without and with them."""
-    job, busy = Job(name), list[subprocess.Popen[bytes]]()
+    job = Job(name)
+    with contextlib.ExitStack() as there:
 
-    def come() -> None:
-        busy.extend(subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(NEIGHBOURS))
+        def come() -> None:
+            there.enter_context(beside([BUSY] * NEIGHBOURS))
 
-    def go() -> None:
-        while busy:
-            process = busy.pop()
-            process.kill()
-            process.wait()
-
-    try:
-        live = train_live(job, seconds, [(COME_S, come), (GO_S, go)])
-        go()
-        rates = {"alone": {workers: fixed_rate(job, workers) for workers in FIXED}}
-        come()
+        live = train_live(job, seconds, [(COME_S, come), (GO_S, there.close)])
+    rates = {"alone": {workers: fixed_rate(job, workers) for workers in FIXED}}
+    with beside([BUSY] * NEIGHBOURS):
         rates["beside neighbours"] = {workers: fixed_rate(job, workers) for workers in FIXED}
-    finally:
-        go()
     spans = [(0.0, COME_S, "alone"), (COME_S, GO_S, "beside neighbours"), (GO_S, seconds, "alone")]
     return {"workload": f"{name}_neighbours", "live": live, "fixed": rates, "spans": spans}
 

@@ -14,6 +14,8 @@ PROCESSES = 2
 MOST_SHARE = 0.5
 SLICE_S = 0.02
 BURST_S = (0.3, 3.0)
+BUSY = (sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))")
+"""A command that keeps one core busy until it is killed, or until the study that started it is gone."""
 
 
 @contextlib.contextmanager

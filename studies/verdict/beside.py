@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.report.invariants import contradictions
-from studies.regret.load import beside
+from studies.regret.load import BUSY, beside
 from studies.workloads import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "beside.jsonl"
-BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
-"""Until killed, or until the study that started it is gone."""
 
 
 def run(workload: str, neighbours: int, seed: int, budget: str) -> tuple[TuningResult, dict[str, object]]:
     begun = time.monotonic()
-    with beside([sys.executable, "-c", BURN] for _ in range(neighbours)):
+    with beside([BUSY] * neighbours):
         job = WORKLOADS[workload]().to_tune_kwargs()
         result = tune(**job, budget=budget, seed=seed, reuse=False, progress=False)
     broken = contradictions(result)

@@ -32,11 +32,17 @@ def use_within(samples: Sequence[tuple[float, float]], start: float, end: float)
         start: Of the window, in the same seconds.
         end: Of the window.
     """
-    busy = covered = 0.0
+    busy_s, covered_s = busy_within(samples, start, end)
+    return busy_s / covered_s if covered_s > 0 and covered_s >= COVERED_SHARE * (end - start) else None
+
+
+def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
+    """Busy seconds of a window, and of how many of its seconds samples tell; arguments as in `use_within`."""
+    busy_s = covered_s = 0.0
     for (before, _), (moment, share) in pairwise(samples):
-        inside = max(0.0, min(moment, end) - max(before, start))
-        busy, covered = busy + inside * share, covered + inside
-    return busy / covered if covered > 0 and covered >= COVERED_SHARE * (end - start) else None
+        inside_s = max(0.0, min(moment, end) - max(before, start))
+        busy_s, covered_s = busy_s + inside_s * share, covered_s + inside_s
+    return busy_s, covered_s
 
 
 def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:
