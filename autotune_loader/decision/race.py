@@ -65,7 +65,9 @@ NEAR_CEILING, ABOVE_CEILING = 0.95, 1.08
 """As fast as the step alone, within noise: a loader has nothing left to gain. Beyond the second the ceiling is none: means of
 rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
 MAX_FAILURES = 2
-"""A candidate that failed this often in the race is out; one that hung, at once."""
+"""A candidate that failed this often in the race is out ..."""
+OUT_AT_ONCE = ("deadline", "core_limit")
+"""... and at once by these: it would hang again, and no neighbour makes it take more cores than it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +360,7 @@ def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:
 
 
 def _is_out(failures: Sequence[Failure]) -> bool:
-    return len(failures) >= MAX_FAILURES or any(failure.kind == "deadline" for failure in failures)
+    return len(failures) >= MAX_FAILURES or any(failure.kind in OUT_AT_ONCE for failure in failures)
 
 
 def _look_faster(logs: Sequence[float], tolerance: float) -> bool:

@@ -234,13 +234,14 @@ class Space:
     def _cores_wanted(self, config: LoaderConfig, measured: Measurement) -> float | None:
         """Cores that a configuration kept busy, or would have, had others left them to it; None where nobody knows.
 
-        Beside neighbours it gets fewer than it takes alone: then as many as it got of what they left, but no more than one for
-        each worker, and the loop's own.
+        Beside neighbours, on this machine or on others of its host, it gets fewer than it takes alone: then as many as it got
+        of what they left, but no more than one for each worker, and the loop's own.
         """
         if measured.cpu_share is None or self.limits.usable_cores is None:
             return None
         got = measured.cpu_share * self.limits.usable_cores
-        alone = got / max(1.0 - (measured.foreign_cpu_share or 0.0), 1e-9)
+        others = (measured.foreign_cpu_share or 0.0) + (measured.steal_share or 0.0)
+        alone = got / max(1.0 - others, 1e-9)
         each = max(1.0, measured.service_cpu_s / measured.service_s if measured.service_s > 0 else 1.0)
         loop = (1.0 - measured.wait_share) * (config.consumer_threads or 1)
         return max(got, min(alone, config.num_workers * each + loop))

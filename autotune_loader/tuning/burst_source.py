@@ -77,6 +77,8 @@ class BurstSource:
             outcome = self._whole_epochs(config, ask)
         else:
             outcome = self._from_full_queues(config, ask)
+        if not isinstance(outcome, Failure):
+            outcome = self._space.over_margin(config, outcome) or outcome
         return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
 
     def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
@@ -96,7 +98,7 @@ class BurstSource:
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
             outcome = self._probe.burst(config, plan)
-        return outcome if isinstance(outcome, Failure) else self._space.over_margin(config, outcome) or outcome
+        return outcome
 
     def _from_full_queues(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """One burst; a second where the first shows that it, and all later ones, must begin with full queues."""

@@ -13,8 +13,11 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import tune
+from autotune_loader.decision.evidence import Ask, Phase
 from autotune_loader.decision.space import Limits, Space, consumer_thread_counts
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.tuning.burst_source import BurstSource
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -43,7 +46,8 @@ def cpu_s() -> float:
 def test_a_real_run_of_what_was_chosen_keeps_to_the_budget() -> None:
     # GIVEN a job that would be twice as fast on two cores
     result = tune(Computed(), batch_size=8, max_cores=1, budget=10, reuse=False, progress=False)
-    assert result.best.num_workers <= 1
+    seen = [(trial.config.num_workers, trial.measurement) for trial in result.trials if trial.config.num_workers > 1]
+    assert result.best.num_workers <= 1, [replace(each, traces=()) for _, each in seen if each is not None]
     over = [trial.failure for trial in result.trials if trial.failure is not None]
     assert all(each.kind == "core_limit" for each in over)
     # WHEN it is trained with
@@ -63,8 +67,8 @@ def test_a_burst_that_kept_more_cores_busy_fails_with_what_would_work() -> None:
     assert isinstance(burst, Measurement)
     space = Space(max_workers=4, limits=Limits(cores=2, usable_cores=4))
 
-    def kept(share: float | None, foreign: float, workers: int = 4) -> Failure | None:
-        measured = replace(burst, cpu_share=share, foreign_cpu_share=foreign, wait_share=1.0)
+    def kept(share: float | None, foreign: float, workers: int = 4, steal: float = 0.0) -> Failure | None:
+        measured = replace(burst, cpu_share=share, foreign_cpu_share=foreign, steal_share=steal, wait_share=1.0)
         return space.over_margin(LoaderConfig(num_workers=workers), measured)
 
     over = kept(0.9, 0.0)
@@ -74,10 +78,25 @@ def test_a_burst_that_kept_more_cores_busy_fails_with_what_would_work() -> None:
     assert "keeps 3.6 cores busy, and max_cores allows 2; fewer workers" in over.message
     assert kept(0.51, 0.0) is None
     assert kept(None, 0.0) is None
-    # THEN neighbours that take half of the cores do not make four workers two
+    # THEN neighbours that take half of the cores do not make four workers two, nor do those on other machines of the host
     assert kept(0.5, 0.5) is not None
+    assert kept(0.5, 0.0, steal=0.5) is not None
     # THEN one worker is never more than one core
     assert kept(0.1, 0.9, workers=1) is None
+
+
+def test_a_burst_of_the_finals_keeps_to_the_budget_too() -> None:
+    # GIVEN two workers that compute all the time on two cores of which the job may keep one busy
+    clock, machine = FakeClock(), SimulatedMachine(cores=2, cpu_s=0.1, neighbours=0.0)
+    space = Space(max_workers=2, limits=Limits(cores=1, usable_cores=2))
+    context = TwinContext(usable_cores=2, consumer_cores=1.0)
+    source = BurstSource(SimulatedProbe(machine, clock), space, context, [], seconds_left=lambda: 60.0)
+    # THEN it is asked wherever it runs
+    phases: tuple[Phase, ...] = ("search", "compare")
+    for phase in phases:
+        seen = source.gather(LoaderConfig(num_workers=2), Ask(phase=phase))
+        assert seen.failure is not None
+        assert seen.failure.kind == "core_limit"
 
 
 @pytest.mark.parametrize(
