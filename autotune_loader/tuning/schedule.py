@@ -203,5 +203,7 @@ def deadline_s(
     shortest = SHORTEST_DEADLINE_S if workers else UNKNOWN_DEADLINE_S
     # Many more workers than were seen to start take as much longer to start.
     more = config.num_workers / max(workers, 1) if config is not None else 0.0
+    if not done:  # the next may be quicker: some of the budget is left for it
+        seconds_left /= 2
     patient = min(LONGEST_DEADLINE_S, max(shortest, max(DEADLINE_FACTOR, more) * longest))
     return max(min(patient, max(seconds_left, LEAST_DEADLINE_S)), 2 * longest, FETCHES_TO_WAIT_FOR * first_batch_s)

@@ -254,6 +254,10 @@ def test_a_hang_near_the_end_does_not_overrun_the_budget_by_half_a_minute():
     assert 15 < deadline_s([], seconds_left=1.0) < 30
 
 
+def test_the_very_first_burst_leaves_half_of_the_budget_to_others():
+    assert deadline_s([], seconds_left=50.0) == 25.0
+
+
 def test_a_step_that_sleeps_keeps_no_core_busy():
     class Idle(Interrupting):
         def step_ceiling(self, threads, plan):

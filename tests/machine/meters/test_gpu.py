@@ -87,11 +87,15 @@ def test_a_driver_that_keeps_no_samples_is_asked_as_before(gpu: FakeGpu) -> None
 
 def test_a_burst_too_short_for_nvmls_means_has_the_utilisation_of_its_window() -> None:
     # GIVEN a meter on a GPU that was busy for the last half second, by samples 20 ms apart
-    gpu = FakeGpu(uuid="GPU-1", samples=lambda: [(time.time() - ago / 50, 100 if ago < 25 else 0) for ago in range(50)])
+    def samples() -> list[tuple[float, int]]:
+        now = time.time()
+        return [(now - ago / 50, 100 if ago < 25 else 0) for ago in range(50)]
+
+    gpu = FakeGpu(uuid="GPU-1", samples=samples)
     meter = TreeMeter(os.getpid(), usable_cores=1, gpus=Gpus(FakeGpus([gpu]), environ={}))
     with meter:
         pass
-    now = time.monotonic()
+    now = max(moment for moment, _ in meter.reading.gpu_samples)
     # WHEN the burst's window was the last 0.4 s, or began before the GPU did
     short, long = (meter.reading.added_to(burst_of(now, window_s)).gpu for window_s in (0.4, 0.8))
     # THEN each has the utilisation of its own window, and nothing is missing
