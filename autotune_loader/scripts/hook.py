@@ -19,8 +19,8 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.scripts.lines import Line, users_line
 from autotune_loader.scripts.plan import Plan
+from autotune_loader.values.lines import Line, users_line
 
 if TYPE_CHECKING:
     from autotune_loader.scripts.session import Session

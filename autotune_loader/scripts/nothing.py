@@ -6,7 +6,8 @@ import contextlib
 import json
 import sys
 
-from autotune_loader.scripts.plan import Plan, rank_of_environment
+from autotune_loader.machine.limits import rank_of_environment
+from autotune_loader.scripts.plan import Plan
 
 FOREIGN = {
     "nvidia.dali": "NVIDIA DALI",

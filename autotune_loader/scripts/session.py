@@ -16,13 +16,14 @@ from torch.utils.data import get_worker_info
 
 from autotune_loader.live.loader import AutoLoader
 from autotune_loader.live.ranks import is_one_of_many
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_file
-from autotune_loader.scripts.lines import Line, users_line
-from autotune_loader.scripts.plan import Plan, rank_of_environment
+from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.serving import ON_A_DEVICE, Served, why_not
 from autotune_loader.scripts.site import Contents, Site
 from autotune_loader.scripts.watching import RECORD, can_carry_history, carrying_history, is_part_of_us, watch
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line, users_line
 
 LOOK_S = 0.25
 """So often `tune` asks itself whether it is done."""
@@ -46,7 +47,8 @@ class Session:
         self.begun = time.monotonic()
         self.stopped: str | None = None
         """Why `tune` ended the script."""
-        self.rank, self.ranks = rank_of_environment()
+        rank, self.ranks = rank_of_environment()
+        self.rank = rank or 0
         self._lines = lines
         self._autos: weakref.WeakKeyDictionary[Any, AutoLoader[Any]] = weakref.WeakKeyDictionary()
         self._file: LoaderFile | None = None if plan.apply is None else read_loader_file(plan.apply)

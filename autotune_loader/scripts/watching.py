@@ -22,8 +22,8 @@ from autotune_loader.live.traces import Change
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset, TracedEpoch, TracedWorkerInit, Wrapped
 from autotune_loader.probe.burst_loop import BatchShape
-from autotune_loader.scripts.lines import is_ours
 from autotune_loader.scripts.tally import Tally
+from autotune_loader.values.lines import is_ours
 
 RECORD = "_autotune_loader_record"
 """Attribute of an iterator that is watched."""
