@@ -20,7 +20,7 @@ import numpy as np
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 
-PREFETCH_FACTORS = (1, 2, 4, 8)
+PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
 # Room beyond the workers that fill the cores: while some wait for their turn, others compute, and on few cores more processes
 # get more of the time that the step would take.
 FILLING_ROOM, MORE_WORKERS = 1.5, 2

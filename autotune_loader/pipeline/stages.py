@@ -19,7 +19,7 @@ OTHERS_SHARE = 0.05
 """More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
 SMALL = 0.005
 """Stages below this share are told together."""
-OTHER_THREADS, REST = "other threads", "rest"
+OTHER_THREADS, REST = "other threads", "rest"  # stages as they are shown
 
 
 class StageTally:

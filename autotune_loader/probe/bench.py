@@ -38,16 +38,14 @@ if TYPE_CHECKING:
     import torch
 
 # The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
-WARM_UP_STEPS = 3
-WARM_UP_S = 1.0
+WARM_UP_STEPS, WARM_UP_S = 3, 1.0
 # Where the first batch took no longer, no batch is slow enough to be cut short, and samples are not timed one by one.
 PACED_FETCH_S = 0.25
 # A first batch that took no longer is looked at twice.
 SECOND_LOOK_S = 0.5
 # On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
 # warm when two steps in a row take the same time, and not before the second.
-MOST_WARM_UP_STEPS = 10
-SETTLED = 1.2
+MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
 READS_BY_ITSELF = (
     "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
     "num_workers to try is the dataset's own"

@@ -53,6 +53,7 @@ INPUTS = (
 )
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
+# Characters of a cause: an exception may quote a whole tensor.
 LONGEST_CAUSE = 150
 UNUSED_LOSS = "; loss_fn is not used"
 

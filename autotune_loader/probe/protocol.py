@@ -8,6 +8,9 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 
+# Generous: torch may come from a network file system, and the first sample from a cold bucket.
+START_DEADLINE_S = 180.0
+
 
 class Probe(Protocol):
     """Runs one configuration for real (or pretends to, in tests). A failing configuration is an answer, not an exception."""

@@ -20,6 +20,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 ROUNDING = 1e-6
+"""Relative or absolute; sums of the same figures in another order differ by less."""
 CLOCKS = 0.05
 """Two clocks of the same thing may differ by so much, relatively, beyond their intervals."""
 LITTLE = 0.05

@@ -27,6 +27,7 @@ from autotune_loader.values.lines import is_ours
 
 RECORD = "_autotune_loader_record"
 """Attribute of an iterator that is watched."""
+# As `traceback` prints it.
 FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
 
 log = logging.getLogger(__name__)

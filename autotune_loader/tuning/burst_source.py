@@ -14,7 +14,6 @@ from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import CountedProbe, Probe
 from autotune_loader.tuning.schedule import (
-    CEILING_BURST,
     FINAL_BURST,
     SEARCH_BURST,
     EpochLength,
@@ -26,7 +25,7 @@ from autotune_loader.tuning.schedule import (
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.plan import CEILING_BURST, BurstPlan
 from autotune_loader.values.trial import Trial
 
 ROUND_SEEDS = 1_000

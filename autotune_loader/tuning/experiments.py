@@ -27,16 +27,15 @@ from autotune_loader.values.trial import Acceleration, AccelerationKind, DataCha
 # The cheap one first: a compilation that does not end costs the probe process.
 KINDS: tuple[AccelerationKind, ...] = ("amp", "compile")
 NAMES: dict[AccelerationKind, str] = {"amp": "autocast", "compile": "torch.compile"}
-# Seconds of the rounds alone, and until when everything must have answered: compiling a large model takes minutes.
+# Seconds of the rounds alone.
 ROUNDS_S = 4.0
+# Until when everything must have answered: compiling a large model takes minutes.
 DEADLINE_S: dict[AccelerationKind, float] = {"amp": 60.0, "compile": 180.0}
 # With less than this left of the budget it is not begun: two models to warm up, and for torch.compile a compiler to load.
 LEAST_S: dict[AccelerationKind, float] = {"amp": 4.0, "compile": 15.0}
-# So much of the budget the search leaves for each, and no more than this share of it for both.
+# Seconds of the budget that the search leaves for each.
 KEPT_S: dict[AccelerationKind, float] = {"amp": 8.0, "compile": 25.0}
-KEPT_SHARE = 0.4
-
-
+KEPT_SHARE = 0.4  # of the budget, for both at the most
 CHANGE_SEEDS = 2_000
 """Other samples than those of the finals."""
 CHANGE_FEWEST = 3

@@ -7,13 +7,12 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
 from autotune_loader.values.plan import ISOLATIONS, Isolation
 from autotune_loader.values.validation import require_choice, require_count
 
-SEARCHES = ("auto", "tpe", "grid", "random")
 # What changes the semantics of training and is searched only where the user says so.
 ALLOWABLE = (
     "batch_size",
@@ -29,6 +28,7 @@ ALLOWABLE = (
     "draft",
 )
 Search = Literal["auto", "tpe", "grid", "random"]
+SEARCHES: tuple[Search, ...] = get_args(Search)  # for the check of an argument
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Below this the first batch and one burst do not fit, whatever the workload.

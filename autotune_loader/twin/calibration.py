@@ -25,6 +25,7 @@ MACHINE_SPEED_SD = 0.06
 """Relative sd of CPU seconds for the same work between one minute and another: 6.3 % over 25 minutes on a quiet virtual
 machine with 4 cores (studies/fidelity). All that computes shares it, so no number of batches shows it."""
 FIXED_POINT_ROUNDS = 30
+"""Each goes half of the way to the load that follows from it: 1e-9 of the way is left."""
 SAME_BUSY = 1.05
 """Bursts whose busy workers differ by less than this factor are averaged, not interpolated."""
 SAME_WORKERS = 0.25
