@@ -267,13 +267,10 @@ def _watched() -> Iterator[_Seen]:
             return original(*args, **options)
 
         setattr(owner, name, called)
-        return lambda: setattr(owner, name, original)
+        return functools.partial(setattr, owner, name, original)
 
-    def saw_backward() -> None:
-        seen.has_run_backward = True
-
-    def saw_zero() -> None:
-        seen.has_zeroed = True
+    saw_backward = functools.partial(setattr, seen, "has_run_backward", True)
+    saw_zero = functools.partial(setattr, seen, "has_zeroed", True)
 
     def saw_step(optimizer: Any, *_: Any) -> None:
         if not any(optimizer is each for each in seen.optimizers):

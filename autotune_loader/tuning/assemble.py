@@ -20,12 +20,12 @@ from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.report.summary import (
     UNDECIDED,
-    counted_rounds,
     rate_words,
     speedup_sentence,
     why_it_ended,
     why_undecided,
 )
+from autotune_loader.report.units import counted
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -135,9 +135,10 @@ def assemble_reused(
         seconds=earlier.spent.seconds,
     )
     doubt = earlier.summary[0] if earlier.status == "undecided" else ""
+    rounds = counted(reused.rounds, "paired round")
     summary = (
         doubt,
-        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
+        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {rounds}: "
         f"{rate:,.0f} samples/s{paired}{'; ' if seen.why_long else ''}{seen.why_long}.",
         f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
         speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),

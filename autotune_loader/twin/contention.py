@@ -16,7 +16,7 @@ USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,15 +106,8 @@ class Contention:
 
     def take(self, columns: np.ndarray) -> Contention:
         """The same parameters, draw by draw as `columns` says."""
-        return Contention(
-            cpu_s=self.cpu_s[columns],
-            alpha=self.alpha[columns],
-            beta=self.beta[columns],
-            wait_s=self.wait_s[columns],
-            gamma=self.gamma[columns],
-            step_cores=self.step_cores[columns],
-            variability=self.variability,
-        )
+        drawn = ("cpu_s", "alpha", "beta", "wait_s", "gamma", "step_cores")
+        return replace(self, **{name: getattr(self, name)[columns] for name in drawn})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

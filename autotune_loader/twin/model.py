@@ -12,7 +12,7 @@ from autotune_loader.twin.calibration import Calibration, calibrate
 from autotune_loader.twin.contention import BURST_SD, stretch
 from autotune_loader.twin.epoch import epoch_ends
 from autotune_loader.twin.observation import Observation, whole_cycles
-from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
+from autotune_loader.twin.prediction import Prediction, binding_stage
 from autotune_loader.twin.queue import (
     BEST,
     DRAWS,
@@ -168,12 +168,12 @@ class Twin:
             at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
             roof = roofs[config.consumer_threads, config.device_prefetch]
             rate, spread = _centre_and_spread(rates[at])
-            rate = min(rate, roof.samples_per_s / self.batch_size)
+            rate = min(rate, roof / self.batch_size)
             started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
             epoch, paid_s = rate, 0.0 if config.persistent_workers else started_s
             if epoch_batches and i in ends:
                 # A step on the workers' cores is faster once these are done early; whatever else seems to be, is luck.
-                most = roof.samples_per_s / self.batch_size if self.calibration.step_is_parallel else rate
+                most = roof / self.batch_size if self.calibration.step_is_parallel else rate
                 epoch = min(epoch_batches / max(paid_s + ends[i], 1e-12), most)
             elif epoch_batches:
                 epoch = _epoch_rate(begun[i], rate, epoch_batches, paid_s)
@@ -258,8 +258,8 @@ class Twin:
 
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
-    ) -> Ceiling:
-        """The roofline: what the consumer alone and the cores alone allow. No prediction exceeds it."""
+    ) -> float:
+        """The roofline: samples/s that the consumer alone and the cores alone allow. No prediction exceeds it."""
         # Pinned or not, whichever is quicker: the roof is over both.
         receive_s = min(float(self.calibration.receive.values[:, 0].min()), self.calibration.hand_over_s)
         step_s = self._least_step_s(consumer_threads)
@@ -267,12 +267,8 @@ class Twin:
         calibration = self.calibration
         serial = float((calibration.serial_service_s + calibration.serial_receive_s)[0]) + step_s
         cpu_s = min(float(calibration.contention.cpu_s[0]), *(float(o.cpu_s.mean()) for o in self.observations), np.inf)
-        limits: dict[Stage, float] = {
-            "consumer": self.batch_size / max(min(per_batch, serial), 1e-9),
-            "cpu": self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9),
-        }
-        binding: Stage = "consumer" if limits["consumer"] <= limits["cpu"] else "cpu"
-        return Ceiling(samples_per_s=limits[binding], binding=binding, limits=limits)
+        by_consumer = self.batch_size / max(min(per_batch, serial), 1e-9)
+        return min(by_consumer, self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9))
 
     @property
     def batch_size(self) -> float:

@@ -333,7 +333,7 @@ class TestTwin:
     def test_nothing_exceeds_the_ceiling(self, cv, share, step, workers, prefetch):
         seen = [observation(n, cpu=0.04 * share, step=step, cv=cv) for n in (0, 1, 4)]
         twin = Twin.fit(seen, cores=4)
-        assert twin.predict(workers, prefetch).samples_per_s.value <= twin.ceiling().samples_per_s * (1 + 1e-9)
+        assert twin.predict(workers, prefetch).samples_per_s.value <= twin.ceiling() * (1 + 1e-9)
 
     @quick
     @given(workers=few_workers, prefetch=few_batches, epoch=st.integers(1, 2000), startup=st.floats(0, 5))
