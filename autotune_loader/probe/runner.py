@@ -236,7 +236,7 @@ class _Child:
             if not self._hears_something(deadline):
                 return self._death() if self._process.poll() is not None else self._hang(deadline_s)
             try:
-                message = wire.receive_message(self._connection)
+                message = wire.receive(self._connection, wire.Message)
             except (EOFError, OSError):
                 return self._death()
             if message.phase is None:
