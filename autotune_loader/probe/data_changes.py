@@ -19,12 +19,7 @@ from autotune_loader.values.plan import DataChangeKind
 
 
 def prepare(kind: DataChangeKind, data: DataSide, batch: Any) -> PreparedChange:
-    """Try a change on a few samples.
-
-    Args:
-        kind: which.
-        data: what this process may fetch from.
-        batch: one of its batches.
+    """Try a change on a few samples of a data side that this process may fetch from; `batch` is one of its batches.
 
     Raises:
         ValueError: it cannot be made here, or samples would not be the same.

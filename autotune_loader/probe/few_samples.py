@@ -29,9 +29,6 @@ class FewSamples(PreparedChange):
     def of(cls, data: DataSide) -> FewSamples:
         """The first samples of an order, as many as can be made in a moment.
 
-        Args:
-            data: what this process may fetch from.
-
         Raises:
             ValueError: samples that cannot be cached; an order of batches that is the user's own.
         """

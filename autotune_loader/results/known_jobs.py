@@ -32,12 +32,7 @@ class KnownJob:
 
 
 def job_key(data: DataSide, machine: Fingerprint) -> str:
-    """Equal for the same data, loaded in the same way on the same kind of machine.
-
-    Args:
-        data: of the loader.
-        machine: its fingerprint.
-    """
+    """Equal for the same data, loaded in the same way on the same kind of machine."""
     parts = {name: name_of(getattr(data, name)) for name in ("dataset", "sampler", "batch_sampler", "worker_init_fn")}
     facts = {
         "machine": to_plain(replace(machine, driver=None, dataset="", storage="")),

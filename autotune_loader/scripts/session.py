@@ -34,12 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """The loaders of this process.
-
-    Args:
-        plan: what is done with them.
-        lines: which line made a loader.
-    """
+    """The loaders of this process; `lines` says which line made one."""
 
     def __init__(self, plan: Plan, lines: Mapping[Any, Line]) -> None:
         self.plan = plan
@@ -60,12 +55,7 @@ class Session:
         return max(self.sites, key=lambda site: site.tally.active_s, default=None)
 
     def iterate(self, loader: Any, iterated: Callable[[Any], Any]) -> Any:
-        """An iterator of a loader, in place of `iter(loader)`.
-
-        Args:
-            loader: of the script.
-            iterated: torch's own `DataLoader.__iter__`.
-        """
+        """An iterator of a loader, in place of `iter(loader)`; `iterated` is torch's own way to make one."""
         if not self._concerns(loader):
             return iterated(loader)
         site = self._site_of(loader)

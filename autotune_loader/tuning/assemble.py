@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
@@ -216,7 +216,6 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
         return Measured(rate_unit=unit, baseline_samples_per_s=before)
-    memory = measurement.memory
     bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
     return Measured(
         rate_unit=unit,
@@ -232,10 +231,7 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
         gpu_util=measurement.gpu.util,
         gpu_util_reason=measurement.gpu.reason,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
-        rss_bytes=None if memory is None else memory.rss_bytes,
-        pss_bytes=None if memory is None else memory.pss_bytes,
-        pss_slope_bytes_per_s=None if memory is None else memory.pss_slope_bytes_per_s,
-        shm_bytes=None if memory is None else memory.shm_bytes,
+        **({} if measurement.memory is None else asdict(measurement.memory)),
     )
 
 

@@ -179,11 +179,6 @@ def of_selected(confidence: float, rounds: Sequence[Round], chosen: Hashable) ->
     intervals for selected parameters", for one selected; the same as Bonferroni's). The m are those that the rounds do not
     show to be slower than the chosen one: the subset of Gupta (1965, "On some multiple decision (selection and ranking)
     rules"), with the noise of all ratios together, since some ran in one round only.
-
-    Args:
-        confidence: of the interval.
-        rounds: by which it was chosen.
-        chosen: whose interval it is.
     """
     keys = {key for each in rounds for key in each.rates} - {chosen}
     ratios = [logs for key in keys if (logs := log_ratios(rounds, key, chosen))]
