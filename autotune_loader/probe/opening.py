@@ -121,7 +121,7 @@ def _against_step_time(
         step = inline.step_ceiling(None, CEILING_BURST)
     except WorkloadError as error:
         raise WorkloadError(
-            f"{reason}, and here: {_first_line(error)}; {GIVE_STEP_TIME}", error.user_traceback
+            f"{reason}, and here: {str(error).splitlines()[0]}; {GIVE_STEP_TIME}", error.user_traceback
         ) from error
     finally:
         inline.close()
@@ -130,10 +130,6 @@ def _against_step_time(
     workload = replace(workload, training=TrainingSide(train_step=StepTime(step.step_s)))
     probe, warmup, notes = start(workload)
     return workload, probe, warmup, [f"{reason}, so the step was timed in this process", *notes]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def is_taken_by_this_process(device: str) -> bool:

@@ -109,7 +109,7 @@ class Session:
             if site.state is not None and site.tuning is not None:
                 auto.go_on_from(site.state, site.tuning)
             self._autos[loader] = auto
-        between = self._look if self.plan.verb == "tune" else _nothing
+        between = self._look if self.plan.verb == "tune" else (lambda now: None)
         served = Served(auto, site.tally, between, on_device=lambda: setattr(site, "why_not", ON_A_DEVICE))
         site.state, site.tuning = auto.learnt
         site.is_tuned = True
@@ -143,7 +143,3 @@ class Session:
             self.stopped = f"the budget of {budget_s:.0f} s is spent"
         if self.stopped is not None:
             signal.raise_signal(signal.SIGINT)
-
-
-def _nothing(now: float) -> None:
-    pass

@@ -117,7 +117,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     notes = [*report.notes, *more]
     if plan.output or plan.page:
         result = result_of(session)
-        for path, write in ((plan.output, _save), (plan.page, _save_page)):
+        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page)):
             if path is None:
                 continue
             if result is None:
@@ -277,10 +277,6 @@ def _json(report: ScriptReport) -> str:
     import msgspec
 
     return msgspec.json.encode(report).decode()
-
-
-def _save(result: TuningResult, path: str) -> None:
-    result.save(path)
 
 
 def _save_page(result: TuningResult, path: str) -> None:

@@ -42,7 +42,6 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.recheck import Recheck
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.twin import Twin
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Measurement
 from autotune_loader.values.statistics import Interval, mean_share
@@ -76,7 +75,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
-        twin=_twin_context(best, state, context),
+        twin=replace(state.context, epoch_batches=data.batches_per_epoch(best.batch_size)),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
@@ -252,10 +251,6 @@ def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measuremen
     if data.batch_size is not None or batches is None or measured is None:
         return data.samples_per_epoch()
     return batches * measured.batch_size
-
-
-def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
-    return replace(state.context, epoch_batches=context.workload.data.batches_per_epoch(best.batch_size))
 
 
 def _twin(state: SearchState) -> Twin | None:
