@@ -104,32 +104,6 @@ class Twin:
             seed=seed,
         )
 
-    def predict(
-        self,
-        num_workers: int,
-        prefetch_factor: int | None = None,
-        *,
-        epoch_batches: int | None = None,
-        startup_s: float | None = None,
-        cores: float | None = None,
-        **knobs: Any,
-    ) -> Prediction:
-        """What to expect of one configuration; `predict_all` is much faster for many.
-
-        Args:
-            num_workers: as in `LoaderConfig`, like `prefetch_factor` and `knobs`; what needs workers is dropped without them.
-            prefetch_factor: batches that each worker is handed ahead.
-            epoch_batches: as in `predict_all`, like the next two.
-            startup_s: seconds until workers begin.
-            cores: usable cores.
-            **knobs: other fields of `LoaderConfig`.
-        """
-        if not num_workers:
-            prefetch_factor = None
-            knobs = {**knobs, "in_order": True, "persistent_workers": False}
-        config = LoaderConfig(num_workers=num_workers, prefetch_factor=prefetch_factor, **knobs)
-        return self.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s, cores=cores)[0]
-
     def predict_all(
         self,
         configs: Sequence[LoaderConfig],
