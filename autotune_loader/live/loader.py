@@ -19,7 +19,7 @@ from autotune_loader.live.epoch import EpochIterator, LoaderState
 from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
-from autotune_loader.live.rebuilt import forget, keep, left_by_another, users_line
+from autotune_loader.live.rebuilt import forget, keep, left_by_another
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, mixed
 from autotune_loader.live.traces import LiveTraces
@@ -32,6 +32,7 @@ from autotune_loader.results.known_jobs import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
+from autotune_loader.values.lines import users_line
 
 T = TypeVar("T")
 FIRST_WORKERS = 2
@@ -131,7 +132,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._state.own = self._own if tune else None
         if tune:
             self._made_at = (
-                users_line(),
+                users_line(sys._getframe(1), libraries=True),
                 type(self.dataset),
                 length_of(self.dataset),
                 self.batch_size,

@@ -53,6 +53,7 @@ INPUTS = (
 )
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
+# Characters of a cause: an exception may quote a whole tensor.
 LONGEST_CAUSE = 150
 UNUSED_LOSS = "; loss_fn is not used"
 
@@ -130,7 +131,7 @@ class Call:
 
 def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
     soft = call.target is not None and is_distribution(call.target(batch))
-    is_autoencoder = call.target is None and loss_fn is not None and _takes_two(loss_fn)
+    is_autoencoder = call.target is None and loss_fn is not None and Parameters.of(loss_fn).required != 1
 
     def run(batch: Any) -> tuple[Any, str]:
         output = call.output(batch)
@@ -333,10 +334,6 @@ def _ignored(side: TrainingSide, by: str) -> str | None:
     if side.loss_fn is None:
         return None
     return f"loss_fn={_name(side.loss_fn)} is not used: {by} returns the loss; loss_fn=None says the same"
-
-
-def _takes_two(loss_fn: Callable[..., Any]) -> bool:
-    return Parameters.of(loss_fn).required != 1
 
 
 def _is_of_torch(loss_fn: Any) -> bool:

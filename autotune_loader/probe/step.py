@@ -190,7 +190,7 @@ class _Training:
             return rest, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             return _Rest(backward=True, steps=self._optimizer is not None, by_closure=self._needs_closure), ""
-        if _has_something_to_train(self._model) or self._was_given_optimizer:
+        if _trained(self._model) or self._was_given_optimizer:
             return _Rest(), FORWARD_ONLY
         return _Rest(), ""
 
@@ -267,13 +267,10 @@ def _watched() -> Iterator[_Seen]:
             return original(*args, **options)
 
         setattr(owner, name, called)
-        return lambda: setattr(owner, name, original)
+        return functools.partial(setattr, owner, name, original)
 
-    def saw_backward() -> None:
-        seen.has_run_backward = True
-
-    def saw_zero() -> None:
-        seen.has_zeroed = True
+    saw_backward = functools.partial(setattr, seen, "has_run_backward", True)
+    saw_zero = functools.partial(setattr, seen, "has_zeroed", True)
 
     def saw_step(optimizer: Any, *_: Any) -> None:
         if not any(optimizer is each for each in seen.optimizers):
@@ -301,14 +298,15 @@ def _why_no_gradient(loss: Any) -> str:
     return f"the loss is a {type(loss).__name__}; `return loss` instead of `loss.item()` would work"
 
 
-def _has_something_to_train(model: Any) -> bool:
-    return isinstance(model, torch.nn.Module) and any(parameter.requires_grad for parameter in model.parameters())
+def _trained(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters that training changes."""
+    return [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
 
 
 def _optimizer_of(side: TrainingSide) -> Any:
     """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
     optimizer = side.optimizer
-    parameters = [p for p in _parameters(side.model) if p.requires_grad]
+    parameters = _trained(side.model)
     if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
         optimizer = _beside_its_parameters(optimizer)
     elif callable(optimizer):
@@ -348,7 +346,3 @@ def _beside_its_parameters(optimizer: Any) -> Any:
     if state and devices - {torch.device("cpu")}:
         optimizer.load_state_dict(optimizer.state_dict())  # casts, and knows which tensors belong on the host
     return optimizer
-
-
-def _parameters(model: Any) -> Iterator[torch.nn.Parameter]:
-    return model.parameters() if isinstance(model, torch.nn.Module) else iter(())

@@ -104,9 +104,7 @@ def _measured(result: TuningResult) -> list[Point]:
             config=row.config,
             samples_per_s=row.rate.value,
             cores=row.measurement.cpu_share * result.twin.usable_cores,
-            memory_bytes=None
-            if row.measurement.memory is None
-            else row.measurement.memory.pss_bytes or row.measurement.memory.rss_bytes,
+            memory_bytes=None if row.measurement.memory is None else row.measurement.memory.taken_bytes,
             is_measured=True,
         )
         for row in standings(result)

@@ -16,7 +16,6 @@ from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
     counted,
-    is_telling,
     number_text,
     range_text,
     rate_text,
@@ -93,8 +92,7 @@ def _cells(row: Standing) -> tuple[str, ...]:
 def _meter_cells(measurement: Measurement | None) -> tuple[str, str, str]:
     if measurement is None:
         return (UNKNOWN, UNKNOWN, UNKNOWN)
-    memory = measurement.memory  # PSS, or RSS where the kernel does not tell PSS
-    used = None if memory is None else memory.rss_bytes if memory.pss_bytes is None else memory.pss_bytes
+    used = None if measurement.memory is None else measurement.memory.taken_bytes
     return (share_text(measurement.wait_share), seconds_text(measurement.first_batch_s), bytes_text(used))
 
 
@@ -145,7 +143,7 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append("Speed-up: none, as that is the configuration before tuning.")
     elif result.speedup is not None:
         rounds = counted(result.speedup.count, "paired round")
-        is_known = is_telling(result.speedup)
+        is_known = result.speedup.is_telling
         rounds = f"95 % interval of {rounds}" if is_known else f"too few rounds for an interval ({rounds})"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
     elif result.finals.rounds:

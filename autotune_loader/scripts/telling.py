@@ -97,7 +97,7 @@ def report_of(session: Session) -> ScriptReport:
         peak_memory_bytes=own << 10,
         peak_child_memory_bytes=children << 10,
         peak_gpu_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-        loaders=tuple(_told(site, session.plan) for site in sorted(sites, key=_active_s, reverse=True)),
+        loaders=tuple(_told(site, session.plan) for site in sorted(sites, key=lambda site: -site.tally.active_s)),
         notes=tuple(_notes(session, sites)),
     )
 
@@ -117,7 +117,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     notes = [*report.notes, *more]
     if plan.output or plan.page:
         result = result_of(session)
-        for path, write in ((plan.output, _save), (plan.page, _save_page)):
+        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page)):
             if path is None:
                 continue
             if result is None:
@@ -143,10 +143,6 @@ def is_waiting_too_long(session: Session) -> bool:
     most, main = session.plan.most_waiting, session.main
     share = None if main is None else main.tally.wait_share
     return most is not None and share is not None and share > most
-
-
-def _active_s(site: Site) -> float:
-    return site.tally.active_s
 
 
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
@@ -281,10 +277,6 @@ def _json(report: ScriptReport) -> str:
     import msgspec
 
     return msgspec.json.encode(report).decode()
-
-
-def _save(result: TuningResult, path: str) -> None:
-    result.save(path)
 
 
 def _save_page(result: TuningResult, path: str) -> None:

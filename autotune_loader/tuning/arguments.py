@@ -63,8 +63,8 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     Args:
         dataset_or_loader: as in `tune()`, like `model`.
         model: what the step trains.
-        **given: what else `tune()` takes of the workload: `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`,
-            `device`) and the loader's parts (`LOADER_PARTS`); None, or nothing, where it is not given.
+        **given: what else `tune()` takes, of which `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`, `device`) and
+            the loader's parts (`LOADER_PARTS`) count here; None, or nothing, where it is not given.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
@@ -20,12 +20,12 @@ from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.report.summary import (
     UNDECIDED,
-    counted_rounds,
     rate_words,
     speedup_sentence,
     why_it_ended,
     why_undecided,
 )
+from autotune_loader.report.units import counted
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -42,7 +42,6 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.recheck import Recheck
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.twin import Twin
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Measurement
 from autotune_loader.values.statistics import Interval, mean_share
@@ -76,7 +75,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
-        twin=_twin_context(best, state, context),
+        twin=replace(state.context, epoch_batches=data.batches_per_epoch(best.batch_size)),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
@@ -135,9 +134,10 @@ def assemble_reused(
         seconds=earlier.spent.seconds,
     )
     doubt = earlier.summary[0] if earlier.status == "undecided" else ""
+    rounds = counted(reused.rounds, "paired round")
     summary = (
         doubt,
-        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
+        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {rounds}: "
         f"{rate:,.0f} samples/s{paired}{'; ' if seen.why_long else ''}{seen.why_long}.",
         f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
         speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
@@ -215,7 +215,6 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
         return Measured(rate_unit=unit, baseline_samples_per_s=before)
-    memory = measurement.memory
     bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
     return Measured(
         rate_unit=unit,
@@ -231,10 +230,7 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
         gpu_util=measurement.gpu.util,
         gpu_util_reason=measurement.gpu.reason,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
-        rss_bytes=None if memory is None else memory.rss_bytes,
-        pss_bytes=None if memory is None else memory.pss_bytes,
-        pss_slope_bytes_per_s=None if memory is None else memory.pss_slope_bytes_per_s,
-        shm_bytes=None if memory is None else memory.shm_bytes,
+        **({} if measurement.memory is None else asdict(measurement.memory)),
     )
 
 
@@ -255,10 +251,6 @@ def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measuremen
     if data.batch_size is not None or batches is None or measured is None:
         return data.samples_per_epoch()
     return batches * measured.batch_size
-
-
-def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
-    return replace(state.context, epoch_batches=context.workload.data.batches_per_epoch(best.batch_size))
 
 
 def _twin(state: SearchState) -> Twin | None:

@@ -1,8 +1,7 @@
-"""What the twin answers: the rate of one configuration, the rate that none exceeds, and the stage that sets either."""
+"""What the twin answers: the rate of one configuration, and the stage that sets it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,16 +45,6 @@ class Prediction:
     def __str__(self) -> str:
         memory = "" if self.pss_bytes is None else f", {self.pss_bytes / 2**20:,.0f} MiB"
         return f"{self.config}: {self.samples_per_s} samples/s expected, limited by the {self.binding}{memory}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """The rate that no number of workers can exceed, and what sets it."""
-
-    samples_per_s: float
-    binding: Stage
-    limits: Mapping[Stage, float]
-    """Samples per second that each resource allows on its own."""
 
 
 def binding_stage(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:

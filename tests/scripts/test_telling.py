@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.scripts import lines, telling
+from autotune_loader.scripts import telling
 from autotune_loader.scripts.hook import Hook
-from autotune_loader.scripts.lines import Line, users_line
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
@@ -23,7 +22,9 @@ from autotune_loader.scripts.site import Site
 from autotune_loader.scripts.tally import Tally
 from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long, report_of
 from autotune_loader.scripts.watching import forget_our_frames
+from autotune_loader.values import lines
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line, users_line
 from autotune_loader.values.statistics import Interval
 
 Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
@@ -53,6 +54,13 @@ def stack(*files: str) -> Any:
 )
 def test_a_loader_has_the_name_of_the_nearest_line_of_the_users(files: tuple[str, ...], name: str) -> None:
     assert str(users_line(stack(*files))) == name
+
+
+def test_where_libraries_count_the_nearest_line_outside_of_this_package_is_meant() -> None:
+    files = ("/job/train.py", "/env/site-packages/lightning/trainer.py", lines.__file__)
+    line = users_line(stack(*files), libraries=True)
+    assert line is not None
+    assert line.file == files[1]
 
 
 def test_waiting_and_pauses_are_told_apart() -> None:

@@ -392,23 +392,6 @@ def test_a_baseline_that_fails_is_no_obstacle():
 # Disturbed bursts
 
 
-class OnceDistorted(SimulatedProbe):
-    """A probe whose first burst of a number of workers reads wrong by a factor."""
-
-    def __init__(self, machine, workers, factor):
-        super().__init__(machine, FakeClock())
-        self.workers, self.factor = workers, factor
-
-    def burst(self, config, plan):
-        outcome = super().burst(config, plan)
-        if config.num_workers != self.workers:
-            return outcome
-        factor, self.factor = self.factor, 1.0
-        rate = outcome.samples_per_s
-        distorted = replace(rate, value=rate.value * factor, low=rate.low * factor, high=rate.high * factor)
-        return replace(outcome, samples_per_s=distorted)
-
-
 def test_bursts_too_short_for_an_interval_are_believed_all_the_same():
     # GIVEN scouts, and bursts of 4 workers at half the rate that the scouts expect, each of too few batches to know its error
     probe = SimulatedProbe(replace(FAST_STEP, cores=8), FakeClock())

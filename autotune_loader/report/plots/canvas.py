@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.report.units import is_telling, rate_text
+from autotune_loader.report.units import rate_text
 from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.statistics import Interval
 
@@ -103,8 +103,8 @@ def draw_rates(axes: Axes, points: Sequence[tuple[float, Interval]], marker: str
     if not points:
         return
     x, rates = zip(*points, strict=True)
-    below = [max(0.0, rate.value - rate.low) if is_telling(rate) else 0.0 for rate in rates]
-    above = [max(0.0, rate.high - rate.value) if is_telling(rate) else 0.0 for rate in rates]
+    below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates]
+    above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates]
     axes.errorbar(x, [rate.value for rate in rates], [below, above], fmt=marker, **style)
 
 

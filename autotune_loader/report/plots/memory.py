@@ -10,7 +10,6 @@ from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import standings
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 
 NARROWEST_BYTES = 16 << 20
@@ -49,7 +48,7 @@ def memory_info(result: TuningResult) -> MemoryInfo:
     meter: Literal["pss", "rss"] = "pss" if all(memory.pss_bytes is not None for _, _, memory in rows) else "rss"
     points = tuple(
         Point(
-            memory_bytes=_bytes(memory, meter),
+            memory_bytes=memory.taken_bytes if meter == "pss" else memory.rss_bytes,
             rate=rate,
             label=_label(row.config),
             is_best=row.is_best,
@@ -62,10 +61,6 @@ def memory_info(result: TuningResult) -> MemoryInfo:
 
 def _label(config: LoaderConfig) -> str:
     return f"{config.num_workers}" + ("" if config.prefetch_factor is None else f"×{config.prefetch_factor}")
-
-
-def _bytes(memory: MemoryUse, meter: str) -> int:
-    return memory.pss_bytes if meter == "pss" and memory.pss_bytes is not None else memory.rss_bytes
 
 
 def plot_memory(result: TuningResult) -> canvas.Figure:
