@@ -21,7 +21,7 @@ from autotune_loader.live.order import Order, Source, drawn_again, restore_own, 
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
 from autotune_loader.live.rebuilt import forget, keep, left_by_another
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
-from autotune_loader.live.seeds import LoopSeeds, mixed
+from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
@@ -113,7 +113,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self.tune, self.max_cores, self.on_change = tune, max_cores, on_change
         self._tuning = None
         self.max_host_memory, self.max_shm = max_host_memory, max_shm
-        self._loop_seeds = LoopSeeds() if worker_seeds == "batch" else None
+        is_seeded = worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
+        self._loop_seeds = LoopSeeds() if is_seeded else None
         self._seed: int | None = None
         self._epochs = 0
         self._saved: Mapping[str, Any] | None = None
