@@ -20,7 +20,7 @@ import torch
 from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
-from autotune_loader.probe.stand_in_trainer import is_lightning_module
+from autotune_loader.probe.stand_in_trainer import hooks_not_run, is_lightning_module
 
 # What the target is called, as a key of a batch or a parameter of a model.
 TARGETS = (
@@ -309,7 +309,9 @@ def _call_with_fields(
     chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
     if chosen is None or (target is None and not wants_output):
         # Torch's own complaint names what is missing; it is explained when it comes.
-        example = f"model({_first_tensor(fields, show)})"
+        example = (
+            f"model({_first_tensor({key: value for key, value in fields.items() if key != target} or fields, show)})"
+        )
         others = [key for key in tensors if show(key) not in example]
         if target is None and len(tensors) == 2 and len(others) == 1:
             found = {"target_example": show(others[0]), "likely_target": fields[others[0]]}
@@ -322,6 +324,8 @@ def _first_tensor(fields: Mapping[Any, Any], show: Callable[[Any], str]) -> str:
     for key, value in fields.items():
         if isinstance(value, torch.Tensor):
             return show(key)
+        if _several(value) and all(isinstance(each, torch.Tensor) for each in value):  # a list in each sample, collated
+            return f"torch.stack({show(key)}, dim=1).float()"
         inner = value.items() if isinstance(value, Mapping) else ()
         for name, each in inner:
             if isinstance(each, torch.Tensor):
@@ -381,10 +385,22 @@ def _lightning_form(side: TrainingSide, batch: Any) -> Form:
     name = "LightningModule.training_step(batch, batch_idx)" if takes_index else "LightningModule.training_step(batch)"
 
     def run(batch: Any) -> tuple[Any, str]:
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = getattr(model, hook)(batch, 0) if hasattr(model, hook) else batch
         returned = model.training_step(batch, next(numbers)) if takes_index else model.training_step(batch)
         return returned, name
 
-    return Form(run=run, name=name, described=described(batch), ignores=_ignored(side, "training_step"))
+    missing = hooks_not_run(model)
+    example = (
+        f"lambda model, batch: ...  # returning the loss, or call {', '.join(missing)} before: only a Trainer does"
+    )
+    return Form(
+        run=run,
+        name=name,
+        example=example if missing else Form.example,
+        described=described(batch),
+        ignores=_ignored(side, "training_step"),
+    )
 
 
 def _ignored(side: TrainingSide, by: str) -> str | None:

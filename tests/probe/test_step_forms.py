@@ -556,6 +556,7 @@ def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
         ((X.double(), Y), linear()),
         ((X.numpy(), Y), linear()),
         ({"features": X, "price": torch.rand(N, CLASSES)}, linear()),
+        ({"row": list(X.double().T), "label": Y}, linear()),
     ],
 )
 def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module) -> None:
