@@ -55,6 +55,7 @@ INPUTS = (
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
 LONGEST_CAUSE = 150
+EXAMPLE = "lambda model, batch: ...  # returning the loss"
 UNUSED_LOSS = "; loss_fn is not used"
 
 
@@ -72,7 +73,7 @@ class Form:
     """What will be done, as far as that is known before the first batch."""
     is_own: bool = False
     """Whether it is the user's `train_step`, whose errors speak for themselves."""
-    example: str = "lambda model, batch: ...  # returning the loss"
+    example: str = EXAMPLE
     """A `train_step` that says the same."""
     described: str = ""
     """The batch it was inferred from."""
@@ -391,13 +392,11 @@ def _lightning_form(side: TrainingSide, batch: Any) -> Form:
         return returned, name
 
     missing = hooks_not_run(model)
-    example = (
-        f"lambda model, batch: ...  # returning the loss, or call {', '.join(missing)} before: only a Trainer does"
-    )
+    example = f"{EXAMPLE}, or call {', '.join(missing)} before: only a Trainer does"
     return Form(
         run=run,
         name=name,
-        example=example if missing else Form.example,
+        example=example if missing else EXAMPLE,
         described=described(batch),
         ignores=_ignored(side, "training_step"),
     )
