@@ -56,6 +56,7 @@ INPUTS = (
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
 LONGEST_CAUSE = 150
 EXAMPLE = "lambda model, batch: ...  # returning the loss"
+"""What to pass where nothing is known of the step."""
 UNUSED_LOSS = "; loss_fn is not used"
 
 

@@ -43,6 +43,7 @@ OTHER_NAMES = {
 LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "generator", "drop_last")
 """What `tune()` takes over into a DataLoader as it is."""
 MOST_COLUMNS = 16
+"""More arrays of equally many rows are samples."""
 NO_MODELS = ("batch", "x", "xb", "inputs", "input", "data", "images")
 """What the first parameter of a step is called where it is not the model."""
 _Arguments = ParamSpec("_Arguments")

@@ -337,8 +337,8 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
         sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts read another "
-            "sample in its place)"
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts took another "
+            "in its place)"
         )
     return sentences
 
