@@ -26,7 +26,7 @@ from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.null_data import null_data, pausing_step
 from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
-from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
+from autotune_loader.probe.samples import MOST_NOTED, BurstStep, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
@@ -262,6 +262,7 @@ class Bench:
             data = change.before(data) if plan.is_before else change.after(data)
             step = step if plan.is_before else change.step(step)
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
+        step = replace(step, train=BurstStep(step, self._batch, self._notebook))
         outcome = run_burst(loaded, step, config, plan, announce, self._timeline)
         raised = self._notebook.taken()
         if isinstance(outcome, Failure):

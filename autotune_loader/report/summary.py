@@ -10,6 +10,7 @@ from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_S
 
 UNDECIDED = "Not decided"
 """How a summary begins whose choice is a guess."""
+NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
 # A speed-up is claimed in words only above this, and only when its interval lies above one.
 WORTH_CLAIMING = 1.005
 

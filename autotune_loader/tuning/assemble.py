@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
@@ -19,6 +20,7 @@ from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.report.summary import (
+    NOTHING_COMPARED,
     UNDECIDED,
     rate_words,
     speedup_sentence,
@@ -260,9 +262,10 @@ def _twin(state: SearchState) -> Twin | None:
 
 def _finals(state: SearchState, context: RunContext) -> Finals:
     outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
+    tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
+    untried = NOTHING_COMPARED if len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET else None
     if outcome is None:
-        tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else None)
+        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else untried)
     return Finals(
         configs=outcome.configs,
         rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
@@ -272,7 +275,7 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
             averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
         ),
         as_fast=outcome.as_fast,
-        undecided=why_undecided(outcome, tolerance),
+        undecided=why_undecided(outcome, tolerance) or untried,
     )
 
 
@@ -326,8 +329,8 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
         sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts read another "
-            "sample in its place)"
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts took another "
+            "in its place)"
         )
     return sentences
 

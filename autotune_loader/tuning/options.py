@@ -104,6 +104,11 @@ def parse_options(options: dict[str, Any]) -> TuneOptions:
     values["allow"] = _parse_allow(values.pop("allow"))
     values["output"] = _parse_path("output", values["output"], what="a path", example="'loader.json'")
     values["storage"] = _parse_path("storage", values["storage"], what="a path or URL", example="'study.journal'")
+    if values["storage"] and "://" not in values["storage"] and re.search(r":.*@", values["storage"]):
+        raise ValueError(
+            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
+            "storage='postgresql+psycopg://user:password@host/db' would work"
+        )
     if isinstance(values["progress"], bool):
         values["progress"] = "on" if values["progress"] else "off"
     if values["study_name"] is not None and not isinstance(values["study_name"], str):

@@ -23,8 +23,8 @@ SEARCH_DEPTH, MOST_PARTS = 3, 64
 # Characters of a value in an error; of a longer one its class is named.
 LONGEST_SHOWN = 60
 STEP_FOR_REST = "pass a train_step that takes"
-# Classes with an `__iter__` of their own that yields what torch's would.
-AS_TORCH = ("StatefulDataLoader",)
+# Classes with an `__iter__` of their own that yields what torch's would; Accelerate's bring it to the device, as the step does.
+AS_TORCH = ("StatefulDataLoader", "DataLoaderShard")
 # What an object that is neither can do, and the call for it; the first that it can do decides.
 ANSWERS = (
     ("get_train_dataloader", "autotune_loader.integrations.transformers.tune_trainer(trainer)"),

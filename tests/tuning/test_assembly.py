@@ -83,6 +83,18 @@ def test_a_choice_beside_busy_processes_says_first_that_it_is_a_guess() -> None:
     assert "nothing else is worth its cost" not in found.report() + str(found)
 
 
+def test_a_budget_for_one_configuration_alone_decides_nothing() -> None:
+    # GIVEN fetches that wait, so that workers would help, and time for the baseline alone
+    machine = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
+
+    found = simulated_result(machine, budget_s=1.0)
+
+    assert len(found.trials) == 1
+    assert found.status == "undecided"
+    assert str(found).startswith("Not decided: the budget ended before a second configuration could be measured")
+    assert not any("Allow more workers" in each.action for each in found.advice)
+
+
 def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
     # GIVEN neighbours that come after the step was timed alone and take half of its speed
     machine = SimulatedMachine(cores=2, cpu_s=0.004, step_s=0.03, step_cores=2.0, neighbours=0.0)

@@ -158,7 +158,8 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     share = max(0.0, 1 - evidence.computing_share())
     more = replace(evidence.best, num_workers=2 * max(1, evidence.best.num_workers))
     gain = _believable(evidence, evidence.predicted_gain(more))
-    if gain is not None and (now is None or now.binding != "storage"):
+    is_allowed = evidence.space is not None and more.num_workers <= evidence.space.max_workers
+    if gain is not None and not is_allowed and (now is None or now.binding != "storage"):
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
             reason=f"a fetch waits {share:.0%} of its time and leaves its core alone meanwhile; the twin predicts "
