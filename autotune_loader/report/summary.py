@@ -79,6 +79,9 @@ def speedup_sentence(
         return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
+    if not is_telling(speedup):
+        rounds = f"too few rounds for an interval ({counted_rounds(speedup.count)})"
+        return f"It was {speedup.value:.2f}x as fast as {whose}, {rounds}."
     interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted_rounds(speedup.count)}"
     if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.report.units import counted
 from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_count
@@ -329,7 +330,7 @@ def _check_epoch(data: DataSide) -> list[str]:
             f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left; "
             f"batch_size={samples} would work"
         )
-    return [f"an epoch has {samples} samples, less than one batch of {size}"]
+    return [f"an epoch has {counted(samples, 'sample')}, less than one batch of {size}"]
 
 
 def _device_name(device: str | torch.device, model: Any = None) -> str:

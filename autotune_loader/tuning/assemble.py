@@ -15,6 +15,7 @@ from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
+from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
@@ -26,6 +27,7 @@ from autotune_loader.report.summary import (
     why_it_ended,
     why_undecided,
 )
+from autotune_loader.report.units import counted
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -270,7 +272,9 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
     outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
     if outcome is None:
         tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else None)
+        # Where the only one that ran is all there was time for, nothing is known of the others.
+        wanted_more = state.stop_reason is not None and state.stop_reason.wanted_more
+        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > (0 if wanted_more else 1) else None)
     return Finals(
         configs=outcome.configs,
         rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
@@ -300,6 +304,7 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
     sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
+    sentences += [f"{change_sentence(each)}." for each in state.data_changes]
     if state.finals is not None and state.whole_epochs:
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
@@ -317,7 +322,7 @@ def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, final
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
         assert same[0].failure is not None
-        notes.append(f"{len(same)} trial(s) failed ({kind}): {same[0].failure.message}")
+        notes.append(f"{counted(len(same), 'trial')} failed ({kind}): {same[0].failure.message}")
     return tuple(dict.fromkeys(notes))
 
 

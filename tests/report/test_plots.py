@@ -269,3 +269,24 @@ def test_the_twins_curve_spans_every_number_of_workers() -> None:
 
     assert [workers for workers, _ in info.curve] == list(range(7))
     assert all(0 < rate <= 1.1 * 1450 for _, rate in info.curve)
+
+
+def test_a_speed_up_of_too_few_rounds_has_no_band_and_its_points_can_be_seen(surprising: TuningResult) -> None:
+    unsure = Interval(value=3.2, low=0.003, high=4004.0, count=2)
+    axes = plots.plot_speedup(replace(surprising, measured=replace(surprising.measured, speedup=unsure))).axes[0]
+    assert axes.get_ylim()[1] < 50
+    assert not axes.patches
+    assert "mean 3.20x" in [line.get_label() for line in axes.lines]
+
+
+def test_what_ran_in_one_round_only_has_its_cell(result: TuningResult) -> None:
+    late = LoaderConfig(num_workers=5, prefetch_factor=8)
+    rounds = tuple((*rates, None if number else 1234.0) for number, rates in enumerate(result.finals.rounds))
+    finals = replace(result.finals, configs=(*result.finals.configs, late), rounds=rounds)
+    cells = {(cell.workers, cell.prefetch_factor): cell for cell in heatmap_info(replace(result, finals=finals)).cells}
+    assert (cells[5, 8].state, cells[5, 8].samples_per_s) == ("measured", 1234.0)
+
+
+def test_the_band_is_called_what_it_is(result: TuningResult) -> None:
+    labels = [patch.get_label() for patch in plots.plot_workers(result).axes[0].patches]
+    assert "within 2 % of the chosen one" in labels
