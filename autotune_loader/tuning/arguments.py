@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -13,7 +14,7 @@ from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, 
 from autotune_loader.report.units import counted
 from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_count
+from autotune_loader.values.validation import require_bool, require_count
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,10 @@ def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_A
                     f"{name}={kwargs[name]!r} is not an argument of tune(); tune(DataLoader(dataset, {name}={kwargs[name]!r}, "
                     "...), model) would work, and be compared with what is found"
                 )
+        known = list(inspect.signature(tune).parameters)
+        for name in kwargs.keys() - known:
+            near = difflib.get_close_matches(name, known, n=1) or known
+            raise TypeError(f"{name}={kwargs[name]!r} is not an argument of tune(); {' or '.join(near)} would work")
         return tune(*args, **kwargs)
 
     return answering
@@ -229,6 +234,7 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
     _check_shared_memory(dataset)
     for name in ("sampler", "batch_sampler"):
         _check_again(name, parts[name])
+    _check_parts(parts)
     if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
         raise TypeError(
             f"dataset_or_loader={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
@@ -258,6 +264,21 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
     return DataSide.from_dataset(
         dataset, batch_size=batch_size, **{**parts, "drop_last": bool(parts["drop_last"])}
     ), notes
+
+
+def _check_parts(parts: dict[str, Any]) -> None:
+    """What torch would only say from within a DataLoader, or not at all."""
+    import torch
+
+    for name in ("sampler", "batch_sampler"):
+        if parts[name] is not None and not (hasattr(parts[name], "__iter__") or hasattr(parts[name], "__getitem__")):
+            raise TypeError(f"{name}={parts[name]!r} gives no indices; {name}=None would work")
+    if parts["generator"] is not None and not isinstance(parts["generator"], torch.Generator):
+        raise TypeError(
+            f"generator={parts['generator']!r} is no torch.Generator; generator=torch.Generator().manual_seed(0) would work"
+        )
+    if parts["drop_last"] is not None:
+        require_bool("drop_last", parts["drop_last"])
 
 
 def _is_map_style(dataset: Any, parts: dict[str, Any]) -> bool:

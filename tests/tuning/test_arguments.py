@@ -66,6 +66,12 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("isolation", "thread", ValueError),
         ("allow", ("batchsize",), ValueError),
         ("progress", "loud", ValueError),
+        ("max_cores", 0, ValueError),
+        ("max_cores", float("inf"), ValueError),
+        ("sampler", 3, TypeError),
+        ("batch_sampler", 3, TypeError),
+        ("generator", 3, TypeError),
+        ("drop_last", "yes", TypeError),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
@@ -81,7 +87,7 @@ def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
 
 
 def test_an_option_that_does_not_exist_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="bugdet"):
+    with pytest.raises(TypeError, match=r"bugdet='60s' is not an argument of tune\(\); budget would work"):
         tune(SAMPLES, bugdet="60s")  # type: ignore[call-arg]
 
 
