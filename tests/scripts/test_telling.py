@@ -289,6 +289,19 @@ def test_a_share_that_is_none_is_named(share: str) -> None:
         launch_of("watch", "train.py", (), fail_if_wait=share)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("output", "/nope/x.json", "--output='/nope/x.json' cannot be written"),
+        ("page", "/nope/x.html", "--report='/nope/x.html' cannot be written.*--report='report.html'"),
+        ("max_workers", -1, "--max-workers=-1 is below 0"),
+    ],
+)
+def test_what_cannot_be_done_at_the_end_is_said_before_the_script_runs(option: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"{told}.* would work"):
+        launch_of("run", "train.py", (), **{option: value})
+
+
 def test_the_environment_hands_the_plan_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOTUNE_LOADER_SCRIPT", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
