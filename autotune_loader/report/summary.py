@@ -17,7 +17,7 @@ WORTH_CLAIMING = 1.005
 def why_it_ended(reason: StopReason | None) -> str:
     """Why no more configurations were tried."""
     because = {
-        StopReason.CEILING: "the training step's own ceiling is reached",
+        StopReason.CEILING: "the bursts were as fast as the training step alone had been",
         StopReason.CHOICE_SAFE: "nothing untried is worth a burst",
         StopReason.OUT_OF_BUDGET: "the rest of the budget is kept for the finals",
         StopReason.OUT_OF_TRIALS: "as many trials were run as max_trials allows",
