@@ -233,6 +233,21 @@ def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: Tu
     assert sum(bar.activity == "step" for bar in info.bars) <= MAX_BATCHES + 1
 
 
+def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) -> None:
+    # GIVEN a deep queue: whatever was delivered lay ready before the loop asked for any of it
+    trial = next(trial for trial in result.trials if trial.config.num_workers == 2)
+    ready = [replace(t, fetch_start=0.0, fetch_end=0.1, collate_end=0.2) for t in trial.measurement.traces]
+
+    queued = replace(trial, measurement=replace(trial.measurement, traces=tuple(ready)))
+    info = timeline_info(replace(result, trials=(queued,)), trial=trial.number)
+    # THEN no worker is shown as idle meanwhile, and each has its row
+    unseen = [bar for bar in info.bars if bar.activity == "unseen"]
+    assert {bar.row for bar in unseen} == set(info.workers) == {0, 1}
+    assert all((bar.start_s, bar.end_s) == (0.0, pytest.approx(info.length_s)) for bar in unseen)
+    axes = plots.plot_timeline(replace(result, trials=(queued,)), trial.number).axes[0]
+    assert axes.get_ylim() == (2.5, -0.5)
+
+
 def test_timeline_of_a_given_trial_and_without_workers(result: TuningResult) -> None:
     info = timeline_info(result, trial=0)
     assert (info.config, info.workers) == (BASELINE, ())
