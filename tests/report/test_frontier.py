@@ -121,3 +121,11 @@ def test_who_keeps_hardly_a_core_busy_is_told_nothing_of_fewer(monkeypatch: pyte
     assert frontier_sentence(bare) == ""
     monkeypatch.setattr(frontier, "frontier_points", lambda _: (point(90, 0.5, workers=0), replace(best, cores=2.0)))
     assert frontier_sentence(bare).startswith("Fewer cores: 90 % of the rate with 0.5 instead of 2.0 cores busy")
+
+
+def test_a_point_that_is_alone_lies_within_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(point(3120, 1.9), config=BEST)
+    monkeypatch.setattr("autotune_loader.report.plots.frontier.frontier_points", lambda _: (alone,))
+    axes = plot_frontier(TuningResult(best=BEST, status="complete", baseline=BEST)).axes[0]
+    assert axes.get_xlim() == (0, pytest.approx(1.08 * 1.9))
+    assert axes.get_ylim() == (0, pytest.approx(1.1 * 3120))

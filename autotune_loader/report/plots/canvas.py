@@ -137,8 +137,9 @@ def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
 
 def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
     """Samples, or batches, per second upwards from zero."""
-    axes.margins(y=0.1)  # no marker on the upper edge
-    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"), ylim=(0, None))
+    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"))
+    top = axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0  # without any rate
+    axes.set_ylim(0, 1.1 * top)  # no marker on the upper edge, however close the rates are to one another
     axes.yaxis.set_major_formatter(thousands)
 
 

@@ -63,6 +63,5 @@ def _draw(info: FrontierInfo, unit: str, axes: canvas.Axes) -> None:
         memory = "" if each.memory_bytes is None else f", {bytes_text(each.memory_bytes)}"
         label = f"{each.config.num_workers}{memory}"
         axes.annotate(label, (each.cores, each.samples_per_s), xytext=(6, -10), textcoords="offset points", fontsize=8)
-    axes.margins(x=0.08)  # before the limits, which keep what they find
-    axes.set_xlim(0, None)
+    axes.set_xlim(0, 1.08 * max(each.cores for each in info.points))
     canvas.label_rates(axes, "cores kept busy; beside the points: workers, memory", unit)
