@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -33,6 +34,7 @@ from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
 from autotune_loader.values.lines import users_line
+from autotune_loader.values.validation import require_bool
 
 T = TypeVar("T")
 FIRST_WORKERS = 2
@@ -102,7 +104,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             raise ValueError(
                 f"worker_seeds={worker_seeds!r} is not 'batch' or 'torch'; worker_seeds='batch' would work"
             )
-        asked = asked_for(dataset, args, arguments)
+        for name, value in (("tune", tune), ("stages", stages)):
+            require_bool(name, value)
+        asked = asked_for(dataset, args, arguments, own=inspect.signature(AutoLoader).parameters)
         self._wished_context = asked.get("multiprocessing_context")
         self._is_told = config is not None or "num_workers" in asked
         wishes = {name: asked[name] for name in NEEDS_WORKERS[:2] if asked.get(name)}

@@ -103,7 +103,9 @@ def _module(frame: FrameType) -> str:
 
 @functools.cache
 def _is_library(path: str) -> bool:
-    return "site-packages" in path or "dist-packages" in path or path.startswith((*_LIBRARY_ROOTS, "<frozen"))
+    return (
+        "site-packages" in path or "dist-packages" in path or path.startswith((*_LIBRARY_ROOTS, "<frozen", "<string>"))
+    )
 
 
 def _site(frames: Sequence[FrameType], needs_user: bool = False) -> int | None:

@@ -328,7 +328,7 @@ def _trained(model: Any) -> list[torch.nn.Parameter]:
 
 def _steps_any_of(model: Any, optimizer: Any) -> bool:
     stepped = {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
-    own = {id(each) for each in _parameters(model)}
+    own = {id(each) for each in _trained(model)}
     return not stepped or not own or bool(stepped & own)
 
 

@@ -18,7 +18,7 @@ WORTH_CLAIMING = 1.005
 def why_it_ended(reason: StopReason | None) -> str:
     """Why no more configurations were tried."""
     because = {
-        StopReason.CEILING: "the training step's own ceiling is reached",
+        StopReason.CEILING: "the bursts were as fast as the training step alone had been",
         StopReason.CHOICE_SAFE: "nothing untried is worth a burst",
         StopReason.OUT_OF_BUDGET: "the rest of the budget is kept for the finals",
         StopReason.OUT_OF_TRIALS: "as many trials were run as max_trials allows",
@@ -76,6 +76,9 @@ def speedup_sentence(
         return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
+    if not speedup.is_telling:
+        rounds = f"too few rounds for an interval ({counted(speedup.count, 'paired round')})"
+        return f"It was {speedup.value:.2f}x as fast as {whose}, {rounds}."
     interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted(speedup.count, 'paired round')}"
     if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."

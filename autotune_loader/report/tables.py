@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.frontier import frontier_sentence
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
@@ -65,7 +66,8 @@ def render_trials(result: TuningResult, width: int = 100) -> str:
     table += _failure_lines(shown, width)
     if len(shown) < len(rows):
         table.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
-    legend = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
+    chosen = "safest guess" if result.status == "undecided" else "chosen"
+    legend = f"{BEST} {chosen}   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
     return "\n".join([*table, "", legend])
 
 
@@ -130,7 +132,7 @@ def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[st
     shown = [each for each in times[:most] if each.wall_share >= SMALL_STAGE or each.cpu_share >= SMALL_STAGE]
     longest = max((len(each.stage) for each in shown), default=0)
     return [
-        f"{each.stage:{longest}} {each.wall_share:4.0%} of the time, {each.cpu_share:4.0%} of the CPU  "
+        f"{each.stage:{longest}} {share_text(each.wall_share):>5} of the time, {share_text(each.cpu_share):>5} of the CPU  "
         f"{seconds_text(each.wall_s)}  {each.where}"
         for each in shown
     ]
@@ -159,6 +161,7 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
     facts += [sentence] if (sentence := frontier_sentence(result)) else []
     facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
+    facts += [f"{change_sentence(each)}." for each in result.data_changes]
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts

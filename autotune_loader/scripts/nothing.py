@@ -30,7 +30,7 @@ def tell_nothing(plan: Plan, more: tuple[str, ...] = ()) -> None:
     """Say so, and `more` sentences why; ranks other than 0, for which rank 0 may load, are silent."""
     if rank_of_environment()[0]:
         return
-    notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
+    notes = ["Nothing can be told: no PyTorch DataLoader gave a batch.", *foreign_notes(), *more]
     report = {"verb": plan.verb, "loaders": [], "notes": notes}
     text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
     with contextlib.suppress(OSError, ValueError):  # a stream that is closed already

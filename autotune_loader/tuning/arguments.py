@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.report.units import counted
 from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_count
+from autotune_loader.values.validation import require_bool, require_count
 
 if TYPE_CHECKING:
     import torch
@@ -118,19 +119,21 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
 
 
 def _check_parts(parts: Mapping[str, Any]) -> None:
-    """A class in place of an object, and what torch would only trip over when it draws the first index."""
+    """A class in place of an object, and what torch would only say from within a DataLoader, or not at all."""
     import torch
 
     for name in ("sampler", "batch_sampler"):
         value = parts[name]
         if isinstance(value, type):
             raise TypeError(f"{name}={value.__name__} is a class; {name}={value.__name__}(...) would work")
-        if value is not None and not hasattr(value, "__iter__"):
-            raise TypeError(f"{name}={value!r} cannot be iterated; {name}=None would work")
+        if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
+            raise TypeError(f"{name}={value!r} gives no indices; {name}=None would work")
     if not isinstance(generator := parts["generator"], (torch.Generator, type(None))):
         raise TypeError(
             f"generator={generator!r} is not a torch.Generator; generator=torch.Generator().manual_seed(0) would work"
         )
+    if parts["drop_last"] is not None:
+        require_bool("drop_last", parts["drop_last"])
 
 
 def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
@@ -410,7 +413,7 @@ def _check_epoch(data: DataSide) -> list[str]:
             f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left; "
             f"batch_size={samples} would work"
         )
-    return [f"an epoch has {samples} samples, less than one batch of {size}"]
+    return [f"an epoch has {counted(samples, 'sample')}, less than one batch of {size}"]
 
 
 def _device_name(device: str | torch.device, model: Any = None) -> str:

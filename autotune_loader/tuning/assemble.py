@@ -16,6 +16,7 @@ from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
+from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
@@ -295,6 +296,7 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
     sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
+    sentences += [f"{change_sentence(each)}." for each in state.data_changes]
     if state.finals is not None and state.whole_epochs:
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
@@ -312,7 +314,7 @@ def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, final
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
         assert same[0].failure is not None
-        notes.append(f"{len(same)} trial(s) failed ({kind}): {same[0].failure.message}")
+        notes.append(f"{counted(len(same), 'trial')} failed ({kind}): {same[0].failure.message}")
     return tuple(dict.fromkeys(notes))
 
 

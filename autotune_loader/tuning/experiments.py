@@ -173,7 +173,7 @@ def _plan_of(kind: DataChangeKind, number: int) -> BurstPlan:
 def _changed(probe: Probe, config: LoaderConfig, plan: BurstPlan) -> tuple[float, ChangeFacts | None]:
     outcome = probe.burst(config, plan)
     if isinstance(outcome, Failure):
-        raise _ChangeFailedError(outcome.message)
+        raise _ChangeFailedError(outcome.message.removeprefix("ValueError: "))
     return outcome.samples_per_s.value, outcome.change
 
 

@@ -72,7 +72,7 @@ class TuneOptions:
         if self.max_cores is not None:
             require_number("max_cores", self.max_cores, example=2)
             if not 0 < self.max_cores < float("inf"):
-                raise ValueError(f"max_cores={self.max_cores!r} is not more than 0; max_cores=2 would work")
+                raise ValueError(f"max_cores={self.max_cores!r} is no number of cores; max_cores=2 would work")
         if self.seed is None:
             raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)

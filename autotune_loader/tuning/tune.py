@@ -177,7 +177,8 @@ def _tuned(
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
         probe = lead(ranks, opened.probe)
-        progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers")
+        at_first = "" if space.workers_are_capped else " at first"
+        progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers{at_first}")
         context = RunContext(
             workload=workload,
             space=space,

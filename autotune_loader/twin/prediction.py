@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,14 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
 Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
+LIMITS: Mapping[Stage, str] = {
+    "cpu": "the cores",
+    "storage": "the storage",
+    "consumer": "the training step",
+    "transport": "handing batches over",
+    "pinning": "copying into page-locked memory",
+}
+"""What limits a rate, in words; workers apart, which there may be none of."""
 STRETCHED = 1.1
 """From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
 
@@ -44,7 +53,13 @@ class Prediction:
 
     def __str__(self) -> str:
         memory = "" if self.pss_bytes is None else f", {self.pss_bytes / 2**20:,.0f} MiB"
-        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by the {self.binding}{memory}"
+        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by {self._limit}{memory}"
+
+    @property
+    def _limit(self) -> str:
+        if self.binding == "workers":
+            return "the number of workers" if self.config.num_workers else "fetching without a worker"
+        return LIMITS[self.binding]
 
 
 def binding_stage(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:

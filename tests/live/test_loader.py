@@ -150,8 +150,11 @@ def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any
 
 
 def test_an_argument_that_a_dataloader_does_not_have_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="num_worker"):
-        AutoLoader(Numbers(4), num_worker=2)
+    for name in ("num_workers", "max_workers", "shuffle"):
+        with pytest.raises(TypeError, match=rf"{name[:-1]}=2 is an argument of neither .*; {name} would work"):
+            AutoLoader(Numbers(4), **{name[:-1]: 2})
+    with pytest.raises(TypeError, match="tune='yes' is not a bool"):
+        AutoLoader(Numbers(4), tune="yes")  # type: ignore[arg-type]
 
 
 def test_a_change_above_a_budget_is_refused_and_nothing_changes() -> None:

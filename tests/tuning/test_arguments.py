@@ -67,6 +67,12 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("isolation", "thread", ValueError),
         ("allow", ("batchsize",), ValueError),
         ("progress", "loud", ValueError),
+        ("max_cores", 0, ValueError),
+        ("max_cores", float("inf"), ValueError),
+        ("sampler", 3, TypeError),
+        ("batch_sampler", 3, TypeError),
+        ("generator", 3, TypeError),
+        ("drop_last", "yes", TypeError),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
@@ -82,7 +88,7 @@ def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
 
 
 def test_an_option_that_does_not_exist_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="bugdet"):
+    with pytest.raises(TypeError, match=r"bugdet='60s' is not an argument of tune\(\); budget would work"):
         tune(SAMPLES, bugdet="60s")  # type: ignore[call-arg]
 
 
@@ -233,7 +239,7 @@ def test_an_existing_loader_is_read_and_never_iterated() -> None:
             {"sampler": RandomSampler},
             r"sampler=RandomSampler is a class; sampler=RandomSampler\(...\) would",
         ),
-        (SAMPLES, None, {"batch_sampler": 4}, r"batch_sampler=4 cannot be iterated; batch_sampler=None would work"),
+        (SAMPLES, None, {"batch_sampler": 4}, r"batch_sampler=4 gives no indices; batch_sampler=None would work"),
         (SAMPLES, None, {"generator": 0}, r"generator=0 is not a torch.Generator.*manual_seed\(0\) would work"),
         (Empty, None, {}, r"dataset_or_loader=Empty is a class; dataset_or_loader=Empty\(...\) would work"),
         (

@@ -10,7 +10,7 @@ import pytest
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
-from autotune_loader.report.summary import why_undecided
+from autotune_loader.report.summary import speedup_sentence, why_undecided
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.tuning import assemble as assembly
 from autotune_loader.tuning.options import TuneOptions
@@ -127,3 +127,22 @@ def test_every_figure_of_the_chosen_one_is_from_its_rounds() -> None:
     assert row.measurement.wait_share == found.measured.wait_share
     assert found.measured.wait_interval.low < found.measured.wait_share < found.measured.wait_interval.high
     assert found.measured.wait_interval.count == row.rate.count
+
+
+def test_the_only_one_that_there_was_time_for_is_no_choice() -> None:
+    # GIVEN a budget that ends after the first burst, of a loop that waits for most of its time
+    found = simulated_result(SimulatedMachine(cores=4, cpu_s=0.5, step_s=0.01), budget_s=5.0)
+    assert len(found.trials) == 1
+    assert found.status == "undecided"
+    assert str(found).startswith(
+        "Not decided: no paired round fitted into the budget; a larger budget would decide it."
+    )
+    assert "nothing else is worth its cost" not in str(found)
+
+
+def test_a_speed_up_of_too_few_rounds_is_told_as_the_report_has_it() -> None:
+    unsure = Interval(value=3.23, low=0.0026, high=4004.0, count=2)
+    told = speedup_sentence(LoaderConfig(num_workers=8), LoaderConfig(), unsure, is_decided=False)
+    assert told == (
+        "It was 3.23x as fast as the baseline (0 workers), too few rounds for an interval (2 paired rounds)."
+    )

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.twin import Observation, Twin, queue, steady_rate
+from autotune_loader.twin import Observation, Prediction, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.queue import Times
 from autotune_loader.twin.smoothing import smooth_by_kind
@@ -585,3 +586,27 @@ def test_bursts_of_even_batches_need_no_simulated_scatter():
     twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
     assert list(twin.burst_scatter([(config, 40)])) == [0.0]
     assert len(twin.burst_scatter([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "binding", "words"),
+    [
+        (0, "workers", "limited by fetching without a worker"),
+        (2, "workers", "limited by the number of workers"),
+        (2, "consumer", "limited by the training step"),
+        (2, "cpu", "limited by the cores"),
+    ],
+)
+def test_a_prediction_says_in_plain_words_what_limits_it(workers: int, binding: Any, words: str) -> None:
+    answer = Prediction(
+        config=LoaderConfig(num_workers=workers),
+        samples_per_s=Interval(value=10.0, low=9.0, high=11.0, count=3),
+        epoch_samples_per_s=10.0,
+        binding=binding,
+        busy_workers=1.0,
+        headroom=1.0,
+        consumer_use=0.5,
+        service_s=0.1,
+        startup_s=0.0,
+    )
+    assert str(answer).endswith(words)

@@ -158,6 +158,11 @@ def test_a_stage_that_there_is_not_is_named(result: TuningResult, stages: dict[s
         replace(result, stage_times=STAGES).predict(stages=stages)
 
 
+def test_stages_that_are_no_factors_are_named(result: TuningResult) -> None:
+    with pytest.raises(TypeError, match=r"stages=\['decode'\] names no factors; stages=\{'decode': 0.5\} would work"):
+        replace(result, stage_times=STAGES).predict(stages=["decode"])  # type: ignore[arg-type]
+
+
 def test_stages_that_nobody_watched_cannot_be_asked_about(result: TuningResult) -> None:
     with pytest.raises(ValueError, match=r"no worker was watched; tune\(\.\.\., stages=True\)"):
         result.predict(stages={"decode": 0.5})

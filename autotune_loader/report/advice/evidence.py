@@ -60,6 +60,11 @@ class Evidence:
         """Seconds of one round of the training loop at the measured rate."""
         return self.measurement.batch_size / self.rate.value
 
+    def fetching_share(self) -> float:
+        """Share of its time in which a worker of the best configuration fetches; 1 without workers."""
+        workers = self.best.num_workers
+        return min(1.0, self.measurement.service_s / (workers * self.period_s)) if workers else 1.0
+
     def measured_trials(self) -> list[tuple[LoaderConfig, Measurement]]:
         """Every configuration that worked, with its burst; the best one's own where no trial is given."""
         worked = [(trial.config, trial.measurement) for trial in self.trials if trial.measurement is not None]

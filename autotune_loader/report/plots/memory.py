@@ -76,16 +76,8 @@ def labelled(points: tuple[Point, ...]) -> list[Point]:
     """The points whose labels fit: the chosen one and the baseline first, then by rate; near neighbours go without."""
     width = max(NARROWEST_BYTES, max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points))
     height = max(p.rate.value for p in points)
-    chosen: list[Point] = []
-    for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
-        near = (
-            abs(point.memory_bytes - other.memory_bytes) < 0.07 * width
-            and abs(point.rate.value - other.rate.value) < 0.09 * height
-            for other in chosen
-        )
-        if not any(near):
-            chosen.append(point)
-    return chosen
+    ranked = sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value))
+    return canvas.apart(ranked, lambda p: (p.memory_bytes / width / 0.07, p.rate.value / height / 0.09))
 
 
 def _draw(info: MemoryInfo, unit: str, axes: canvas.Axes) -> None:
