@@ -88,7 +88,7 @@ def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
 
 
 def test_an_option_that_does_not_exist_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"bugdet='60s' is not an argument of tune\(\); budget would work"):
+    with pytest.raises(TypeError, match=r"bugdet='60s' is not an argument of tune\(\); budget=\.\.\. would work"):
         tune(SAMPLES, bugdet="60s")  # type: ignore[call-arg]
 
 

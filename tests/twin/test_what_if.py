@@ -138,7 +138,11 @@ def test_waiting_that_is_gone_leaves_what_is_computed() -> None:
         TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.005),)),
     )
     assert twin_of is not None
-    then = with_stages(twin_of, (read, *STAGES), {"read": 0.5}).predict(1).samples_per_s.value
+    then = (
+        with_stages(twin_of, (read, *STAGES), {"read": 0.5})
+        .predict_all([LoaderConfig(num_workers=1)])[0]
+        .samples_per_s.value
+    )
     truth = SimulatedProbe(replace(WAITING_MACHINE, wait_s=0.1), FakeClock()).truth(LoaderConfig(num_workers=1))
     assert then == pytest.approx(truth, rel=0.1)
 
