@@ -433,13 +433,19 @@ class TestFidelity:
         assert np.median(np.abs(errors)) < 0.03
         assert np.quantile(np.abs(errors), 0.95) < 0.08
 
-    def test_a_space_is_predicted_in_a_blink(self):
+    def test_a_whole_space_is_predicted_at_the_price_of_a_few(self):
         twin, _ = twin_of_a_machine(SimulatedMachine(cores=16))
         configs = [LoaderConfig(num_workers=n, prefetch_factor=p) for n in range(1, 17) for p in (1, 2, 4, 8)]
-        twin.predict_all(configs)
-        begun = time.perf_counter()
-        twin.predict_all(configs)
-        assert time.perf_counter() - begun < 0.2
+
+        def least_s(some: list[LoaderConfig]) -> float:
+            seconds = []
+            for _ in range(5):
+                begun = time.thread_time()
+                twin.predict_all(some)
+                seconds.append(time.thread_time() - begun)
+            return min(seconds)
+
+        assert least_s(configs) < 16 * least_s(configs[:1])
 
 
 def test_workers_that_have_not_delivered_yet_are_seen_at_work():
