@@ -134,7 +134,7 @@ def exported_by(package: Module) -> set[str]:
 
 
 def constants(module: Module) -> list[tuple[str, bool]]:
-    """Constants at the module's top level, and whether a comment or docstring says why."""
+    """Constants at the module's top level, and whether a comment or docstring says why; a sentence speaks for itself."""
     tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
     commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     found = []
@@ -145,8 +145,14 @@ def constants(module: Module) -> list[tuple[str, bool]]:
         names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
         has_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         lines = {node.lineno - 1, node.lineno, node.end_lineno}
-        found += [(name, has_docstring or bool(lines & commented)) for name in names if CONSTANT.fullmatch(name)]
+        is_told = has_docstring or bool(lines & commented) or _is_sentence(node)
+        found += [(name, is_told) for name in names if CONSTANT.fullmatch(name)]
     return found
+
+
+def _is_sentence(node: ast.stmt) -> bool:
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str) and " " in value.value
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
+from autotune_loader.tuning import study_storage
 from autotune_loader.tuning.study_storage import open_database
 from autotune_loader.values.errors import ConfigFileError, MissingExtraError
 
@@ -223,6 +224,34 @@ def test_a_wrong_storage_url_is_answered_without_its_password(url: str) -> None:
     told = "".join(traceback.format_exception(caught.value))
     assert "fish" not in told.replace(url, "")  # a traceback shows the line of this test
     assert "would work" in told or "pip install" in told
+
+
+@pytest.mark.parametrize("storage", ["me:swordfish@host/db", "postgres//me:swordfish@host/db"])
+def test_a_url_without_its_scheme_makes_no_file_that_is_named_by_a_password(storage: str) -> None:
+    with pytest.raises(ValueError, match=r"no URL without '://'.*user:password@host/db' would work") as caught:
+        tune([torch.zeros(3)] * 8, batch_size=4, storage=storage)
+
+    assert "fish" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite:////nowhere/study.db",
+        "postgresql+psycopg://me:swordfish@localhost:1/db",
+        "postgresql+psycopg://me:sword@fish@localhost:1/db",
+    ],
+)
+def test_a_database_that_is_not_there_is_told_soon_and_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if url.startswith("postgresql"):
+        pytest.importorskip("psycopg")
+    monkeypatch.setattr(study_storage, "FIRST_PATIENCE_S", 0.0)
+    with pytest.raises(
+        ValueError, match=r"storage='.*' cannot be opened \(.*\); storage='study.journal' would work"
+    ) as caught:
+        open_database(url)
+
+    assert "fish" not in "".join(traceback.format_exception(caught.value)).replace(url, "")
 
 
 def test_a_database_file_is_private(tmp_path: Path) -> None:

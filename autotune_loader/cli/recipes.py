@@ -98,6 +98,7 @@ RECIPES: Mapping[str, Callable[[TuningResult], str]] = {  # what `apply --to` ma
     "lightning": lightning_recipe,
     "accelerate": accelerate_recipe,
 }
+# Without workers torch refuses or ignores them.
 _OF_WORKERS = ("prefetch_factor", "persistent_workers", "in_order", "multiprocessing_context")
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from autotune_loader.scripts.plan import Plan, Verb
+from autotune_loader.values.serialization import require_writable
+from autotune_loader.values.validation import require_count
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False)
@@ -105,6 +107,10 @@ def launch_of(
         from autotune_loader.results.loader_file import read_loader_file
 
         read_loader_file(paths["apply"])
+    for option, name, example in (("--output", "output", "loader.json"), ("--report", "page", "report.html")):
+        if (path := paths[name]) is not None:  # now, and not after hours of training
+            require_writable(option, path, example)
+    require_count("--max-workers", options.get("max_workers"), minimum=0)
     plan = Plan(
         verb=verb,
         script=f"-m {script}" if is_module else script,

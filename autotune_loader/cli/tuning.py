@@ -13,7 +13,7 @@ import click
 
 from autotune_loader.cli.exits import exit_code_of
 from autotune_loader.cli.scripts import Launch, launch_of
-from autotune_loader.scripts.plan import rank_of_environment
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
 from autotune_loader.values.plan import ISOLATIONS
 

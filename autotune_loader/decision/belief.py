@@ -141,6 +141,10 @@ class Beliefs:
         """Whether as few workers, or fewer, have failed, and no more have succeeded."""
         return self._too_many_workers(config) is not None
 
+    def is_unproven(self, config: LoaderConfig) -> bool:
+        """Whether it has more workers than ever succeeded, where more than those have failed."""
+        return self._fewest_that_failed() is not None and config.num_workers > self._most_that_succeeded()
+
     def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
         failed = self._fewest_that_failed()
         if failed is None or config.num_workers < failed:

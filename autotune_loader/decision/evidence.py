@@ -39,8 +39,6 @@ class Evidence:
     phase: Phase = "search"
     group: int = 0
     """What was observed together, so that it can be compared in pairs: the number of a round, or of an A-B block."""
-    regime: int = 0
-    """Raised where the job or the machine changed for good; older regimes say little of the present one."""
 
     @property
     def key(self) -> LoaderConfig:

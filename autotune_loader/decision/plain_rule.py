@@ -15,10 +15,11 @@ import math
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 
+# The figures of the rule above.
 LOOK_S, LOOK_WORKERS = 1.5, 2
+FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2  # many workers hold enough batches as it is
 SPARE = 1.15
 """Fetching varies, so that workers who keep up exactly do not keep up."""
-FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2
 
 
 def plain_rule(

@@ -19,9 +19,8 @@ from autotune_loader.decision.race import Race, may_go_on
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.values.config import LoaderConfig
 
-CEILING_SHARE = 0.98
-"""The ceiling is reached when the rates of `CEILING_TRIALS` trials come this close to it; one alone may have been lucky."""
-CEILING_TRIALS = 2
+CEILING_SHARE, CEILING_TRIALS = 0.98, 2
+"""The ceiling is reached when the rates of so many trials come this close to it; one alone may have been lucky."""
 MOST_REPEATS = 20
 """A sampler that repeats itself so often in a row has nothing new to say."""
 

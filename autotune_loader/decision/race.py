@@ -46,6 +46,7 @@ ADMITTING_ROUNDS = 2
 NOISE_WEIGHT = 4.0
 """This many bursts' worth a typical noise counts beside that of the rounds."""
 LEAST_NOISE = 0.003
+"""Relative; rounds that agree better do so by chance."""
 CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1

@@ -33,7 +33,7 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last = bursts[-1]
     memory = [each.memory for each in bursts if each.memory is not None]
-    largest = max(memory, key=lambda each: each.pss_bytes or each.rss_bytes, default=None)
+    largest = max(memory, key=lambda each: each.taken_bytes, default=None)
     return replace(
         last,
         first_batch_s=median(each.first_batch_s for each in bursts),

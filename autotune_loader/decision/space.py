@@ -20,7 +20,7 @@ import numpy as np
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 
-PREFETCH_FACTORS = (1, 2, 4, 8)
+PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
 # Room beyond the workers that fill the cores: while some wait for their turn, others compute, and on few cores more processes
 # get more of the time that the step would take.
 FILLING_ROOM, MORE_WORKERS = 1.5, 2
@@ -169,12 +169,11 @@ class Space:
                 message=f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples "
                 f"or data on an accelerator); num_workers={self.max_workers} would work",
             )
-        in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
         needs = (
-            ("shared_memory", in_flight * self._batch_bytes(config), self.limits.shm_bytes, "/dev/shm"),  # noqa: S108
+            ("shared_memory", config.batches_in_flight * self._batch_bytes(config), self.limits.shm_bytes, "/dev/shm"),  # noqa: S108
             (
                 "descriptors",
-                in_flight * self.batch.tensors + RESERVED_DESCRIPTORS,
+                config.batches_in_flight * self.batch.tensors + RESERVED_DESCRIPTORS,
                 self.limits.descriptors,
                 "descriptors",
             ),
@@ -192,8 +191,7 @@ class Space:
 
     def memory_need(self, config: LoaderConfig) -> int:
         """Least bytes the workers will take: their interpreters and the batches in flight; what data they copy is extra."""
-        in_flight = config.num_workers * (config.prefetch_factor or 0) + 1
-        return config.num_workers * WORKER_BASE_BYTES + in_flight * self._batch_bytes(config)
+        return config.num_workers * WORKER_BASE_BYTES + config.batches_in_flight * self._batch_bytes(config)
 
     def _batch_bytes(self, config: LoaderConfig) -> int:
         if config.batch_size is None or not self.batch.samples:
@@ -216,7 +214,7 @@ class Space:
             )
         if config.batch_size is None:
             return None
-        host = None if measured.memory is None else (measured.memory.pss_bytes or measured.memory.rss_bytes)
+        host = None if measured.memory is None else measured.memory.taken_bytes
         kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
             ("memory_guard", "host", host, self.limits.memory_bytes),
             ("device_memory", "device", measured.gpu.memory_bytes, self.limits.device_bytes),

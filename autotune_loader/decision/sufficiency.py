@@ -31,6 +31,7 @@ NEARLY_SUFFICIENT = 0.9
 SURE = 2.0
 """Standard deviations of bad luck with which workers must still be enough before no other need be measured."""
 MOST_LOST = 0.999
+"""Of the rate; a loss of all of it would have no logarithm."""
 RECEIPT_SCATTER = 1.25
 """Receipts that take this many times as long as the quickest, in steps, may be no slower but by chance."""
 WorkerSetup = tuple[int, bool, int | None, int]

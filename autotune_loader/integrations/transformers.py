@@ -7,6 +7,7 @@ tune_trainer(trainer, budget="60s"); trainer.train()                       # tun
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from autotune_loader.integrations import require
@@ -40,16 +41,30 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     require("transformers", feature="Tuning from a Trainer", extra="transformers")
     import torch
 
+    if not hasattr(trainer, "get_train_dataloader"):
+        raise TypeError(
+            f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(dataset, model) would work"
+        )
     args = trainer.args
     optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
     options = {"optimizer": optimizer, "device": str(args.device), **options}
-    result = tune(plain_loader(trainer), trainer.model, **options)
+    with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
+        result = tune(plain_loader(trainer), trainer.model, **options)
+    own = [name for name in ("compute_loss", "training_step") if is_overridden(trainer, name)]
+    if own and options.get("train_step") is None:
+        note = f"the bursts trained model(**batch).loss without the Trainer's own {' and '.join(own)}; pass train_step="
+        result = replace(result, warnings=(*result.warnings, note))
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
     result.best.apply()
     return result
+
+
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Whether a Trainer has a method of its own in place of transformers'."""
+    return not getattr(type(trainer), name).__module__.startswith("transformers.")
 
 
 def plain_loader(trainer: Any) -> Any:
@@ -60,12 +75,14 @@ def plain_loader(trainer: Any) -> Any:
 
     args = trainer.args
     own = trainer.get_train_dataloader()
+    sampler = getattr(getattr(own, "batch_sampler", None), "sampler", None)
+    is_random = "RandomSampler" in type(sampler).__name__ or isinstance(own.dataset, IterableDataset)
     shuffle = None if isinstance(own.dataset, IterableDataset) else True
     workers = args.dataloader_num_workers
     return build_loader(
         own.dataset,
         batch_size=args.train_batch_size,
-        shuffle=shuffle,
+        **({"shuffle": shuffle} if is_random or sampler is None else {"sampler": sampler}),
         collate_fn=own.collate_fn,
         drop_last=args.dataloader_drop_last,
         num_workers=workers,

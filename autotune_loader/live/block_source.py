@@ -107,11 +107,13 @@ class BlockSource:
             block.first = self._first(block)
             if block.first is None:
                 return None
-        traces = self._traces(block.first)
+        begun, traces = training.traces.block(block.first, block.first + 1), self._traces(block.first)
+        # The time of a block is up once it was there for so long, though a quick loop's is looked at in part only.
+        left_out_s = traces[0].requested - begun[0].requested if begun and traces else 0.0
         plan = SEARCH_BLOCK if block.ask.phase == "search" else COMPARE_BLOCK
         workers = training.config.num_workers
         if len(traces) < max(3, ROUNDS * workers) or not is_enough(
-            traces, plan, workers=workers, now=traces[-1].step_end
+            traces, plan, workers=workers, now=traces[-1].step_end + left_out_s
         ):
             return None
         return self._ended(block, _measured(traces, workers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -19,9 +20,9 @@ from autotune_loader.live.epoch import EpochIterator, LoaderState
 from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts, refuse_children_of_daemons
-from autotune_loader.live.rebuilt import forget, keep, left_by_another, users_line
+from autotune_loader.live.rebuilt import forget, keep, left_by_another
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
-from autotune_loader.live.seeds import LoopSeeds, mixed
+from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
@@ -32,6 +33,8 @@ from autotune_loader.results.known_jobs import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
+from autotune_loader.values.lines import users_line
+from autotune_loader.values.validation import require_bool
 
 T = TypeVar("T")
 FIRST_WORKERS = 2
@@ -101,7 +104,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             raise ValueError(
                 f"worker_seeds={worker_seeds!r} is not 'batch' or 'torch'; worker_seeds='batch' would work"
             )
-        asked = asked_for(dataset, args, arguments)
+        for name, value in (("tune", tune), ("stages", stages)):
+            require_bool(name, value)
+        asked = asked_for(dataset, args, arguments, own=inspect.signature(AutoLoader).parameters)
         self._wished_context = asked.get("multiprocessing_context")
         self._is_told = config is not None or "num_workers" in asked
         wishes = {name: asked[name] for name in NEEDS_WORKERS[:2] if asked.get(name)}
@@ -112,7 +117,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self.tune, self.max_cores, self.on_change = tune, max_cores, on_change
         self._tuning = None
         self.max_host_memory, self.max_shm = max_host_memory, max_shm
-        self._loop_seeds = LoopSeeds() if worker_seeds == "batch" else None
+        is_seeded = worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
+        self._loop_seeds = LoopSeeds() if is_seeded else None
         self._seed: int | None = None
         self._epochs = 0
         self._saved: Mapping[str, Any] | None = None
@@ -131,7 +137,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._state.own = self._own if tune else None
         if tune:
             self._made_at = (
-                users_line(),
+                users_line(sys._getframe(1), libraries=True),
                 type(self.dataset),
                 length_of(self.dataset),
                 self.batch_size,

@@ -21,7 +21,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from autotune_loader.live.numbered import Item, NumberedCollate, NumberedDataset, NumberedSamples, StreamCollate
+from autotune_loader.live.numbered import (
+    BatchesInLoop,
+    Item,
+    NumberedCollate,
+    NumberedDataset,
+    NumberedSamples,
+    StreamCollate,
+)
 from autotune_loader.live.order import Order
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
 from autotune_loader.live.workers import PoolContext, shield
@@ -122,7 +129,7 @@ class Pool:
         with warnings.catch_warnings():
             # What cannot be pickled is told below; more workers than cores were measured, or asked for.
             warnings.filterwarnings("ignore", message="Got pickle error|This DataLoader will create")
-            self._loader: Any = build_loader(**self._arguments(parts, order, number))
+            self._loader = self._loader_of(parts, order, number)
             self._iterator: Any = self._started(parts)
         self.receive: Callable[[], Any] = self._iterator.__next__
         shield(self)  # torch sets its handler when it starts workers for the first time
@@ -132,13 +139,21 @@ class Pool:
         if not self._is_closed:
             self.close()  # while the handler still knows whose workers end
 
+    def _loader_of(self, parts: Parts, order: Order, number: int) -> Any:
+        """A DataLoader, or what needs none: batches that the training process makes, and that nobody pins."""
+        data = self._data(parts)
+        made = data["dataset"]
+        if isinstance(made, BatchesInLoop) and not self.config.pin_memory:
+            return made
+        return build_loader(**self._arguments(parts, order, number), **data)
+
     def _arguments(self, parts: Parts, order: Order, number: int) -> dict[str, Any]:
         generator, workers = torch.Generator(), self.config.num_workers
         if number == 0:
             generator.set_state(order.worker_state)  # torch draws from it the seed that a plain loader would draw
         else:
             generator.manual_seed(mixed(order.seed, number) >> 1)
-        arguments: dict[str, Any] = {"config": self.config, "generator": generator, **self._data(parts)}
+        arguments: dict[str, Any] = {"config": self.config, "generator": generator}
         if workers:
             arguments |= {
                 "worker_init_fn": TracedWorkerInit(parts.worker_init_fn, parts.stages),
@@ -152,11 +167,14 @@ class Pool:
             collate = StreamCollate(parts.collate_fn, parts.batched)
             batching = {"batch_size": parts.batch_size, "drop_last": parts.drop_last}
             return {"dataset": TracedEpoch(parts.dataset), "collate_fn": collate, **batching}
-        in_loop = None if self.config.num_workers else parts.loop_seeds
-        seeds = WorkerSeeds() if parts.loop_seeds and self.config.num_workers else in_loop
+        if not self.config.num_workers:
+            batches = BatchesInLoop(parts.dataset, parts.collate_fn, parts.batched, self.feed, parts.loop_seeds)
+            return {"dataset": batches, "batch_size": None, "collate_fn": _unchanged}
         return {
-            "dataset": (NumberedDataset if parts.batched else NumberedSamples)(parts.dataset, seeds),
-            "collate_fn": NumberedCollate(parts.collate_fn, parts.batched, in_loop),
+            "dataset": (NumberedDataset if parts.batched else NumberedSamples)(
+                parts.dataset, WorkerSeeds() if parts.loop_seeds else None
+            ),
+            "collate_fn": NumberedCollate(parts.collate_fn, parts.batched),
             **({"batch_sampler": self.feed} if parts.batched else {"sampler": self.feed, "batch_size": None}),
         }
 
@@ -255,6 +273,10 @@ def refuse_children_of_daemons(config: LoaderConfig) -> None:
             f"num_workers={config.num_workers} needs child processes, which a daemonic process such as this one "
             f"({current_process().name}) may not have; num_workers=0 would work"
         )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _raise(error: BaseException) -> NoReturn:

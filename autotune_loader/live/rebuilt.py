@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -19,16 +18,6 @@ class _Left:
 
 
 _left: dict[Hashable, _Left] = {}
-
-
-def users_line() -> tuple[str, int]:
-    """File and line outside of this package that the call comes from."""
-    frame: Any = sys._getframe(1)
-    while (
-        frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__.split(".")[0]
-    ):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def keep(key: Hashable, learnt: Any, *users: Any) -> None:

@@ -19,8 +19,7 @@ from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_u
 
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
-GPU_UTILIZATION_SAMPLES = 1
-COMPUTEMODE_EXCLUSIVE_PROCESS = 3
+GPU_UTILIZATION_SAMPLES, COMPUTEMODE_EXCLUSIVE_PROCESS = 1, 3
 
 
 def _since_boot() -> float:
@@ -28,6 +27,7 @@ def _since_boot() -> float:
 
 
 STAMP_CLOCKS: tuple[Callable[[], float], ...] = (time.time, _since_boot)
+"""Drivers differ in the clock of their samples' stamps: seconds since 1970 or since the machine was booted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,6 @@ class Gpus:
         samples = sorted((each.timeStamp / 1e6, each.sampleValue.uiVal / 100) for each in (answer or (0, ()))[1])
         if not samples:
             return []
-        # Drivers differ in the clock of these stamps: seconds since 1970 or since the machine was booted.
         newest = samples[-1][0]
         now = min((clock() for clock in STAMP_CLOCKS), key=lambda now: abs(now - newest))
         return [(now - moment, share) for moment, share in samples]

@@ -22,10 +22,6 @@ HAS_PROC = sys.platform.startswith("linux")
 def require_linux(what: str, platform: str = sys.platform) -> None:
     """Refuse to go on where nothing could be measured.
 
-    Args:
-        what: is wanted.
-        platform: as in `sys.platform`.
-
     Raises:
         PlatformError: another system.
     """

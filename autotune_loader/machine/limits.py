@@ -106,6 +106,12 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
     return _positive_int(environ.get("LOCAL_WORLD_SIZE")) or 1
 
 
+def rank_of_environment(environ: Mapping[str, str] = os.environ) -> tuple[int | None, int]:
+    """This process' rank, None where nothing says so, and how many there are, as torchrun and Accelerate say it."""
+    rank, ranks = (environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() else None, int(ranks) if ranks.isdecimal() else 1
+
+
 def _ranks_sharing(environ: Mapping[str, str]) -> int:
     """Ranks that share the cores found: those of this SLURM task, where SLURM says what a task has, or else all."""
     ranks = local_world_size(environ)

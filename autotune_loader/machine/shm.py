@@ -16,8 +16,7 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")  # noqa: S108 - this is the kernel's shared-memory file system, not a place for our own files
 # What was killed may hold its segments for a moment longer.
-PATIENCE_S = 0.5
-PAUSE_S = 0.02
+PATIENCE_S, PAUSE_S = 0.5, 0.02
 
 
 def segments(root: Path = SHM) -> frozenset[str]:

@@ -106,9 +106,14 @@ class CachedPrefix(Dataset[Any]):
         """Bytes that are kept so far."""
         return self._store.bytes()
 
+    def _made_anew(self, number: int) -> Any:
+        return self._followed(self._prefix[number])
+
     def _followed(self, sample: Any) -> Any:
         """The sample after what is done each time."""
-        return _apply(self._suffix, sample) if isinstance(self._suffix, Members) else _whole(self._suffix, sample)
+        if isinstance(self._suffix, Members):
+            return (self._suffix(sample[0]), *sample[1:]) if isinstance(sample, tuple) else self._suffix(sample)
+        return sample if self._suffix is None else self._suffix(sample)
 
 
 class _Store:
@@ -198,10 +203,6 @@ def _split(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     return with_members(dataset, members[:steady]), Members(members[steady:])
 
 
-def _made_and_followed(cached: CachedPrefix, number: int) -> Any:
-    return cached._followed(cached._prefix[number])
-
-
 def _require_same(dataset: Any, cached: CachedPrefix) -> None:
     """Raise a ValueError where samples are random before the cache, or differ behind it from those of `dataset`."""
     for number in range(min(2, len(cached._prefix))):
@@ -213,18 +214,10 @@ def _require_same(dataset: Any, cached: CachedPrefix) -> None:
         if dataset is None:
             continue
         fresh, once_more = (with_seed(number, partial(dataset.__getitem__, number)) for _ in range(2))
-        again = with_seed(number, partial(_made_and_followed, cached, number))
+        again = with_seed(number, partial(cached._made_anew, number))
         # Random numbers of a generator of its own cannot be drawn twice; then only what kind of sample it is can be compared.
         if not (same(fresh, again) if same(fresh, once_more) else type(fresh) is type(again)):
             raise ValueError(
                 f"dataset={type(dataset).__name__} cannot be taken apart at its transform: sample {number} differs; "
                 "CachedPrefix(dataset_without_transform, transform=for_a_whole_sample) would work"
             )
-
-
-def _apply(members: Members, sample: Any) -> Any:
-    return (members(sample[0]), *sample[1:]) if isinstance(sample, tuple) else members(sample)
-
-
-def _whole(transform: Callable[[Any], Any] | None, sample: Any) -> Any:
-    return sample if transform is None else transform(sample)

@@ -9,8 +9,8 @@ from autotune_loader.pipeline.workload import wrapped_datasets
 
 LARGE = 10_000
 """With fewer objects the pages are a few MiB."""
-STACKED = ("Tensor", "ndarray")
-PLAIN = ("str", "bytes", "int", "float", "bool")
+STACKED, PLAIN = ("Tensor", "ndarray"), ("str", "bytes", "int", "float", "bool")
+"""Classes of objects that one array can hold: stacked, or as its elements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ UNKNOWN: Line = ("", "")
 """Between two lines of the user's: the time before was theirs, but which one's is not to be told."""
 _BOUNDARY = "autotune_loader.pipeline.tracing"
 _OURS = ("autotune_loader.pipeline.", "autotune_loader.probe.", "autotune_loader.live.")
-_WRAPPERS = "torch.utils.data."
+_WRAPPERS = "torch.utils.data."  # its datasets pass calls on, too; they are named only where nothing else is
 _MACHINERY = ("torch.nn.modules.module", "functools", "contextlib", "torch.utils._contextlib")
 """They only pass a call on."""
 _LIBRARY_ROOTS = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _ENTRANCES = {"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"}
 """Not telling as a stage's name."""
-_RESUME = opcode.opmap.get("RESUME")
+_RESUME = opcode.opmap.get("RESUME")  # the first instruction of a function, from Python 3.11 on
 _KINDS = (
     ("read", re.compile(r"(^|\.)PIL\.Image\.open$")),
     (
@@ -103,7 +103,9 @@ def _module(frame: FrameType) -> str:
 
 @functools.cache
 def _is_library(path: str) -> bool:
-    return "site-packages" in path or "dist-packages" in path or path.startswith((*_LIBRARY_ROOTS, "<frozen"))
+    return (
+        "site-packages" in path or "dist-packages" in path or path.startswith((*_LIBRARY_ROOTS, "<frozen", "<string>"))
+    )
 
 
 def _site(frames: Sequence[FrameType], needs_user: bool = False) -> int | None:

@@ -19,7 +19,9 @@ OTHERS_SHARE = 0.05
 """More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
 SMALL = 0.005
 """Stages below this share are told together."""
-OTHER_THREADS, REST = "other threads", "rest"
+OTHER_THREADS, REST = "other threads", "rest"  # stages as they are shown
+TOTALS = ("samples", "wall_s", "cpu_s", "thread_cpu_s", "crowded_s", "queue_cpu_s", "looks")
+"""Of a report, in its order."""
 
 
 class StageTally:
@@ -38,13 +40,12 @@ class StageTally:
         if not self._reports:
             return None
         sums = [math.fsum(column) for column in zip(*(totals for _, totals in self._reports), strict=True)]
-        names = ("samples", "wall_s", "cpu_s", "thread_cpu_s", "crowded_s", "queue_cpu_s", "looks")
         seen = [
             Seen(stage=stage, where=where, computing=computing, waiting=waiting, released=released)
             for rows, _ in self._reports
             for stage, where, computing, waiting, released in rows
         ]
-        return StageSamples(seen=tuple(_merged(seen)), **dict(zip(names, sums, strict=True)))
+        return StageSamples(seen=tuple(_merged(seen)), **dict(zip(TOTALS, sums, strict=True)))
 
 
 def pooled(bursts: Iterable[StageSamples | None]) -> StageSamples | None:
@@ -52,8 +53,7 @@ def pooled(bursts: Iterable[StageSamples | None]) -> StageSamples | None:
     known = [each for each in bursts if each is not None]
     if not known:
         return None
-    totals = ("samples", "wall_s", "cpu_s", "thread_cpu_s", "crowded_s", "queue_cpu_s", "looks")
-    sums = {name: math.fsum(getattr(each, name) for each in known) for name in totals}
+    sums = {name: math.fsum(getattr(each, name) for each in known) for name in TOTALS}
     return StageSamples(seen=tuple(_merged(seen for each in known for seen in each.seen)), **sums)
 
 

@@ -21,9 +21,8 @@ from autotune_loader.pipeline.stage_watch import StageWatch
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS
 
-SHORT_S = 0.0005
-"""Of batches shorter than this, CPU seconds are read for every `CPU_EVERY`-th only: the two readings take 0.3 us."""
-CPU_EVERY = 8
+SHORT_S, CPU_EVERY = 0.0005, 8
+"""Of batches shorter than this, CPU seconds are read for every 8th only: the two readings take 0.3 us."""
 
 
 class _Process:

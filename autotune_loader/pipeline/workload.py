@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values.config import LoaderConfig
@@ -37,33 +37,21 @@ class DataSide:
     generator: torch.Generator | None = None
 
     @classmethod
-    def from_dataset(
-        cls,
-        dataset: Any,
-        *,
-        batch_size: int | None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        drop_last: bool = False,
-        collate_fn: Callable[[Any], Any] | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> DataSide:
-        """The data side of a bare dataset: shuffled, as training is, unless a sampler says otherwise."""
-        if sampler is None and batch_sampler is None and not is_iterable_dataset(dataset):
+    def from_dataset(cls, dataset: Any, **parts: Any) -> DataSide:
+        """The data side of a bare dataset: shuffled, as training is, unless a sampler says otherwise.
+
+        Args:
+            dataset: any that DataLoader takes.
+            **parts: the other fields, `batch_size` among them.
+        """
+        side = cls(dataset=dataset, **parts)
+        if side.batch_sampler is not None:
+            return replace(side, batch_size=None, sampler=None)
+        if side.sampler is None and not side.is_iterable:
             from torch.utils.data import RandomSampler
 
-            sampler = RandomSampler(dataset, generator=generator)
-        return cls(
-            dataset=dataset,
-            batch_size=None if batch_sampler is not None else batch_size,
-            sampler=None if batch_sampler is not None else sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            worker_init_fn=worker_init_fn,
-            generator=generator,
-        )
+            return replace(side, sampler=RandomSampler(dataset, generator=side.generator))
+        return side
 
     @classmethod
     def from_loader(cls, loader: DataLoader[Any]) -> DataSide:

@@ -40,8 +40,8 @@ SAME_LOSS = {"compile": 0.002, "amp": 0.02}
 NOISE_FACTOR = 2.0
 # One turn of a round: long enough that clock and scheduler do not show.
 TURN_S = 0.05
-ROUNDS = 12
-FEWEST_ROUNDS = 4
+# As many as there is time for; the interval of fewer is too wide to say anything.
+ROUNDS, FEWEST_ROUNDS = 12, 4
 _NO_MODULE = "there is no model to compile: pass model=, and use the model that train_step is given"
 _NOTHING_COMPILED = "nothing was compiled: train_step does not call the model that it is given"
 _NEEDS_SCALER = "this device has no bfloat16, so training needs torch.amp.GradScaler besides"

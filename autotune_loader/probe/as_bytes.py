@@ -30,6 +30,7 @@ from autotune_loader.pipeline.transforms import (
     with_seed,
 )
 from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import ChangeFacts
 
@@ -75,13 +76,12 @@ class Floats:
         return f"x = x.float(){divided}{normalised}"
 
 
-@dataclass(frozen=True)
-class AsBytes:
+@dataclass(frozen=True, kw_only=True)
+class AsBytes(PreparedChange):
     """Which tensors of a batch travel as bytes, and how they become floats again."""
 
     floats: Mapping[int, Floats]
     """By the tensor's position in the batch."""
-    facts: ChangeFacts
     members: Sequence[Transform] | None = None
     """What the dataset's transform does then; None where only the collated batch is changed."""
 
@@ -95,9 +95,6 @@ class AsBytes:
         if not _is_plain(batch):
             raise ValueError(f"a batch of type {type(batch).__name__} cannot be made anew from other tensors")
         return _by_transform(data) or _by_collating(batch)
-
-    def before(self, data: DataSide) -> DataSide:
-        return data
 
     def after(self, data: DataSide) -> DataSide:
         if self.members is not None:
@@ -167,7 +164,7 @@ def _by_transform(data: DataSide) -> AsBytes | None:
     dropped = " and no Normalize" if mean else ""
     code = f"in the transform PILToTensor() or its like in place of {name}{dropped}; in the step, on the device, {made.code()}"
     floats = dict.fromkeys(positions, made)
-    return AsBytes(floats, ChangeFacts(code=code), [*members[:position], to_bytes, *kept])
+    return AsBytes(floats=floats, facts=ChangeFacts(code=code), members=[*members[:position], to_bytes, *kept])
 
 
 def _floats_made_by(members: Sequence[Transform], sample: Any) -> tuple[int, float, torch.dtype] | None:
@@ -233,7 +230,7 @@ def _by_collating(batch: Any) -> AsBytes:
     made = next(iter(floats.values()))
     scaled = f".mul({made.scale:.0f}).round()" if made.scale != 1 else ""
     code = f"in the dataset x = x{scaled}.to(torch.uint8), or bytes from the start; in the step, on the device, {made.code()}"
-    return AsBytes(floats, ChangeFacts(code=code))
+    return AsBytes(floats=floats, facts=ChangeFacts(code=code))
 
 
 def _bytes_of(values: torch.Tensor, scale: float) -> torch.Tensor:

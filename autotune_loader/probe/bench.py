@@ -20,12 +20,13 @@ from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
 from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
 from autotune_loader.probe.burst_loop import Announce, BatchShape
-from autotune_loader.probe.data_changes import PreparedChange, prepare
+from autotune_loader.probe.data_changes import prepare
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.null_data import null_data, pausing_step
+from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
-from autotune_loader.probe.samples import MOST_NOTED, Notebook, Raised, for_bursts, raises_alone
+from autotune_loader.probe.samples import MOST_NOTED, BurstStep, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
@@ -37,16 +38,14 @@ if TYPE_CHECKING:
     import torch
 
 # The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
-WARM_UP_STEPS = 3
-WARM_UP_S = 1.0
+WARM_UP_STEPS, WARM_UP_S = 3, 1.0
 # Where the first batch took no longer, no batch is slow enough to be cut short, and samples are not timed one by one.
 PACED_FETCH_S = 0.25
 # A first batch that took no longer is looked at twice.
 SECOND_LOOK_S = 0.5
 # On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
 # warm when two steps in a row take the same time, and not before the second.
-MOST_WARM_UP_STEPS = 10
-SETTLED = 1.2
+MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
 READS_BY_ITSELF = (
     "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
     "num_workers to try is the dataset's own"
@@ -169,22 +168,12 @@ class Bench:
 
     def prepare(self, announce: Announce = lambda phase: None) -> WarmupReport | Failure:
         """Fetch one batch in this process, build the step from it and warm the step up."""
-        import torch
-
         phase: FailurePhase = "first_batch"
         try:
             announce(phase)
             private = self._private_data()
-            loader = make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0)
-            batches = iter(loader)
-            begun = time.monotonic()
-            self._batch, fetch = next(batches)
-            self._samples = fetch[5]
-            first_batch_s = time.monotonic() - begun
-            times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
-            # Calls that take as long for a few samples as for all are made whole.
-            is_divisible = not hasattr(private.dataset, "__getitems__") or unread_s_of(fetch) > 0
-            self._is_paced = times[0].wall_s > PACED_FETCH_S and is_divisible
+            batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
+            first_batch_s, times = self._fetch_first(private, batches)
             self._judge(self._notebook.taken())
             if goes_on(private.dataset, self._private_data):
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
@@ -203,6 +192,25 @@ class Bench:
             return failure_of(error, phase)
         finally:
             forget_open_batch()
+        report = self._report_on(self._step, private, times)
+        return replace(report, step_s=step_s, first_batch_s=first_batch_s, warm_up_s=warm_up_s)
+
+    def _fetch_first(self, private: DataSide, batches: Iterator[Any]) -> tuple[float, list[FetchTime]]:
+        """Fetch the batch that the step is warmed up on: seconds until it was there, and what it and the next one took."""
+        begun = time.monotonic()
+        self._batch, fetch = next(batches)
+        self._samples = fetch[5]
+        first_batch_s = time.monotonic() - begun
+        times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
+        # Calls that take as long for a few samples as for all are made whole.
+        is_divisible = not hasattr(private.dataset, "__getitems__") or unread_s_of(fetch) > 0
+        self._is_paced = times[0].wall_s > PACED_FETCH_S and is_divisible
+        return first_batch_s, times
+
+    def _report_on(self, step: TrainingStep, private: DataSide, times: list[FetchTime]) -> WarmupReport:
+        """What the first batches tell of the workload, and what workers make of it."""
+        import torch
+
         shape = BatchShape.of(self._batch)
         data = self._data()
         counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
@@ -215,25 +223,22 @@ class Bench:
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
         return WarmupReport(
-            step=self._step.description,
+            step=step.description,
             samples=self._samples,
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
             on_accelerator=shape.on_accelerator,
             first_fetch_s=typical.wall_s,
             first_fetch_cpu_s=typical.cpu_s,
-            step_s=step_s,
-            first_batch_s=first_batch_s,
             counts_batches=counts_batches,
             reads_by_itself=reads_by_itself,
             shardable=not repeats,
             same_in_workers=not differs,
             default_threads=torch.get_num_threads(),
-            warm_up_s=warm_up_s,
-            device_uuid=_uuid_of(self._step.device),
+            device_uuid=_uuid_of(step.device),
             notes=(
-                *self._step.notes,
-                *_clock_notes(self._step.device, self._timeline),
+                *step.notes,
+                *_clock_notes(step.device, self._timeline),
                 *([BATCHES_COUNTED] if counts_batches else []),
                 *([READS_BY_ITSELF] if reads_by_itself else []),
             ),
@@ -257,6 +262,7 @@ class Bench:
             data = change.before(data) if plan.is_before else change.after(data)
             step = step if plan.is_before else change.step(step)
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
+        step = replace(step, train=BurstStep(step, self._batch, self._notebook))
         outcome = run_burst(loaded, step, config, plan, announce, self._timeline)
         raised = self._notebook.taken()
         if isinstance(outcome, Failure):

@@ -55,9 +55,9 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
 
 def _greet(connection: Connection) -> None:
     """Make this interpreter find what the parent's finds, before torch or any user module is imported."""
-    from autotune_loader.probe.wire import receive_hello
+    from autotune_loader.probe.wire import Hello, receive
 
-    hello = receive_hello(connection)
+    hello = receive(connection, Hello)
     sys.path[:] = hello.sys_path
     with contextlib.suppress(OSError):
         os.chdir(hello.working_directory)
@@ -71,7 +71,7 @@ def _greet(connection: Connection) -> None:
 
 
 def _serve(connection: Connection, data_fd: int, training_fd: int, scratch: str) -> None:
-    from autotune_loader.probe.wire import Message, receive_request, send
+    from autotune_loader.probe.wire import Message, Request, receive, send
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
@@ -84,7 +84,7 @@ def _serve(connection: Connection, data_fd: int, training_fd: int, scratch: str)
         return
     send(connection, Message(ready=warmup))
     while True:
-        request = receive_request(connection)
+        request = receive(connection, Request)
         send(connection, _answer(bench, request, announce))
 
 

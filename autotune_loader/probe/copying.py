@@ -40,7 +40,10 @@ def copied(
     shared, paths = _what_to_share(dict(parts), max_bytes, {id(value): value for value in keep})
     memo = dict(shared)
     try:
-        return {name: _copied_value(value, memo) for name, value in parts.items()}, paths
+        return {
+            name: _copied_function(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
+            for name, value in parts.items()
+        }, paths
     except Exception as error:
         raise NotCopiedError(without_secrets(str(error))) from cause_without_secrets(error)
 
@@ -91,10 +94,6 @@ def _can_be_taken_apart(value: Any, shared: dict[int, Any], max_bytes: int | Non
     except Exception:
         return False
     return True
-
-
-def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
-    return _copied_function(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:

@@ -8,43 +8,18 @@ draft   JPEGs are decoded to the size that is needed                            
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.as_bytes import AsBytes
 from autotune_loader.probe.drafts import Drafts
 from autotune_loader.probe.few_samples import FewSamples
-from autotune_loader.probe.step import TrainingStep
-from autotune_loader.values.measurement import ChangeFacts
+from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.values.plan import DataChangeKind
 
 
-class PreparedChange(Protocol):
-    """A change of how samples are made, checked on a few of them."""
-
-    @property
-    def facts(self) -> ChangeFacts: ...
-
-    def before(self, data: DataSide) -> DataSide:
-        """The samples as they are made."""
-        ...
-
-    def after(self, data: DataSide) -> DataSide:
-        """The same samples with the change."""
-        ...
-
-    def step(self, step: TrainingStep) -> TrainingStep:
-        """The step that takes such batches."""
-        ...
-
-
 def prepare(kind: DataChangeKind, data: DataSide, batch: Any) -> PreparedChange:
-    """Try a change on a few samples.
-
-    Args:
-        kind: which.
-        data: what this process may fetch from.
-        batch: one of its batches.
+    """Try a change on a few samples of a data side that this process may fetch from; `batch` is one of its batches.
 
     Raises:
         ValueError: it cannot be made here, or samples would not be the same.

@@ -22,7 +22,7 @@ import numpy as np
 from autotune_loader.pipeline.tracing import Wrapped, dumps, loads
 from autotune_loader.pipeline.transforms import with_seed
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.step import TrainingStep
+from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.values.measurement import ChangeFacts
 
 SEEN = 16
@@ -30,13 +30,12 @@ SEEN = 16
 Size = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Drafts:
+@dataclass(frozen=True, kw_only=True)
+class Drafts(PreparedChange):
     """To which size JPEGs may be decoded."""
 
     size: Size
     """Width and height that a picture must keep."""
-    facts: ChangeFacts
 
     @classmethod
     def of(cls, data: DataSide) -> Drafts:
@@ -59,16 +58,10 @@ class Drafts:
             most = max(min(each.size[0] / size[0], each.size[1] / size[1]) for each in seen)
             raise ValueError(f"no JPEG is twice as large as it has to be: at most {most:.1f} times")
         code = f"after Image.open(path): image.draft('RGB', {size})"
-        return cls(size, ChangeFacts(code=code, difference=float(np.mean(drafted))))
-
-    def before(self, data: DataSide) -> DataSide:
-        return data
+        return cls(size=size, facts=ChangeFacts(code=code, difference=float(np.mean(drafted))))
 
     def after(self, data: DataSide) -> DataSide:
         return replace(data, dataset=Drafted(data.dataset, self.size))
-
-    def step(self, step: TrainingStep) -> TrainingStep:
-        return step
 
 
 class Drafted(Wrapped):

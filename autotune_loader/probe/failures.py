@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import is_ours
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
 DEVICE_TAKEN_ADVICE = (
     "another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); train_step=0.05, the seconds of one step, "
@@ -141,7 +139,7 @@ def user_traceback(error: BaseException) -> str:
 
 def _leave_us_out(told: traceback.TracebackException | None) -> None:
     while told is not None:
-        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(_PACKAGE)])
+        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not is_ours(f.filename)])
         _leave_us_out(told.__cause__)
         told = told.__context__
 
@@ -152,7 +150,7 @@ def _without_our_lines(text: str) -> str:
     ours = False
     for line in text.splitlines(keepends=True):
         head = re.match(r' *File "(?P<file>[^"]+)", line \d+', line)
-        ours = head["file"].startswith(_PACKAGE) if head else ours and line.startswith("    ")
+        ours = is_ours(head["file"]) if head else ours and line.startswith("    ")
         if not ours:
             kept.append(line)
     return "".join(kept)

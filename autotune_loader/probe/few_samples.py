@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune_loader.pipeline.cached_prefix import CachedPrefix
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.step import TrainingStep
+from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.values.measurement import ChangeFacts
 
 FILL_S = 2.0
@@ -18,20 +18,16 @@ MOST, FEWEST = 4096, 16
 """More say no more; fewer would be one batch again and again."""
 
 
-@dataclass(frozen=True, slots=True)
-class FewSamples:
+@dataclass(frozen=True, kw_only=True)
+class FewSamples(PreparedChange):
     """The same samples twice."""
 
     indices: list[Any]
     cache: CachedPrefix
-    facts: ChangeFacts
 
     @classmethod
     def of(cls, data: DataSide) -> FewSamples:
         """The first samples of an order, as many as can be made in a moment.
-
-        Args:
-            data: what this process may fetch from.
 
         Raises:
             ValueError: samples that cannot be cached; an order of batches that is the user's own.
@@ -46,16 +42,13 @@ class FewSamples:
                 break
         size = cache.cached_bytes / max(1, len(set(indices)))
         facts = ChangeFacts(code="DataLoader(CachedPrefix(dataset), ...)", sample_bytes=size)
-        return cls(indices, cache, facts)
+        return cls(indices=indices, cache=cache, facts=facts)
 
     def before(self, data: DataSide) -> DataSide:
         return _only(data, self.indices)
 
     def after(self, data: DataSide) -> DataSide:
         return _only(replace(data, dataset=self.cache), self.indices)
-
-    def step(self, step: TrainingStep) -> TrainingStep:
-        return step
 
 
 def _only(data: DataSide, indices: list[Any]) -> DataSide:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers, tensors_in
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
-from autotune_loader.probe.stand_in_trainer import is_lightning_module
+from autotune_loader.probe.stand_in_trainer import hooks_not_run, is_lightning_module
 
 # What the target is called, as a key of a batch or a parameter of a model.
 TARGETS = (
@@ -53,7 +54,10 @@ INPUTS = (
 )
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
+# Characters of a cause: an exception may quote a whole tensor.
 LONGEST_CAUSE = 150
+EXAMPLE = "lambda model, batch: ...  # returning the loss"
+"""What to pass where nothing is known of the step."""
 UNUSED_LOSS = "; loss_fn is not used"
 
 
@@ -71,7 +75,7 @@ class Form:
     """What will be done, as far as that is known before the first batch."""
     is_own: bool = False
     """Whether it is the user's `train_step`, whose errors speak for themselves."""
-    example: str = "lambda model, batch: ...  # returning the loss"
+    example: str = EXAMPLE
     """A `train_step` that says the same."""
     described: str = ""
     """The batch it was inferred from."""
@@ -110,6 +114,8 @@ def infer(side: TrainingSide, batch: Any) -> Form:
         )
     if is_lightning_module(model):
         return _lightning_form(side, batch)
+    if side.loss_fn is not None:
+        _check_loss(side.loss_fn, Parameters.of(model), batch)
     call = _call_for(model, batch, wants_output=side.loss_fn is not None)
     return _form(call, side.loss_fn, batch)
 
@@ -125,12 +131,14 @@ class Call:
     """The same of `batch`."""
     target: Callable[[Any], Any] | None = None
     target_text: str = "y"
-    target_example: str = "batch[1]"
+    target_example: str = "..."
+    likely_target: Any = None
+    """Of this batch, where nothing says which part is one: for the line that is shown."""
 
 
 def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
     soft = call.target is not None and is_distribution(call.target(batch))
-    is_autoencoder = call.target is None and loss_fn is not None and _takes_two(loss_fn)
+    is_autoencoder = call.target is None and loss_fn is not None and Parameters.of(loss_fn).required != 1
 
     def run(batch: Any) -> tuple[Any, str]:
         output = call.output(batch)
@@ -156,23 +164,49 @@ def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
     def batch_input(batch: Any) -> Any:
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
-    given = _name(loss_fn) if loss_fn is not None else "cross_entropy"
-    target = call.target_example if call.target is not None else ("batch" if is_autoencoder else "...")
+    target = "batch" if is_autoencoder else call.target_example
+    given = _customary_name(call, batch) if loss_fn is None else _name(loss_fn)
     scored = f"{given}({call.text}, {call.target_text})" if call.target is not None else call.text
+    called = "loss_fn" if given == "<lambda>" else given
     return Form(
         run=run,
         name=scored if loss_fn is not None or call.target is not None else f"{call.text}.loss",
-        example=f"lambda model, batch: {given}({_with_bytes_as_floats(call.example, batch)}, {target})",
+        example=f"lambda model, batch: {called}({_with_floats(call.example, batch)}, {target})",
         described=described(batch),
     )
 
 
-def _with_bytes_as_floats(example: str, batch: Any) -> str:
-    """The call of a model that fails on pictures of bytes, which some loader's own iteration would have made floats."""
+def _check_loss(loss_fn: Callable[..., Any], parameters: Parameters, batch: Any) -> None:
+    """What takes neither an output nor an output and a target."""
+    takes = Parameters.of(loss_fn)
+    if takes.required == 2 and takes.names[0] in ("model", "net", "module"):
+        raise StepInferenceError(
+            f"loss_fn={_name(loss_fn)} takes {takes.names[0]} and {takes.names[1]}, where output and target are given; "
+            "passed as train_step=, it would work"
+        )
+    if takes.required > 2:
+        of_one = "*map(model, batch)" if len(_several(batch)) == takes.required else "..."
+        of_all = "*model(*batch)" if parameters.required == takes.required else of_one
+        raise StepInferenceError(
+            f"loss_fn={_name(loss_fn)} takes {takes.required} arguments, where output and target are given; "
+            f"pass train_step=lambda model, batch: loss_fn({of_all if of_one != '...' else of_one}), for {described(batch)}"
+        )
+
+
+def _customary_name(call: Call, batch: Any) -> str:
+    target = call.target(batch) if call.target is not None else call.likely_target
+    is_float = isinstance(target, torch.Tensor) and target.is_floating_point()
+    return "mse_loss" if is_float and not is_distribution(target) else "cross_entropy"
+
+
+def _with_floats(example: str, batch: Any) -> str:
+    """The call of a model that fails on pictures of bytes, or numpy's doubles, which some loop of the user's makes floats."""
     named = enumerate(batch) if isinstance(batch, (tuple, list)) else fields_of(batch).items()
     for key, value in named:
-        if isinstance(value, torch.Tensor) and value.dtype is torch.uint8:
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.float64):
             example = example.replace(f"batch[{key!r}]", f"batch[{key!r}].float()")
+        elif isinstance(value, np.ndarray):
+            example = example.replace(f"batch[{key!r}]", f"torch.as_tensor(batch[{key!r}]).float()")
     return example
 
 
@@ -195,6 +229,8 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
     if len(batch) == 1:
         return Call(lambda batch: model(batch[0]), "model(x)", "model(batch[0])")
     names, count = parameters.names, len(batch)
+    if count > 1 and (nested := _call_with_nested(model, batch, parameters, wants_output)) is not None:
+        return nested
     is_taken = len(names) >= count and names[count - 1] in TARGETS and not wants_output
     if is_taken or parameters.required == count:
         call = "model(x, y)" if count == 2 else "model(*batch)"
@@ -203,14 +239,6 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
         )
     inputs = max(parameters.required, min(count - 1, len(names)), 1)
     inputs = min(inputs, count - 1)
-    if inputs == 1 and isinstance(batch[0], Mapping) and parameters.take(batch[0]):
-        keyed = _call_with_fields(model, batch[0], dict(batch[0]), parameters, wants_output)
-        return Call(
-            lambda batch: keyed.output(batch[0]),
-            keyed.text.replace("batch", "x"),
-            keyed.example.replace("batch", "batch[0]"),
-            lambda batch: batch[1],
-        )
     text = "x" if inputs == 1 else ", ".join(f"x{index + 1}" for index in range(inputs))
     example = ", ".join(f"batch[{index}]" for index in range(inputs))
     return Call(
@@ -220,6 +248,36 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
         lambda batch: batch[inputs],
         target_example=f"batch[{inputs}]",
     )
+
+
+def _call_with_nested(model: Any, batch: Any, parameters: Parameters, wants_output: bool) -> Call | None:
+    """For `((x1, x2), y)` and `({...}, y)`, where the model takes what the first element holds."""
+    first = batch[0]
+    if isinstance(first, Mapping) and parameters.take(first):
+        keyed = _call_with_fields(model, first, dict(first), parameters, wants_output)
+        return Call(
+            lambda batch: keyed.output(batch[0]),
+            keyed.text.replace("batch", "x"),
+            keyed.example.replace("batch", "batch[0]"),
+            lambda batch: batch[1],
+            target_example="batch[1]",
+        )
+    samples = {
+        len(each) if isinstance(each, torch.Tensor) and each.dim() else None for each in (*_several(first), batch[1])
+    }
+    if len(_several(first)) == parameters.required and len(samples - {None}) == len(samples) == 1:
+        return Call(
+            lambda batch: model(*batch[0]),
+            "model(*x)",
+            "model(*batch[0])",
+            lambda batch: batch[1],
+            target_example="batch[1]",
+        )
+    return None
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) and len(value) > 1 else ()
 
 
 def _call_with_fields(
@@ -254,7 +312,12 @@ def _call_with_fields(
     chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
     if chosen is None or (target is None and not wants_output):
         # Torch's own complaint names what is missing; it is explained when it comes.
-        example = f"model({_first_tensor(fields, show)})"
+        example = (
+            f"model({_first_tensor({key: value for key, value in fields.items() if key != target} or fields, show)})"
+        )
+        others = [key for key in tensors if show(key) not in example]
+        if target is None and len(tensors) == 2 and len(others) == 1:
+            found = {"target_example": show(others[0]), "likely_target": fields[others[0]]}
         return Call(lambda batch: model(**batch), "model(**batch)", example, **found)
     return Call(lambda batch: model(get(batch, chosen)), f"model({show(chosen)})", f"model({show(chosen)})", **found)
 
@@ -264,6 +327,8 @@ def _first_tensor(fields: Mapping[Any, Any], show: Callable[[Any], str]) -> str:
     for key, value in fields.items():
         if isinstance(value, torch.Tensor):
             return show(key)
+        if _several(value) and all(isinstance(each, torch.Tensor) for each in value):  # a list in each sample, collated
+            return f"torch.stack({show(key)}, dim=1).float()"
         inner = value.items() if isinstance(value, Mapping) else ()
         for name, each in inner:
             if isinstance(each, torch.Tensor):
@@ -323,20 +388,26 @@ def _lightning_form(side: TrainingSide, batch: Any) -> Form:
     name = "LightningModule.training_step(batch, batch_idx)" if takes_index else "LightningModule.training_step(batch)"
 
     def run(batch: Any) -> tuple[Any, str]:
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = getattr(model, hook)(batch, 0) if hasattr(model, hook) else batch
         returned = model.training_step(batch, next(numbers)) if takes_index else model.training_step(batch)
         return returned, name
 
-    return Form(run=run, name=name, described=described(batch), ignores=_ignored(side, "training_step"))
+    missing = hooks_not_run(model)
+    example = f"{EXAMPLE}, or call {', '.join(missing)} before: only a Trainer does"
+    return Form(
+        run=run,
+        name=name,
+        example=example if missing else EXAMPLE,
+        described=described(batch),
+        ignores=_ignored(side, "training_step"),
+    )
 
 
 def _ignored(side: TrainingSide, by: str) -> str | None:
     if side.loss_fn is None:
         return None
     return f"loss_fn={_name(side.loss_fn)} is not used: {by} returns the loss; loss_fn=None says the same"
-
-
-def _takes_two(loss_fn: Callable[..., Any]) -> bool:
-    return Parameters.of(loss_fn).required != 1
 
 
 def _is_of_torch(loss_fn: Any) -> bool:
@@ -346,4 +417,5 @@ def _is_of_torch(loss_fn: Any) -> bool:
 
 
 def _name(loss_fn: Any) -> str:
+    loss_fn = getattr(loss_fn, "func", loss_fn)  # functools.partial
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)

@@ -31,6 +31,7 @@ from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
+from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -40,7 +41,6 @@ from autotune_loader.values.trial import Acceleration, AccelerationKind
 log = logging.getLogger(__name__)
 # A data side larger than this is not copied: bursts without workers then use it as it is.
 MAX_COPY_BYTES = 256 << 20
-START_DEADLINE_S = 180.0
 # Wakes the main thread where it hangs; the user's own handler is put back afterwards.
 STOP_SIGNAL = signal.SIGUSR2
 

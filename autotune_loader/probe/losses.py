@@ -23,6 +23,8 @@ ANSWERS = (
     "y_hat",
     "last_hidden_state",
 )
+MASK_OF_NOTHING = 255
+"""What VOC, Cityscapes and others write into masks where there is no class."""
 
 
 def customary_loss(output: Any, target: Any, *, is_soft: bool = False) -> tuple[torch.Tensor, str]:
@@ -57,7 +59,8 @@ def customary_loss(output: Any, target: Any, *, is_soft: bool = False) -> tuple[
         target = target.squeeze(1)  # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
     if answer.shape[:-1] == target.shape and answer.shape[:1] + answer.shape[2:] != target.shape:
         answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
-    return functional.cross_entropy(answer, target.long()), "cross_entropy"
+    ignored = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
+    return functional.cross_entropy(answer, target.long(), ignore_index=ignored), "cross_entropy"
 
 
 def answer_in(output: Any) -> Any:
@@ -101,11 +104,12 @@ def own_loss(output: Any) -> tuple[torch.Tensor, str]:
 
 
 def loss_in(returned: Any) -> Any:
-    """The loss in what a step returned: a tensor, Lightning's `{"loss": ...}`, or the first of several; else as it is."""
+    """The loss in what a step returned: a tensor, Lightning's `{"loss": ...}`, or the first that trains; else as it is."""
     if isinstance(returned, Mapping):
         return returned.get("loss")
     if isinstance(returned, (tuple, list)) and returned:
-        return next((each for each in returned if isinstance(each, torch.Tensor) and each.ndim == 0), returned[0])
+        scalars = [each for each in returned if isinstance(each, torch.Tensor) and each.ndim == 0]
+        return next((each for each in scalars if each.requires_grad), scalars[0] if scalars else returned[0])
     return getattr(returned, "loss", returned)
 
 

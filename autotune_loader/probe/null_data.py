@@ -12,11 +12,11 @@ from torch.utils.data import Dataset, SequentialSampler
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.step import TrainingStep
 
+# Samples of an epoch: more than a burst takes.
 LENGTH = 1 << 20
 # Only a batch that lay ready tells what taking it over costs; so the loop pauses for longer than a worker takes to copy one
 # and to move it to shared memory.
-PAUSE_COPIES = 3.0
-PAUSE_S = 0.001
+PAUSE_COPIES, PAUSE_S = 3.0, 0.001
 
 
 class NullDataset(Dataset[None]):

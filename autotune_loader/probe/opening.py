@@ -18,19 +18,18 @@ from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import DEVICE_MEMORY_ADVICE
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
-from autotune_loader.probe.runner import START_DEADLINE_S, ProcessProbe
+from autotune_loader.probe.protocol import START_DEADLINE_S
+from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.torch_state import note_of, read_torch_state
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import BurstPlan, Isolation
+from autotune_loader.values.plan import CEILING_BURST, Isolation
 
 # What is sent to the probe process is in memory once more. Of what is available it may take this share, and no more than takes
 # some seconds to copy; a larger workload is tuned inline, where workers share it with this process.
-PAYLOAD_MEMORY_SHARE = 0.3
-LARGEST_PAYLOAD_BYTES = 8 << 30
+PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
 # Large models take minutes, and a search among kernels more. A step that hangs is then found out late.
 COMPILE_DEADLINE_S = 900.0
-STEP_TIME_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 GIVE_STEP_TIME = "train_step=0.05, the seconds of one step, tunes the loader against those"
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
@@ -119,10 +118,10 @@ def _against_step_time(
     inline = InlineProbe(workload, machine)
     try:
         inline.start()
-        step = inline.step_ceiling(None, STEP_TIME_BURST)
+        step = inline.step_ceiling(None, CEILING_BURST)
     except WorkloadError as error:
         raise WorkloadError(
-            f"{reason}, and here: {_first_line(error)}; {GIVE_STEP_TIME}", error.user_traceback
+            f"{reason}, and here: {str(error).splitlines()[0]}; {GIVE_STEP_TIME}", error.user_traceback
         ) from error
     finally:
         inline.close()
@@ -131,10 +130,6 @@ def _against_step_time(
     workload = replace(workload, training=TrainingSide(train_step=StepTime(step.step_s)))
     probe, warmup, notes = start(workload)
     return workload, probe, warmup, [f"{reason}, so the step was timed in this process", *notes]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def is_taken_by_this_process(device: str) -> bool:

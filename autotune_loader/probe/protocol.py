@@ -8,6 +8,9 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 
+# Generous: torch may come from a network file system, and the first sample from a cold bucket.
+START_DEADLINE_S = 180.0
+
 
 class Probe(Protocol):
     """Runs one configuration for real (or pretends to, in tests). A failing configuration is an answer, not an exception."""
@@ -19,19 +22,3 @@ class Probe(Protocol):
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         """Step on one cached batch again and again: the rate that no loader can exceed with these intra-op threads."""
         ...
-
-
-class CountedProbe:
-    """A probe that counts the bursts it is asked for, come what may of them."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-        self.count = 0
-
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        self.count += 1
-        return self._probe.burst(config, plan)
-
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        self.count += 1
-        return self._probe.step_ceiling(consumer_threads, plan)

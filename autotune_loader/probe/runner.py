@@ -31,6 +31,7 @@ from autotune_loader.probe import wire
 from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
 from autotune_loader.probe.payload import Payload, UnpicklableError
+from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -38,14 +39,13 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
-# Generous: torch may come from a network file system, and the first sample from a cold bucket.
-START_DEADLINE_S = 180.0
 # A process that has not read a byte for so long hangs before it serves (an import that waits, say).
 SEND_DEADLINE_S = 60
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
 # Workers inherit the connection, so a dead probe process does not close it while they live: its death is looked for too.
 DEATH_CHECK_S = 0.2
+# Of what a process that died has printed: the end of it holds the error.
 STDERR_TAIL_BYTES = 4096
 
 
@@ -236,7 +236,7 @@ class _Child:
             if not self._hears_something(deadline):
                 return self._death() if self._process.poll() is not None else self._hang(deadline_s)
             try:
-                message = wire.receive_message(self._connection)
+                message = wire.receive(self._connection, wire.Message)
             except (EOFError, OSError):
                 return self._death()
             if message.phase is None:

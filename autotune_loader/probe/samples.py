@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate
 
@@ -27,6 +27,9 @@ from autotune_loader.pipeline.tracing import Wrapped, batch_begun, dumps, loads,
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.values.measurement import BadSample
+
+if TYPE_CHECKING:
+    from autotune_loader.probe.step import TrainingStep
 
 SLOW_FETCH_S = 1.0
 """A batch that takes longer is cut short, if the rest of it would take as long again."""
@@ -37,7 +40,7 @@ FEW = 4
 MOST_NOTED = 20
 """Of each process in each burst: enough to name."""
 ODD_SHARE = 8
-"""A batch that cannot be collated may lose one sample in so many."""
+"""A batch that cannot be collated may lose one sample in so many, and a burst one batch that the step raises for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +338,36 @@ def for_bursts(data: DataSide, notebook: Notebook, *, is_paced: bool) -> DataSid
         else BurstDataset(data.dataset, notebook, is_paced)
     )
     return replace(data, dataset=dataset, collate_fn=collate_fn)
+
+
+class BurstStep:
+    """Trains on batches; for the few that the user's step raises for, on one that it is known to take.
+
+    Args:
+        step: the step.
+        good: a batch as the loader delivers it, that the step was warmed up with.
+        notebook: where what raised is noted.
+    """
+
+    def __init__(self, step: TrainingStep, good: Any, notebook: Notebook) -> None:
+        self._step = step
+        self._good = good
+        self._notebook = notebook
+        self._batches = self._raised = 0
+
+    def __call__(self, batch: Any) -> None:
+        self._batches += 1
+        try:
+            self._step.train(batch)
+        except Exception as error:
+            self._raised += 1
+            if not is_of_dataset(error) or self._raised > 1 + self._batches // ODD_SHARE:
+                raise
+            try:
+                self._step.run(self._good)
+            except Exception:  # it is no fault of that batch, or has broken the device
+                raise error from None
+            self._notebook.note((), "the step on a batch", error)
 
 
 def raises_alone(data: DataSide, raised: Raised) -> bool:

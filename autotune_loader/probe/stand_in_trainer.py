@@ -17,6 +17,35 @@ def is_lightning_module(model: Any) -> bool:
     return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
 
 
+# Hooks of a module that make what its step needs, or change its batch, and that only a Trainer calls.
+HOOKS_NOT_RUN = (
+    "setup",
+    "configure_model",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+)
+
+
+class Silence:
+    """Stands in for a logger and its experiment: whatever is looked up or called is silence again."""
+
+    def __getattr__(self, name: str) -> Silence:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Silence:
+        return self
+
+
+def hooks_not_run(model: Any) -> list[str]:
+    """The hooks that a module defines, and that a step in the probe goes without."""
+    lightning = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
+    return [name for name in HOOKS_NOT_RUN if getattr(type(model), name, None) is not getattr(lightning, name, None)]
+
+
 class StandInTrainer(SimpleNamespace):
     """The part of `lightning.Trainer` that modules use in training.
 
@@ -29,9 +58,7 @@ class StandInTrainer(SimpleNamespace):
         off = dict.fromkeys(
             ("validating", "testing", "predicting", "evaluating", "sanity_checking", "barebones"), False
         )
-        absent = dict.fromkeys(
-            ("logger", "datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm")
-        )
+        absent = dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"))
         super().__init__(
             **off,
             **absent,
@@ -54,6 +81,7 @@ class StandInTrainer(SimpleNamespace):
             limit_train_batches=1.0,
             estimated_stepping_batches=EPOCHS * BATCHES,
             precision="32-true",
+            logger=Silence(),
             loggers=[],
             callbacks=[],
             callback_metrics={},

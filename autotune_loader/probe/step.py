@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
-from autotune_loader.probe.inference import UNUSED_LOSS, Form, infer
+from autotune_loader.probe.inference import UNUSED_LOSS, Form, StepInferenceError, infer
 from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
 
@@ -142,12 +142,17 @@ class _Training:
         self._rest, said = self._rest_of(seen, loss)
         step.description = f"{name}{said}"
         if said == FORWARD_ONLY:
-            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss)))
+            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
         if name.endswith(UNUSED_LOSS):
             step.notes.append(f"{name}: the batch has no target for it; loss_fn=None says the same")
         if name.startswith("mean of "):
             step.notes.append(STAND_IN_LOSS.format(step=name))
         self._learning = None
+        if self._rest.steps and not _steps_any_of(self._model, self._optimizer):
+            step.notes.append(
+                f"optimizer={type(self._optimizer).__name__} is over none of the model's parameters, so none is trained; "
+                "optimizer=torch.optim.AdamW, its class, would be made from them"
+            )
         if self._rest.by_closure:
             self._step_by_closure(batch)
         else:
@@ -185,12 +190,17 @@ class _Training:
             return rest, ", which steps the optimizer itself; gradients are zeroed here"
         if seen.has_run_backward:
             if not self._was_given_optimizer or self._needs_closure:
-                return _Rest(), ", which runs backward itself; no optimizer steps"
+                return _Rest(), ", which runs backward itself; no optimizer stepped on the first batch"
             rest = _Rest(steps=True, zeroed=(self._optimizer,))
             return rest, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            if loss.numel() != 1:
+                raise StepInferenceError(
+                    f"{self._form.name} gives a loss of shape {list(loss.shape)}, which has no backward; "
+                    "its mean (`return loss.mean()`, or a loss_fn with reduction='mean') would work"
+                )
             return _Rest(backward=True, steps=self._optimizer is not None, by_closure=self._needs_closure), ""
-        if _has_something_to_train(self._model) or self._was_given_optimizer:
+        if _trained(self._model) or self._was_given_optimizer:
             return _Rest(), FORWARD_ONLY
         return _Rest(), ""
 
@@ -259,20 +269,27 @@ def _watched() -> Iterator[_Seen]:
     """Sees, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
     seen = _Seen()
 
-    def told(owner: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
+    def told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
         original = getattr(owner, name)
 
         def called(*args: Any, **options: Any) -> Any:
-            tell()
+            tell(*args, **options)
             return original(*args, **options)
 
         setattr(owner, name, called)
-        return lambda: setattr(owner, name, original)
+        return functools.partial(setattr, owner, name, original)
 
-    def saw_backward() -> None:
+    def saw_backward(*_: Any, **__: Any) -> None:
         seen.has_run_backward = True
 
-    def saw_zero() -> None:
+    def saw_grad(_: Any, inputs: Any, *__: Any, create_graph: bool = False, **___: Any) -> None:
+        """Those of weights are stepped by hand; those of inputs, and of gradients themselves, only make a loss."""
+        if isinstance(inputs, (torch.Tensor, list, tuple)):  # else `model.parameters()`, which can be read only once
+            several = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+            create_graph |= not any(isinstance(each, torch.nn.Parameter) for each in several)
+        seen.has_run_backward |= not create_graph
+
+    def saw_zero(*_: Any, **__: Any) -> None:
         seen.has_zeroed = True
 
     def saw_step(optimizer: Any, *_: Any) -> None:
@@ -282,6 +299,7 @@ def _watched() -> Iterator[_Seen]:
     hook = register_optimizer_step_post_hook(saw_step)
     put_back = [
         told(torch.autograd, "backward", saw_backward),  # also what Tensor.backward calls
+        told(torch.autograd, "grad", saw_grad),
         told(torch.optim.Optimizer, "zero_grad", saw_zero),
         told(torch.nn.Module, "zero_grad", saw_zero),
     ]
@@ -293,7 +311,9 @@ def _watched() -> Iterator[_Seen]:
             each()
 
 
-def _why_no_gradient(loss: Any) -> str:
+def _why_no_gradient(loss: Any, returned: Any) -> str:
+    if loss is None and isinstance(returned, Mapping):
+        return f"of the keys {', '.join(map(str, returned))} none is `loss`"
     if loss is None:
         return "there is no loss"
     if isinstance(loss, torch.Tensor):
@@ -301,14 +321,21 @@ def _why_no_gradient(loss: Any) -> str:
     return f"the loss is a {type(loss).__name__}; `return loss` instead of `loss.item()` would work"
 
 
-def _has_something_to_train(model: Any) -> bool:
-    return isinstance(model, torch.nn.Module) and any(parameter.requires_grad for parameter in model.parameters())
+def _trained(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters that training changes."""
+    return [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+
+
+def _steps_any_of(model: Any, optimizer: Any) -> bool:
+    stepped = {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
+    own = {id(each) for each in _trained(model)}
+    return not stepped or not own or bool(stepped & own)
 
 
 def _optimizer_of(side: TrainingSide) -> Any:
     """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
     optimizer = side.optimizer
-    parameters = [p for p in _parameters(side.model) if p.requires_grad]
+    parameters = _trained(side.model)
     if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
         optimizer = _beside_its_parameters(optimizer)
     elif callable(optimizer):
@@ -348,7 +375,3 @@ def _beside_its_parameters(optimizer: Any) -> Any:
     if state and devices - {torch.device("cpu")}:
         optimizer.load_state_dict(optimizer.state_dict())  # casts, and knows which tensors belong on the host
     return optimizer
-
-
-def _parameters(model: Any) -> Iterator[torch.nn.Parameter]:
-    return model.parameters() if isinstance(model, torch.nn.Module) else iter(())

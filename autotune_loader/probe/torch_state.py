@@ -68,9 +68,15 @@ def _settings() -> dict[str, _Setting]:
         "float32_matmul_precision": _Setting(
             torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"
         ),
-        "deterministic_algorithms": _Setting(_deterministic, _set_deterministic, "off"),
+        "deterministic_algorithms": _Setting(
+            _deterministic,
+            lambda mode: torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn"),
+            "off",
+        ),
         "default_dtype": _Setting(
-            _default_dtype, lambda name: torch.set_default_dtype(getattr(torch, name)), "float32"
+            lambda: _name(torch.get_default_dtype()),
+            lambda name: torch.set_default_dtype(getattr(torch, name)),
+            "float32",
         ),
         "sharing_strategy": _Setting(
             sharing.get_sharing_strategy, sharing.set_sharing_strategy, _default_sharing_strategy()
@@ -115,14 +121,6 @@ def _deterministic() -> str:
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
-
-
-def _set_deterministic(mode: str) -> None:
-    torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn")
-
-
-def _default_dtype() -> str:
-    return _name(torch.get_default_dtype())
 
 
 def _default_sharing_strategy() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +63,10 @@ def send(connection: Connection, record: Hello | Request | Message) -> None:
     connection.send_bytes(msgspec.msgpack.encode(record))
 
 
-def receive_message(connection: Connection) -> Message:
-    """The child's next message.
+def receive(connection: Connection, kind: type[_Record]) -> _Record:
+    """The next record of the other side.
 
     Raises:
-        EOFError, OSError: the child is gone.
+        EOFError, OSError: it is gone.
     """
-    return msgspec.msgpack.decode(connection.recv_bytes(), type=Message)
-
-
-def receive_hello(connection: Connection) -> Hello:
-    return msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
-
-
-def receive_request(connection: Connection) -> Request:
-    return msgspec.msgpack.decode(connection.recv_bytes(), type=Request)
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=kind)

@@ -29,17 +29,14 @@ from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# The fewest that can differ, and one batch of each is enough.
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 # A canary that hangs must not end the study, nor take much of its time.
-SHORTEST_TIMEOUT_S = 5.0
-TIMEOUT_FACTOR = 10.0
+SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
 # Samples are read for so long, once alone and once by both workers; slow ones are few, or are left alone.
-READING_S = 0.08
-MOST_SAMPLES = 64
-HANGING_S = 2.0
+READING_S, MOST_SAMPLES, HANGING_S = 0.08, 64, 2.0
 # Samples that differ are read again alone, so often and so long: what is random must not be blamed on the workers.
-MOST_REPEATS = 8
-REPEATING_S = 0.3
+MOST_REPEATS, REPEATING_S = 8, 0.3
 # A sample of more parts than this (one that refers to its whole dataset, say) is not worth a checksum.
 MOST_PARTS = 20_000
 

@@ -17,6 +17,8 @@ FEWER_CORES = 0.6
 """Of the cores: what is told in one sentence is about half of them ..."""
 WORTH_TELLING = 0.7
 """... and most of the rate."""
+LEAST_CORES = 0.5
+"""Who keeps less than this of one core busy has nothing to save."""
 CLOSE = 0.005
 """Rates and cores this close count as equal: clocks tell no more."""
 
@@ -48,7 +50,7 @@ def frontier_sentence(result: TuningResult) -> str:
     """What about half of the cores would do; "" where that is little, or where cores were not measured."""
     points = frontier_points(result)
     best = next((each for each in points if each.is_measured and each.config == result.best), None)
-    if best is None:
+    if best is None or best.cores < LEAST_CORES:
         return ""
     fewer = [each for each in points if each.cores <= FEWER_CORES * best.cores]
     found = max(fewer, key=lambda each: each.samples_per_s, default=None)
@@ -104,9 +106,7 @@ def _measured(result: TuningResult) -> list[Point]:
             config=row.config,
             samples_per_s=row.rate.value,
             cores=row.measurement.cpu_share * result.twin.usable_cores,
-            memory_bytes=None
-            if row.measurement.memory is None
-            else row.measurement.memory.pss_bytes or row.measurement.memory.rss_bytes,
+            memory_bytes=None if row.measurement.memory is None else row.measurement.memory.taken_bytes,
             is_measured=True,
         )
         for row in standings(result)

@@ -14,12 +14,13 @@ from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, is_at_cei
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.summary import UNDECIDED
-from autotune_loader.report.units import is_telling, rate_text, share_text
+from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 ROUNDING = 1e-6
+"""Relative or absolute; sums of the same figures in another order differ by less."""
 CLOCKS = 0.05
 """Two clocks of the same thing may differ by so much, relatively, beyond their intervals."""
 LITTLE = 0.05
@@ -119,7 +120,7 @@ def _the_speed_up_is_that_of_the_rates(result: TuningResult) -> Iterator[str]:
         yield f"{ratio.value:.2f}x lies outside of {ratio.low:.2f}x to {ratio.high:.2f}x"
     if result.best == result.baseline and ratio.value != 1:
         yield f"{ratio.value:.2f}x over itself"
-    if rate is None or before is None or not (is_telling(rate) and is_telling(before)) or result.reused is not None:
+    if rate is None or before is None or not (rate.is_telling and before.is_telling) or result.reused is not None:
         return
     low, high = rate.low / max(before.high, 1e-9), rate.high / max(before.low, 1e-9)
     if ratio.low > high * (1 + CLOCKS) or ratio.high < low * (1 - CLOCKS):
@@ -141,7 +142,7 @@ def _a_choice_is_called_decided_when_it_was(result: TuningResult) -> Iterator[st
     if chosen is None or result.finals.whole_epochs:
         return
     for row in standings(result):
-        if row.source == "trial" and row.rate and is_telling(row.rate) and row.rate.low > FAR * chosen.value:
+        if row.source == "trial" and row.rate and row.rate.is_telling and row.rate.low > FAR * chosen.value:
             yield f"{row.config} reached {rate_text(row.rate.value)}, the choice {rate_text(chosen.value)}"
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO, get_args
 
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.report.units import rate_text, relative_error_text, seconds_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial
@@ -125,7 +126,7 @@ def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progre
     """
     require_choice("progress", mode, PROGRESS_MODES)
     stream = sys.stderr if stream is None else stream
-    if not _is_first_rank():
+    if rank_of_environment()[0]:
         return Progress(logging.DEBUG)
     is_terminal, is_notebook = _is_terminal(stream), _is_notebook()
     if mode == "off" or stream is None or (mode == "auto" and not (is_terminal or is_notebook)):
@@ -168,10 +169,6 @@ def _outcome(trial: Trial) -> str:
 def _left(seconds: float) -> str:
     whole = max(0, round(seconds))
     return f"{whole} s left" if whole < 120 else f"{seconds_text(whole)} left"
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0").strip() in ("", "0")
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -60,6 +60,8 @@ def _why(result: TuningResult, row: Standing, chosen: Interval | None) -> str:
         paired = f"{ratio:.2f} times the chosen one's rate in {len(ratios)} shared round" + "s" * (len(ratios) > 1)
         if row.ties_with_best:
             return f"as fast, and not cheaper: {paired}"
+        if round(ratio, 2) == 1:
+            return f"no faster: {paired}"
         return f"slower: {paired}" if ratio < 1 else f"not shown to be faster by what it costs more: {paired}"
     rate = row.rate
     if rate is None or chosen is None:

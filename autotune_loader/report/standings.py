@@ -45,7 +45,10 @@ def standings(result: TuningResult) -> tuple[Standing, ...]:
     # What the rounds say of a configuration stands in place of its burst; one round does not.
     known = {config.key() for config in result.finals.configs if len(result.finals.rates_of(config)) > 1}
     tried = [trial.config for trial in result.trials if trial.config.key() not in known]
-    configs = dict.fromkeys([*tried, *result.finals.configs])
+    # Whether workers live on shows in no rate: one row for both, unless the other is what one has or had.
+    own = [config for config in tried if config in (result.best, result.baseline)]
+    kept = {config.key(): config for config in [*tried, *own]}
+    configs = dict.fromkeys([*(c for c in tried if c in own or c == kept[c.key()]), *result.finals.configs])
     found = [_standing(config, result) for config in configs]
     # A finalist that only the twin knew, and for which no time was left, has nothing to stand by: that is no failure.
     found = [each for each in found if each.rate or each.failure or each.is_best or each.is_baseline]

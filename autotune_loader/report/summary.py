@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.report.units import is_telling
+from autotune_loader.report.units import counted
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 UNDECIDED = "Not decided"
 """How a summary begins whose choice is a guess."""
+NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
 # A speed-up is claimed in words only above this, and only when its interval lies above one.
 WORTH_CLAIMING = 1.005
 
@@ -17,7 +18,7 @@ WORTH_CLAIMING = 1.005
 def why_it_ended(reason: StopReason | None) -> str:
     """Why no more configurations were tried."""
     because = {
-        StopReason.CEILING: "the training step's own ceiling is reached",
+        StopReason.CEILING: "the bursts were as fast as the training step alone had been",
         StopReason.CHOICE_SAFE: "nothing untried is worth a burst",
         StopReason.OUT_OF_BUDGET: "the rest of the budget is kept for the finals",
         StopReason.OUT_OF_TRIALS: "as many trials were run as max_trials allows",
@@ -42,25 +43,21 @@ def why_undecided(outcome: RaceOutcome | None, tolerance: float) -> str | None:
     busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)
     if busy > MAX_DISCARDED_SHARE * count:
         quiet = "tuning again while the machine is quiet would decide it"
-        return f"other processes kept the cores busy in {busy} of {counted_rounds(count)}; {quiet}"
+        return f"other processes kept the cores busy in {busy} of {counted(count, 'paired round')}; {quiet}"
     if count < MIN_ROUNDS:
-        return f"only {counted_rounds(count)} fitted into the budget; a larger budget would decide it"
+        return f"only {counted(count, 'paired round')} fitted into the budget; a larger budget would decide it"
     if outcome.expected_loss > tolerance:
         return (
-            f"after {counted_rounds(count)} something else may be faster by more than the tolerance "
+            f"after {counted(count, 'paired round')} something else may be faster by more than the tolerance "
             f"({outcome.expected_loss:.1%} are expected to be lost); a larger budget would decide it"
         )
     return None
 
 
-def counted_rounds(count: int) -> str:
-    return f"{count} paired round" + ("" if count == 1 else "s")
-
-
 def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"
-    if not is_telling(rate):
+    if not rate.is_telling:
         return f"about {rate.value:,.0f} {unit}, too few or too noisy bursts for an interval"
     return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
 
@@ -79,7 +76,10 @@ def speedup_sentence(
         return f"That is {whose} itself: {found}."
     if speedup is None:
         return ""
-    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted_rounds(speedup.count)}"
+    if not speedup.is_telling:
+        rounds = f"too few rounds for an interval ({counted(speedup.count, 'paired round')})"
+        return f"It was {speedup.value:.2f}x as fast as {whose}, {rounds}."
+    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted(speedup.count, 'paired round')}"
     if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
     return f"Against {whose} the difference is within noise ({interval})."

@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Sequence
 
 from autotune_loader.report.advice.acceleration import acceleration_sentence
+from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.frontier import frontier_sentence
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
     counted,
-    is_telling,
     number_text,
     range_text,
     rate_text,
@@ -66,7 +66,8 @@ def render_trials(result: TuningResult, width: int = 100) -> str:
     table += _failure_lines(shown, width)
     if len(shown) < len(rows):
         table.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
-    legend = f"{BEST} chosen   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
+    chosen = "safest guess" if result.status == "undecided" else "chosen"
+    legend = f"{BEST} {chosen}   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
     return "\n".join([*table, "", legend])
 
 
@@ -93,8 +94,7 @@ def _cells(row: Standing) -> tuple[str, ...]:
 def _meter_cells(measurement: Measurement | None) -> tuple[str, str, str]:
     if measurement is None:
         return (UNKNOWN, UNKNOWN, UNKNOWN)
-    memory = measurement.memory  # PSS, or RSS where the kernel does not tell PSS
-    used = None if memory is None else memory.rss_bytes if memory.pss_bytes is None else memory.pss_bytes
+    used = None if measurement.memory is None else measurement.memory.taken_bytes
     return (share_text(measurement.wait_share), seconds_text(measurement.first_batch_s), bytes_text(used))
 
 
@@ -132,7 +132,7 @@ def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[st
     shown = [each for each in times[:most] if each.wall_share >= SMALL_STAGE or each.cpu_share >= SMALL_STAGE]
     longest = max((len(each.stage) for each in shown), default=0)
     return [
-        f"{each.stage:{longest}} {each.wall_share:4.0%} of the time, {each.cpu_share:4.0%} of the CPU  "
+        f"{each.stage:{longest}} {share_text(each.wall_share):>5} of the time, {share_text(each.cpu_share):>5} of the CPU  "
         f"{seconds_text(each.wall_s)}  {each.where}"
         for each in shown
     ]
@@ -145,7 +145,7 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append("Speed-up: none, as that is the configuration before tuning.")
     elif result.speedup is not None:
         rounds = counted(result.speedup.count, "paired round")
-        is_known = is_telling(result.speedup)
+        is_known = result.speedup.is_telling
         rounds = f"95 % interval of {rounds}" if is_known else f"too few rounds for an interval ({rounds})"
         facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
     elif result.finals.rounds:
@@ -161,6 +161,7 @@ def _facts(result: TuningResult) -> list[str]:
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
     facts += [sentence] if (sentence := frontier_sentence(result)) else []
     facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
+    facts += [f"{change_sentence(each)}." for each in result.data_changes]
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts

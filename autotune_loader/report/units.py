@@ -24,21 +24,16 @@ def number_text(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def is_telling(interval: Interval) -> bool:
-    """Whether an interval narrows anything down: not that of one observation, nor one wider than twice its value."""
-    return interval.is_telling
-
-
 def range_text(interval: Interval | None) -> str:
     """The limits of an interval: "1,180–1,290"; unknown where it tells nothing."""
-    if interval is None or not is_telling(interval):
+    if interval is None or not interval.is_telling:
         return UNKNOWN
     return f"{number_text(interval.low)}–{number_text(interval.high)}"
 
 
 def relative_error_text(interval: Interval) -> str:
     """Half the width relative to the value: "± 2.1 %"; "± ?" where the interval tells nothing."""
-    if not is_telling(interval):
+    if not interval.is_telling:
         return "± ?"
     return f"± {(interval.high - interval.low) / 2 / interval.value * 100:.1f} %"
 
@@ -47,7 +42,7 @@ def ratio_text(interval: Interval | None) -> str:
     """A ratio with its limits: "2.31x (2.20x to 2.42x)"."""
     if interval is None:
         return UNKNOWN
-    limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if is_telling(interval) else ""
+    limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if interval.is_telling else ""
     return f"{interval.value:.2f}x{limits}"
 
 

@@ -183,11 +183,16 @@ def keep(
     file = result.to_file()
     entry = _EntryFile(**{name: getattr(file, name) for name in LoaderFile.__dataclass_fields__}, cache=note)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(entry, folder / f"{identity.key}.json", private=True)
-        remove_oldest(folder)
+        put(entry, folder, identity.key)
     except OSError as error:
         log.warning("the result is not kept for reuse: %s", error)
+
+
+def put(record: Any, folder: Path, key: str) -> None:
+    """Write a record into a folder of this user's own, of which only so many are kept."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_json(record, folder / f"{key}.json", private=True)
+    remove_oldest(folder)
 
 
 def refuse_foreign(status: os.stat_result) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.results.cache import cache_folder, name_of, refuse_foreign, remove_oldest
+from autotune_loader.results.cache import cache_folder, name_of, put, refuse_foreign
 from autotune_loader.results.loader_file import SCHEMA_VERSION, read_loader_json
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.serialization import to_plain, write_json
+from autotune_loader.values.serialization import to_plain
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,7 @@ class KnownJob:
 
 
 def job_key(data: DataSide, machine: Fingerprint) -> str:
-    """Equal for the same data, loaded in the same way on the same kind of machine.
-
-    Args:
-        data: of the loader.
-        machine: its fingerprint.
-    """
+    """Equal for the same data, loaded in the same way on the same kind of machine."""
     parts = {name: name_of(getattr(data, name)) for name in ("dataset", "sampler", "batch_sampler", "worker_init_fn")}
     facts = {
         "machine": to_plain(replace(machine, driver=None, dataset="", storage="")),
@@ -54,11 +49,7 @@ def remember(key: str, config: LoaderConfig) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(
-            KnownJob(schema_version=SCHEMA_VERSION, config=config.to_dict()), folder / f"{key}.json", private=True
-        )
-        remove_oldest(folder)
+        put(KnownJob(schema_version=SCHEMA_VERSION, config=config.to_dict()), folder, key)
     except OSError as error:
         log.info("the configuration is not kept for the next job: %s", error)
 

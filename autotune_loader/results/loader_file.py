@@ -263,7 +263,7 @@ def read_loader_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]
         return parse(raw)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         raise ConfigFileError(
-            f"path={str(source)!r} is not a valid loader.json: {error}. Write a new one with result.save({source.name!r})"
+            f"path={str(source)!r} is not a valid loader.json: {error}. Write one with result.save('loader.json')"
         ) from error
 
 

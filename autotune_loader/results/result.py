@@ -45,7 +45,9 @@ def _in_a_line(result: TuningResult) -> str:
     rate, ratio = result.measured.samples_per_s, result.speedup
     told = [f"{result.status}: {result.best}"]
     told += [f"{rate} {result.measured.rate_unit}"] if rate is not None else []
-    told += [f"{ratio} times the rate of {result.baseline}"] if ratio is not None else []
+    told += (
+        [f"{ratio} times the rate of {result.baseline}"] if ratio is not None and result.best != result.baseline else []
+    )
     return f"<TuningResult {'; '.join(told)}>"
 
 

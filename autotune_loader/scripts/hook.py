@@ -19,8 +19,8 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.scripts.lines import Line, users_line
 from autotune_loader.scripts.plan import Plan
+from autotune_loader.values.lines import Line, users_line
 
 if TYPE_CHECKING:
     from autotune_loader.scripts.session import Session
@@ -31,11 +31,7 @@ TORCH_MODULE = "torch.utils.data.dataloader"
 
 
 class Hook:
-    """Finds the loaders of this process, until it is removed.
-
-    Args:
-        plan: what is done with them.
-    """
+    """Finds the loaders of this process, until it is removed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -65,11 +61,7 @@ class Hook:
         return self._session is not None and any(site.tally.batches for site in self._session.sites)
 
     def tell(self, *more: str) -> None:
-        """Report, once, what was seen; ranks other than 0 are silent.
-
-        Args:
-            *more: sentences about what could not be told.
-        """
+        """Report, once, what was seen, and `more` sentences; ranks other than 0 are silent."""
         if self._is_told or not self.has_batches:
             return
         self._is_told = True

@@ -24,9 +24,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from autotune_loader.scripts.hook import Hook
-from autotune_loader.scripts.lines import is_ours
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
+from autotune_loader.values.lines import is_ours
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""

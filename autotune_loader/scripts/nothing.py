@@ -6,7 +6,8 @@ import contextlib
 import json
 import sys
 
-from autotune_loader.scripts.plan import Plan, rank_of_environment
+from autotune_loader.machine.limits import rank_of_environment
+from autotune_loader.scripts.plan import Plan
 
 FOREIGN = {
     "nvidia.dali": "NVIDIA DALI",
@@ -26,15 +27,10 @@ def foreign_notes() -> list[str]:
 
 
 def tell_nothing(plan: Plan, more: tuple[str, ...] = ()) -> None:
-    """Say so; ranks other than 0, for which rank 0 may load, are silent.
-
-    Args:
-        plan: of the command line.
-        more: sentences about why.
-    """
+    """Say so, and `more` sentences why; ranks other than 0, for which rank 0 may load, are silent."""
     if rank_of_environment()[0]:
         return
-    notes = ["Nothing can be told: no DataLoader of torch's gave a batch.", *foreign_notes(), *more]
+    notes = ["Nothing can be told: no PyTorch DataLoader gave a batch.", *foreign_notes(), *more]
     report = {"verb": plan.verb, "loaders": [], "notes": notes}
     text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
     with contextlib.suppress(OSError, ValueError):  # a stream that is closed already

@@ -50,9 +50,3 @@ class Plan:
         """The plan of the process that started this one; None where there is none."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
-
-
-def rank_of_environment() -> tuple[int, int]:
-    """This process' rank and how many there are, as torchrun and Accelerate say it."""
-    rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdigit() else 0, int(ranks) if ranks.isdigit() else 1

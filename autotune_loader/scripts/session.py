@@ -16,13 +16,14 @@ from torch.utils.data import get_worker_info
 
 from autotune_loader.live.loader import AutoLoader
 from autotune_loader.live.ranks import is_one_of_many
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_file
-from autotune_loader.scripts.lines import Line, users_line
-from autotune_loader.scripts.plan import Plan, rank_of_environment
+from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.serving import ON_A_DEVICE, Served, why_not
 from autotune_loader.scripts.site import Contents, Site
 from autotune_loader.scripts.watching import RECORD, can_carry_history, carrying_history, is_part_of_us, watch
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line, users_line
 
 LOOK_S = 0.25
 """So often `tune` asks itself whether it is done."""
@@ -33,12 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """The loaders of this process.
-
-    Args:
-        plan: what is done with them.
-        lines: which line made a loader.
-    """
+    """The loaders of this process; `lines` says which line made one."""
 
     def __init__(self, plan: Plan, lines: Mapping[Any, Line]) -> None:
         self.plan = plan
@@ -46,7 +42,8 @@ class Session:
         self.begun = time.monotonic()
         self.stopped: str | None = None
         """Why `tune` ended the script."""
-        self.rank, self.ranks = rank_of_environment()
+        rank, self.ranks = rank_of_environment()
+        self.rank = rank or 0
         self._lines = lines
         self._autos: weakref.WeakKeyDictionary[Any, AutoLoader[Any]] = weakref.WeakKeyDictionary()
         self._file: LoaderFile | None = None if plan.apply is None else read_loader_file(plan.apply)
@@ -58,12 +55,7 @@ class Session:
         return max(self.sites, key=lambda site: site.tally.active_s, default=None)
 
     def iterate(self, loader: Any, iterated: Callable[[Any], Any]) -> Any:
-        """An iterator of a loader, in place of `iter(loader)`.
-
-        Args:
-            loader: of the script.
-            iterated: torch's own `DataLoader.__iter__`.
-        """
+        """An iterator of a loader, in place of `iter(loader)`; `iterated` is torch's own way to make one."""
         if not self._concerns(loader):
             return iterated(loader)
         site = self._site_of(loader)
@@ -117,7 +109,7 @@ class Session:
             if site.state is not None and site.tuning is not None:
                 auto.go_on_from(site.state, site.tuning)
             self._autos[loader] = auto
-        between = self._look if self.plan.verb == "tune" else _nothing
+        between = self._look if self.plan.verb == "tune" else (lambda now: None)
         served = Served(auto, site.tally, between, on_device=lambda: setattr(site, "why_not", ON_A_DEVICE))
         site.state, site.tuning = auto.learnt
         site.is_tuned = True
@@ -151,7 +143,3 @@ class Session:
             self.stopped = f"the budget of {budget_s:.0f} s is spent"
         if self.stopped is not None:
             signal.raise_signal(signal.SIGINT)
-
-
-def _nothing(now: float) -> None:
-    pass

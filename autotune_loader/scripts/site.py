@@ -16,10 +16,10 @@ from autotune_loader.live.tuner import Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.scripts.lines import Line
 from autotune_loader.scripts.tally import Tally
 from autotune_loader.scripts.watching import History, Record, can_carry_history
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line
 
 
 class Contents(NamedTuple):

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from autotune_loader.decision.selection import choose
+from autotune_loader.live.result import NOTHING
 from autotune_loader.live.tuner import LEAST_GAIN, TOLERANCE
-from autotune_loader.report.advice.steps import WORTH_S_TIME
+from autotune_loader.report.advice.steps import BELIEVABLE_GAIN, WORTH_S_TIME
 from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
+from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.nothing import foreign_notes
 from autotune_loader.scripts.plan import Plan
@@ -97,7 +99,7 @@ def report_of(session: Session) -> ScriptReport:
         peak_memory_bytes=own << 10,
         peak_child_memory_bytes=children << 10,
         peak_gpu_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-        loaders=tuple(_told(site, session.plan) for site in sorted(sites, key=_active_s, reverse=True)),
+        loaders=tuple(_told(site, session.plan) for site in sorted(sites, key=lambda site: -site.tally.active_s)),
         notes=tuple(_notes(session, sites)),
     )
 
@@ -117,11 +119,11 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     notes = [*report.notes, *more]
     if plan.output or plan.page:
         result = result_of(session)
-        for path, write in ((plan.output, _save), (plan.page, _save_page)):
+        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page)):
             if path is None:
                 continue
             if result is None:
-                notes.append(f"{path} was not written: too few batches were trained to say anything.")
+                notes.append(f"{path} was not written: the training was too short to say anything.")
                 continue
             try:
                 write(result, path)
@@ -145,12 +147,11 @@ def is_waiting_too_long(session: Session) -> bool:
     return most is not None and share is not None and share > most
 
 
-def _active_s(site: Site) -> float:
-    return site.tally.active_s
-
-
 def _notes(session: Session, sites: list[Site]) -> Iterator[str]:
     yield from foreign_notes()
+    if is_waiting_too_long(session) and session.main is not None:
+        waits, most = share_text(session.main.tally.wait_share), share_text(session.plan.most_waiting)
+        yield f"{session.main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
     if session.ranks > 1:
         yield f"These are the loaders of rank 0 of {session.ranks}."
     if session.stopped is not None:
@@ -181,15 +182,20 @@ def _told(site: Site, plan: Plan) -> LoaderReport:
         gain=_gain(result) if _is_measured_change(site) else None,
         why_watched=site.why_not if plan.verb != "watch" else None,
         binding="unknown" if verdict is None else verdict.binding,
-        verdict=_seen_from_outside(site) if verdict is None else verdict.sentence,
+        verdict=_seen_from_outside(site) if verdict is None else _lately(verdict),
         next_step=_next_step(site, result, plan.script),
     )
+
+
+def _lately(verdict: Verdict) -> str:
+    """A verdict is by the latest block, while the figures above it are of all the time."""
+    return verdict.sentence if verdict == NOTHING else f"Lately: {verdict.sentence}"
 
 
 def _seen_from_outside(site: Site) -> str:
     share = site.tally.wait_share
     if site.state is not None or share is None:
-        return "Too few batches were trained to say what binds."
+        return "The training was too short to say what binds."
     if share < 2 * WORTH_S_TIME:
         return f"The training step binds: the loop waits for data {share_text(share)} of the time."
     return "The loader binds; what in it cannot be told, as its batches were seen from outside only."
@@ -236,7 +242,11 @@ def _next_step(site: Site, result: TuningResult | None, script: str | None) -> s
     found = None if site.is_tuned or needs_no_workers else expected(site)
     if found is not None and found[1].value >= WORTH_S_TIME:
         config, gain = found
-        told = f"{_settings_text(config.to_kwargs())}: {_gain_text(gain)} expected"
+        # Far beyond what ran, something that was never seen will bind first.
+        rise = (
+            _gain_text(gain) if gain.value <= BELIEVABLE_GAIN else f"more than {1 + BELIEVABLE_GAIN:.0f} times the rate"
+        )
+        told = f"{_settings_text(config.to_kwargs())}: {rise} expected"
         if site.why_not is not None:
             return f"{told}; yours to try, as {site.why_not}"
         return f"{told}; autotune-loader run {script or 'train.py'} tries it while it trains"
@@ -281,10 +291,6 @@ def _json(report: ScriptReport) -> str:
     import msgspec
 
     return msgspec.json.encode(report).decode()
-
-
-def _save(result: TuningResult, path: str) -> None:
-    result.save(path)
 
 
 def _save_page(result: TuningResult, path: str) -> None:

@@ -22,11 +22,12 @@ from autotune_loader.live.traces import Change
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset, TracedEpoch, TracedWorkerInit, Wrapped
 from autotune_loader.probe.burst_loop import BatchShape
-from autotune_loader.scripts.lines import is_ours
 from autotune_loader.scripts.tally import Tally
+from autotune_loader.values.lines import is_ours
 
 RECORD = "_autotune_loader_record"
 """Attribute of an iterator that is watched."""
+# As `traceback` prints it.
 FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
 
 log = logging.getLogger(__name__)
@@ -57,22 +58,13 @@ class _PlainWorkerInit(_Plain, TracedWorkerInit):
 
 
 class Record:
-    """What is known of one loader's batches: when they were asked for, and came.
-
-    Args:
-        tally: of the loader.
-    """
+    """What is known of one loader's batches: when they were asked for, and came."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
 
     def begin(self, blocked_s: float, *, is_new: bool) -> None:  # noqa: ARG002 - a history asks
-        """An epoch begins.
-
-        Args:
-            blocked_s: what its start held the loop up.
-            is_new: whether it has new workers.
-        """
+        """An epoch begins, whose start held the loop up for so long; `is_new` where it has new workers."""
         self.tally.begin(blocked_s)
 
     def ask(self, now: float) -> None:

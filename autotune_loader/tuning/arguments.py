@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
+from autotune_loader.report.units import counted
 from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_count
+from autotune_loader.values.validation import require_bool, require_count
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +33,27 @@ LOADER_ARGUMENTS = (
     "in_order",
     "pin_memory_device",
 )
+OTHER_NAMES = {
+    "criterion": "loss_fn",
+    "loss": "loss_fn",
+    "workers": "max_workers",
+    "step": "train_step",
+    "time": "budget",
+}
+"""What others call arguments of `tune()`."""
 LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "generator", "drop_last")
 """What `tune()` takes over into a DataLoader as it is."""
+MOST_COLUMNS = 16
+"""More arrays of equally many rows are samples."""
+NO_MODELS = ("batch", "x", "xb", "inputs", "input", "data", "images")
+"""What the first parameter of a step is called where it is not the model."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """`tune`, with an answer for arguments of `DataLoader` that it does not have."""
+    known = inspect.signature(tune).parameters
 
     @functools.wraps(tune)
     def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -52,6 +68,14 @@ def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_A
                     f"{name}={kwargs[name]!r} is not an argument of tune(); tune(DataLoader(dataset, {name}={kwargs[name]!r}, "
                     "...), model) would work, and be compared with what is found"
                 )
+        if len(args) > 2:
+            raise TypeError(
+                f"{args[2]!r:.60} is the third argument of tune(); what follows dataset and model is given by name: "
+                "tune(dataset, model, loss_fn=..., optimizer=...) would work"
+            )
+        for name in kwargs.keys() - known.keys():
+            if near := [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, n=1):
+                raise TypeError(f"{name}={kwargs[name]!r:.60} is not an argument of tune(); {near[0]}=... would work")
         return tune(*args, **kwargs)
 
     return answering
@@ -63,8 +87,8 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     Args:
         dataset_or_loader: as in `tune()`, like `model`.
         model: what the step trains.
-        **given: what else `tune()` takes of the workload: `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`,
-            `device`) and the loader's parts (`LOADER_PARTS`); None, or nothing, where it is not given.
+        **given: what else `tune()` takes, of which `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`, `device`) and
+            the loader's parts (`LOADER_PARTS`) count here; None, or nothing, where it is not given.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
@@ -72,6 +96,8 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     _check_order(dataset_or_loader, model)
     parts = {name: given.get(name) for name in LOADER_PARTS}
     batch_size = given.get("batch_size")
+    if isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool):
+        batch_size = int(batch_size)  # numpy's
     require_count("batch_size", batch_size, minimum=1)
     given["train_step"] = _as_step_time(given.get("train_step"))
     for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
@@ -92,6 +118,24 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     return workload, notes
 
 
+def _check_parts(parts: Mapping[str, Any]) -> None:
+    """A class in place of an object, and what torch would only say from within a DataLoader, or not at all."""
+    import torch
+
+    for name in ("sampler", "batch_sampler"):
+        value = parts[name]
+        if isinstance(value, type):
+            raise TypeError(f"{name}={value.__name__} is a class; {name}={value.__name__}(...) would work")
+        if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
+            raise TypeError(f"{name}={value!r} gives no indices; {name}=None would work")
+    if not isinstance(generator := parts["generator"], (torch.Generator, type(None))):
+        raise TypeError(
+            f"generator={generator!r} is not a torch.Generator; generator=torch.Generator().manual_seed(0) would work"
+        )
+    if parts["drop_last"] is not None:
+        require_bool("drop_last", parts["drop_last"])
+
+
 def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
     """The training step, of what was given for it."""
     train_step, optimizer, loss_fn = (given.get(name) for name in ("train_step", "optimizer", "loss_fn"))
@@ -103,9 +147,18 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
             f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow; "
             "train_step=lambda model, batch: ... would work"
         )
-    if optimizer is not None and not callable(optimizer) and not hasattr(optimizer, "step"):
+    if (first := _first_parameter(train_step)) in NO_MODELS:
         raise TypeError(
-            f"optimizer={optimizer!r} has no step() and makes no optimizer; "
+            f"train_step={_shown(train_step)} is called as train_step(model, batch), and its first parameter is {first!r}; "
+            "train_step=lambda model, batch: ... would work"
+        )
+    if (
+        optimizer is not None
+        and not callable(optimizer)
+        and not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad"))
+    ):
+        raise TypeError(
+            f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer; "
             "optimizer=torch.optim.AdamW, or one over the model's parameters, would work"
         )
     return TrainingSide(
@@ -134,6 +187,9 @@ def _check_order(dataset: Any, model: Any) -> None:
             f"dataset_or_loader={dataset!r} is a path, not a dataset; "
             f"dataset_or_loader=torchvision.datasets.ImageFolder({os.fspath(dataset)!r}) would work"
         )
+    if isinstance(dataset, type):
+        name = dataset.__name__
+        raise TypeError(f"dataset_or_loader={name} is a class; dataset_or_loader={name}(...) would work")
     if _is_module(dataset):
         raise TypeError(
             f"dataset_or_loader={_shown(dataset)} is a model, which comes second; tune(dataset, model) would work"
@@ -174,6 +230,13 @@ def _loss_of(loss_class: type) -> Any:
             f"loss_fn={loss_class.__name__} is a class that cannot be made without arguments ({error}); "
             f"loss_fn={loss_class.__name__}(...) would work"
         ) from error
+
+
+def _first_parameter(function: Any) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None) if function is not None else None
+    except (TypeError, ValueError):  # written in C
+        return None
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
@@ -217,6 +280,8 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
             )
     _check_again("dataset_or_loader", loader.dataset)
     _check_shared_memory(loader.dataset)
+    if type(loader.sampler).__name__ in ("RandomSampler", "SequentialSampler"):
+        _check_length(loader.dataset)
     data = DataSide.from_loader(loader)
     for name in ("sampler", "batch_sampler"):
         _check_again(name, getattr(data, name))
@@ -224,6 +289,7 @@ def _data_of_loader(loader: Any, batch_size: int | None, parts: dict[str, Any]) 
 
 
 def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]) -> tuple[DataSide, list[str]]:
+    _check_parts(parts)
     _check_again("dataset_or_loader", dataset)
     _check_shared_memory(dataset)
     for name in ("sampler", "batch_sampler"):
@@ -273,21 +339,39 @@ def _check_map_style(dataset: Any, parts: dict[str, Any]) -> None:
             "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values)) would work"
         )
     if not has_order:
-        try:
-            length = len(dataset)
-        except Exception as error:
-            raise TypeError(
-                f"dataset_or_loader={name} has no length: len() raises {type(error).__name__}: {error}; "
-                "sampler=..., which says which indices there are, would work"
-            ) from error
-        if length == 0:
+        if _check_length(dataset) == 0:
             raise ValueError(
                 "dataset_or_loader is empty (len(dataset) == 0); a dataset with at least one sample would work"
             )
+        _check_columns(dataset)
     if isinstance(dataset, dict) and not has_order and 0 not in dataset:
         first = next(iter(dataset))
         raise TypeError(
             f"dataset_or_loader={name} looks up {first!r}, not sample 0; dataset_or_loader=data[{first!r}] would work"
+        )
+
+
+def _check_length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise TypeError(
+            f"dataset_or_loader={type(dataset).__name__} has no length: len() raises {type(error).__name__}: {error}; "
+            "sampler=..., which says which indices there are, would work"
+        ) from error
+
+
+def _check_columns(dataset: Any) -> None:
+    """`(X, y)` and `{"x": X, "y": y}`: arrays with a row for each sample, where a list of samples is meant."""
+    columns = list(dataset.values()) if isinstance(dataset, dict) else dataset
+    if not isinstance(columns, (tuple, list)) or not 1 < len(columns) <= MOST_COLUMNS:
+        return
+    shapes = {tuple(getattr(each, "shape", ())) for each in columns}
+    rows = {shape[:1] for shape in shapes}
+    if len(rows) == 1 and rows != {()} and (len(shapes) > 1 or isinstance(dataset, dict)):
+        raise TypeError(
+            f"dataset_or_loader={type(dataset).__name__} holds {len(columns)} arrays of {next(iter(rows))[0]} rows; "
+            f"TensorDataset(*map(torch.as_tensor, data{'.values()' if isinstance(dataset, dict) else ''})) would work"
         )
 
 
@@ -329,7 +413,7 @@ def _check_epoch(data: DataSide) -> list[str]:
             f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left; "
             f"batch_size={samples} would work"
         )
-    return [f"an epoch has {samples} samples, less than one batch of {size}"]
+    return [f"an epoch has {counted(samples, 'sample')}, less than one batch of {size}"]
 
 
 def _device_name(device: str | torch.device, model: Any = None) -> str:

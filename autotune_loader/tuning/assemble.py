@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
+from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
@@ -15,17 +16,19 @@ from autotune_loader.probe.samples import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
+from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.report.summary import (
+    NOTHING_COMPARED,
     UNDECIDED,
-    counted_rounds,
     rate_words,
     speedup_sentence,
     why_it_ended,
     why_undecided,
 )
+from autotune_loader.report.units import counted
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -42,7 +45,6 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.recheck import Recheck
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.twin import Twin
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Measurement
 from autotune_loader.values.statistics import Interval, mean_share
@@ -76,7 +78,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
-        twin=_twin_context(best, state, context),
+        twin=replace(state.context, epoch_batches=data.batches_per_epoch(best.batch_size)),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         accelerations=state.accelerations,
@@ -135,9 +137,10 @@ def assemble_reused(
         seconds=earlier.spent.seconds,
     )
     doubt = earlier.summary[0] if earlier.status == "undecided" else ""
+    rounds = counted(reused.rounds, "paired round")
     summary = (
         doubt,
-        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {counted_rounds(reused.rounds)}: "
+        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {rounds}: "
         f"{rate:,.0f} samples/s{paired}{'; ' if seen.why_long else ''}{seen.why_long}.",
         f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
         speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
@@ -215,7 +218,6 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
         return Measured(rate_unit=unit, baseline_samples_per_s=before)
-    memory = measurement.memory
     bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
     return Measured(
         rate_unit=unit,
@@ -231,10 +233,7 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
         gpu_util=measurement.gpu.util,
         gpu_util_reason=measurement.gpu.reason,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
-        rss_bytes=None if memory is None else memory.rss_bytes,
-        pss_bytes=None if memory is None else memory.pss_bytes,
-        pss_slope_bytes_per_s=None if memory is None else memory.pss_slope_bytes_per_s,
-        shm_bytes=None if memory is None else memory.shm_bytes,
+        **({} if measurement.memory is None else asdict(measurement.memory)),
     )
 
 
@@ -257,10 +256,6 @@ def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measuremen
     return batches * measured.batch_size
 
 
-def _twin_context(best: LoaderConfig, state: SearchState, context: RunContext) -> TwinContext:
-    return replace(state.context, epoch_batches=context.workload.data.batches_per_epoch(best.batch_size))
-
-
 def _twin(state: SearchState) -> Twin | None:
     """The twin of the search's bursts, as `predict()` makes it from a file."""
     return fit_twin([(t.config, t.measurement) for t in state.trials if t.measurement is not None], state.context)
@@ -268,9 +263,10 @@ def _twin(state: SearchState) -> Twin | None:
 
 def _finals(state: SearchState, context: RunContext) -> Finals:
     outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
+    tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
+    untried = NOTHING_COMPARED if len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET else None
     if outcome is None:
-        tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else None)
+        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else untried)
     return Finals(
         configs=outcome.configs,
         rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
@@ -280,7 +276,7 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
             averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
         ),
         as_fast=outcome.as_fast,
-        undecided=why_undecided(outcome, tolerance),
+        undecided=why_undecided(outcome, tolerance) or untried,
     )
 
 
@@ -300,6 +296,7 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
     sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
+    sentences += [f"{change_sentence(each)}." for each in state.data_changes]
     if state.finals is not None and state.whole_epochs:
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
@@ -317,7 +314,7 @@ def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, final
     for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
         same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
         assert same[0].failure is not None
-        notes.append(f"{len(same)} trial(s) failed ({kind}): {same[0].failure.message}")
+        notes.append(f"{counted(len(same), 'trial')} failed ({kind}): {same[0].failure.message}")
     return tuple(dict.fromkeys(notes))
 
 
@@ -334,8 +331,8 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
         sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts read another "
-            "sample in its place)"
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts took another "
+            "in its place)"
         )
     return sentences
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.space import Space
-from autotune_loader.probe.protocol import CountedProbe, Probe
+from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.schedule import (
-    CEILING_BURST,
     FINAL_BURST,
     SEARCH_BURST,
     EpochLength,
@@ -26,7 +25,7 @@ from autotune_loader.tuning.schedule import (
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.plan import CEILING_BURST, BurstPlan
 from autotune_loader.values.trial import Trial
 
 ROUND_SEEDS = 1_000
@@ -56,7 +55,9 @@ class BurstSource:
         first_batch_s: float = 0.0,
         stages: bool = False,
     ) -> None:
-        self._probe = CountedProbe(probe)
+        self._probe = probe
+        self.bursts = 0
+        """How many were run so far."""
         self._space = space
         self._trials = trials
         self._seconds_left = seconds_left
@@ -64,11 +65,6 @@ class BurstSource:
         self._stages = stages
         self._prefills: dict[LoaderConfig, float] = {}
         self.context = context
-
-    @property
-    def bursts(self) -> int:
-        """How many were run so far."""
-        return self._probe.count
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
         if ask.phase == "search":
@@ -91,33 +87,38 @@ class BurstSource:
 
     def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
         """The step on one cached batch again and again: the rate that no loader can exceed."""
+        self.bursts += 1
         return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
 
     def _searched(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group, stages=self._stages))
-        outcome = self._probe.burst(config, plan)
+        outcome = self._burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and config.batch_size is None:
-            outcome = self._probe.burst(config, plan)
+            outcome = self._burst(config, plan)
         return outcome
 
     def _from_full_queues(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """One burst; a second where the first shows that it, and all later ones, must begin with full queues."""
         plan = self._paced(config, replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group))
         filled_s = self._prefills.get(config, 0.0)
-        outcome = self._probe.burst(config, replace(plan, prefill_s=filled_s))
+        outcome = self._burst(config, replace(plan, prefill_s=filled_s))
         if filled_s or isinstance(outcome, Failure):
             return outcome
         filled_s = prefill_s(config, outcome, self.context)
         if not filled_s:
             return outcome
         self._prefills[config] = filled_s
-        return self._probe.burst(config, replace(plan, prefill_s=filled_s))
+        return self._burst(config, replace(plan, prefill_s=filled_s))
 
     def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
         deadline = self._deadline_s(config)
         whole = config.num_workers > 0
         plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=deadline, whole_epochs=whole)
+        return self._burst(config, plan)
+
+    def _burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        self.bursts += 1
         return self._probe.burst(config, plan)
 
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:

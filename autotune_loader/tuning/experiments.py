@@ -5,7 +5,6 @@ torch.compile and autocast change what is trained, so they are never applied; a 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -21,22 +20,21 @@ from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import ChangeFacts, Failure
 from autotune_loader.values.plan import BurstPlan, DataChangeKind
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.statistics import Round, paired_ratio
 from autotune_loader.values.trial import Acceleration, AccelerationKind, DataChange
 
 # The cheap one first: a compilation that does not end costs the probe process.
 KINDS: tuple[AccelerationKind, ...] = ("amp", "compile")
 NAMES: dict[AccelerationKind, str] = {"amp": "autocast", "compile": "torch.compile"}
-# Seconds of the rounds alone, and until when everything must have answered: compiling a large model takes minutes.
+# Seconds of the rounds alone.
 ROUNDS_S = 4.0
+# Until when everything must have answered: compiling a large model takes minutes.
 DEADLINE_S: dict[AccelerationKind, float] = {"amp": 60.0, "compile": 180.0}
 # With less than this left of the budget it is not begun: two models to warm up, and for torch.compile a compiler to load.
 LEAST_S: dict[AccelerationKind, float] = {"amp": 4.0, "compile": 15.0}
-# So much of the budget the search leaves for each, and no more than this share of it for both.
+# Seconds of the budget that the search leaves for each.
 KEPT_S: dict[AccelerationKind, float] = {"amp": 8.0, "compile": 25.0}
-KEPT_SHARE = 0.4
-
-
+KEPT_SHARE = 0.4  # of the budget, for both at the most
 CHANGE_SEEDS = 2_000
 """Other samples than those of the finals."""
 CHANGE_FEWEST = 3
@@ -130,7 +128,7 @@ def measured_change(
         samples: of an epoch; None where that is unknown.
         seconds_left: of the budget.
     """
-    ends, logs, facts = time.monotonic() + seconds_left, list[float](), ChangeFacts(code="")
+    ends, rounds, facts = time.monotonic() + seconds_left, list[Round](), ChangeFacts(code="")
     after = best
     try:
         if kind == "cache":
@@ -142,18 +140,16 @@ def measured_change(
                     probe, best if is_before else after, replace(plan, is_before=is_before)
                 )
                 facts = known or facts
-            logs.append(math.log(rates[False] / rates[True]))
-            if len(logs) >= CHANGE_FEWEST and time.monotonic() > ends:
+            rounds.append(Round(rates=rates))
+            if len(rounds) >= CHANGE_FEWEST and time.monotonic() > ends:
                 break
     except _ChangeFailedError as error:
         return DataChange(kind=kind, note=f"not measured: {error}")
-    mean = mean_interval(logs)
-    ratio = Interval(value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high), count=mean.count)
     size = facts.sample_bytes
     return DataChange(
         kind=kind,
         config=after,
-        speedup=ratio,
+        speedup=paired_ratio(rounds, False, True),
         code=facts.code,
         difference=facts.difference,
         sample_bytes=size,
@@ -177,17 +173,22 @@ def _plan_of(kind: DataChangeKind, number: int) -> BurstPlan:
 def _changed(probe: Probe, config: LoaderConfig, plan: BurstPlan) -> tuple[float, ChangeFacts | None]:
     outcome = probe.burst(config, plan)
     if isinstance(outcome, Failure):
-        raise _ChangeFailedError(outcome.message)
+        raise _ChangeFailedError(outcome.message.removeprefix("ValueError: "))
     return outcome.samples_per_s.value, outcome.change
 
 
 def _reason_not_to_change(kind: DataChangeKind, verdict: Verdict, probe: Probe | None, seconds_left: float) -> str:
     if verdict.binding not in FETCHING[kind]:
         return f"the verdict is {verdict.binding!r}, and it may gain only where that is {' or '.join(FETCHING[kind])}"
+    return _reason_of_run(probe, seconds_left, CHANGE_LEAST_S)
+
+
+def _reason_of_run(probe: object, seconds_left: float, least_s: float) -> str:
+    """Why nothing can be measured, whatever it is; empty where it can."""
     if probe is None:
         return "several ranks tune together; tune() in one process measures it"
-    if seconds_left < CHANGE_LEAST_S:
-        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {CHANGE_LEAST_S:.0f} s"
+    if seconds_left < least_s:
+        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {least_s:.0f} s"
     return ""
 
 
@@ -223,11 +224,7 @@ def _reason_not_to(kind: AccelerationKind, verdict: Verdict, probe: StepProbe | 
         return (
             f"the training step does not bind (the verdict is {verdict.binding!r}), so a faster one would gain nothing"
         )
-    if probe is None:
-        return "several ranks tune together; tune() in one process measures it"
-    if seconds_left < LEAST_S[kind]:
-        return f"{max(0.0, seconds_left):.0f} s were left of the budget, and it takes at least {LEAST_S[kind]:.0f} s"
-    return ""
+    return _reason_of_run(probe, seconds_left, LEAST_S[kind])
 
 
 def _answer(kind: AccelerationKind, outcome: Acceleration | Failure, plan: BurstPlan) -> Acceleration:

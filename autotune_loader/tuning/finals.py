@@ -91,6 +91,10 @@ class Finals:
         chosen = [*faster_variants(self._state.trials, space, tolerance), *shortlist(known, space, tolerance)]
         rule = self._beliefs.plain_rule()
         chosen += [rule] if rule is not None else []
+        # One that hangs in a round takes the time of many rounds.
+        chosen = [config for config in chosen if not self._beliefs.is_unproven(config)]
+        if not chosen:
+            return []
         if whole:
             # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
             chosen[1:1] = with_fewer_rounds(chosen[0], self._job.epoch_batches or 1, space.max_workers)
@@ -119,7 +123,7 @@ class Finals:
         known = None if self._state.whole_epochs else self._beliefs.posterior()
         if known is not None and race.is_admitting():
             nominated = shortlist(known, self._beliefs.space, self._options.tolerance)
-            race.admit([self._name_in(race, config) for config in nominated])
+            race.admit([self._name_in(race, each) for each in nominated if not self._beliefs.is_unproven(each)])
 
     def _time_step_alone(self, race: Race) -> None:
         """The step alone once more, under the load that the rounds run under."""

@@ -6,14 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
 from autotune_loader.values.plan import ISOLATIONS, Isolation
-from autotune_loader.values.validation import require_choice, require_count
+from autotune_loader.values.validation import require_bool, require_choice, require_count, require_number
 
-SEARCHES = ("auto", "tpe", "grid", "random")
 # What changes the semantics of training and is searched only where the user says so.
 ALLOWABLE = (
     "batch_size",
@@ -29,6 +28,7 @@ ALLOWABLE = (
     "draft",
 )
 Search = Literal["auto", "tpe", "grid", "random"]
+SEARCHES: tuple[Search, ...] = get_args(Search)  # for the check of an argument
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Below this the first batch and one burst do not fit, whatever the workload.
@@ -70,10 +70,9 @@ class TuneOptions:
         for name in ("max_trials", "max_workers"):
             require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
         if self.max_cores is not None:
-            if isinstance(self.max_cores, bool) or not isinstance(self.max_cores, (int, float)):
-                raise TypeError(f"max_cores={self.max_cores!r} is not a number; max_cores=2 would work")
+            require_number("max_cores", self.max_cores, example=2)
             if not 0 < self.max_cores < float("inf"):
-                raise ValueError(f"max_cores={self.max_cores!r} is not more than 0; max_cores=2 would work")
+                raise ValueError(f"max_cores={self.max_cores!r} is no number of cores; max_cores=2 would work")
         if self.seed is None:
             raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)
@@ -82,8 +81,7 @@ class TuneOptions:
         require_choice("progress", self.progress, PROGRESS_MODES)
         for name in sorted(self.allow):
             require_choice("allow", name, ALLOWABLE)
-        if isinstance(self.tolerance, bool) or not isinstance(self.tolerance, (int, float)):
-            raise TypeError(f"tolerance={self.tolerance!r} is not a number; tolerance=0.02 would work")
+        require_number("tolerance", self.tolerance, example=0.02)
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} is not a share between 0 and 1; tolerance=0.02 would work")
 
@@ -91,6 +89,10 @@ class TuneOptions:
         """The options that decide what may be chosen, as plain JSON values: part of a result's identity in the cache."""
         names = ("max_workers", "max_cores", "max_host_memory_bytes", "max_shm_bytes", "tolerance", "search")
         return {"allow": sorted(self.allow), **{name: getattr(self, name) for name in names}}
+
+
+# The options of `tune()`, of which sizes and times are raw: "60s", "8GB".
+OPTIONS = tuple(each.name.removesuffix("_s").removesuffix("_bytes") for each in fields(TuneOptions))
 
 
 def parse_options(options: dict[str, Any]) -> TuneOptions:
@@ -102,13 +104,17 @@ def parse_options(options: dict[str, Any]) -> TuneOptions:
     values["allow"] = _parse_allow(values.pop("allow"))
     values["output"] = _parse_path("output", values["output"], what="a path", example="'loader.json'")
     values["storage"] = _parse_path("storage", values["storage"], what="a path or URL", example="'study.journal'")
+    if values["storage"] and "://" not in values["storage"] and re.search(r":.*@", values["storage"]):
+        raise ValueError(
+            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
+            "storage='postgresql+psycopg://user:password@host/db' would work"
+        )
     if isinstance(values["progress"], bool):
         values["progress"] = "on" if values["progress"] else "off"
     if values["study_name"] is not None and not isinstance(values["study_name"], str):
         raise TypeError(f"study_name={values['study_name']!r} is not a text; study_name='my-study' would work")
     for name in ("reuse", "stages"):
-        if not isinstance(values[name], bool):
-            raise TypeError(f"{name}={values[name]!r} is not a bool; {name}=False would work")
+        require_bool(name, values[name])
     return TuneOptions(**values)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
@@ -209,8 +210,8 @@ def is_distributed(environ: Mapping[str, str] = os.environ) -> bool:
 
     if dist.is_available() and dist.is_initialized():
         return bool(dist.get_world_size() > 1)
-    size = environ.get("WORLD_SIZE", "1")
-    if "RANK" in environ and size.isdecimal() and int(size) > 1:
+    rank, size = rank_of_environment(environ)
+    if rank is not None and size > 1:
         raise RuntimeError(
             f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks cannot agree on a configuration; "
             "call torch.distributed.init_process_group() before tune(), on every rank, or unset RANK to tune alone"

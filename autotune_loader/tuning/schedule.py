@@ -18,7 +18,6 @@ from autotune_loader.values.trial import Trial
 
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 """One burst of the search: it need only rank and feed the twin; the paired rounds measure."""
-CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 FINAL_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
 """One burst of a paired round: long enough to average over stalls, short enough that a round sees one state of the machine.
 It hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet."""
@@ -33,18 +32,17 @@ FINALS_PATIENCE_S = 7.0
 VARIANTS_SHARE = 0.15
 """Share of the budget that is kept for variants of the best, where the user allows what the twin knows nothing of."""
 
-ROUNDS_PER_BURST = 4.5
-"""A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`)."""
-LONGEST_BURST_S = 3.0
+ROUNDS_PER_BURST, LONGEST_BURST_S = 4.5, 3.0
+"""A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`). A burst is
+no longer than this for their sake."""
 FILLING_SHARE = 0.1
 """While workers put more than this share of what they make into their queues, they compute more than in training."""
 CROWDED_SHARE = 0.5
 """With more than this share of the logical cores at work some share a physical one, and slow each other down."""
 LONGEST_PREFILL_S = 0.75
 """Enough for queues of eight batches a worker (`studies.fidelity.compare filling`); slower workers fill a part of theirs."""
-DEADLINE_FACTOR = 10.0
-"""A burst that takes longer than this many times the slowest successful one is taken for a hang."""
-SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 10.0, 120.0
+DEADLINE_FACTOR, SHORTEST_DEADLINE_S, LONGEST_DEADLINE_S = 10.0, 10.0, 120.0
+"""A burst that takes longer than this many times the slowest successful one is taken for a hang, within these bounds."""
 UNKNOWN_DEADLINE_S = 30.0
 """Before a burst with workers has shown how long these take to start."""
 LEAST_DEADLINE_S = 20.0

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     import optuna
 
 # Bounds of the integer knobs: wide and fixed, because Optuna refuses to resume a study whose bounds moved.
-MOST_PREFETCH = 64
-MOST_THREADS = 1024
+MOST_PREFETCH, MOST_THREADS = 64, 1024
 # Axes that mean nothing without workers.
 ONLY_WITH_WORKERS = ("in_order", "multiprocessing_context")
 

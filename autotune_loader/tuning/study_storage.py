@@ -18,6 +18,8 @@ from autotune_loader.values.secrets import without_secrets
 log = logging.getLogger(__name__)
 # A restart of a database server takes seconds, a failover of a managed one about a minute.
 PATIENCE_S = 120.0
+# One that is not there at all is most likely a typing error, and the budget is a minute.
+FIRST_PATIENCE_S = 10.0
 # A trial of another host that has run this long belongs to a run that was killed there.
 STALE_AFTER = timedelta(minutes=15)
 OWNER = "owner"  # the attribute of a trial that names who runs it
@@ -72,18 +74,25 @@ def open_database(url: str) -> Any:
     """Optuna's storage for a database URL; connections that the server has dropped are replaced before use.
 
     Raises:
-        ValueError: the URL names nothing that can be opened.
+        ValueError: the URL names nothing that can be opened, or nothing answers there.
         MissingExtraError: the database's driver is not installed.
     """
     from optuna.storages import RDBStorage
-    from sqlalchemy.exc import ArgumentError
+    from sqlalchemy.exc import ArgumentError, OperationalError
 
     shown = without_secrets(url)
     options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
     try:
         _make_private(url)
-        return patiently(lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first)
+        return patiently(
+            lambda: RDBStorage(url, engine_kwargs=options), passes=_passes_at_first, patience_s=FIRST_PATIENCE_S
+        )
     # Their own texts, and those of their causes, may quote the URL or pieces of it.
+    except OperationalError as error:
+        cause = without_secrets(str(error.orig).splitlines()[0])
+        if "@" in cause:  # the end of a password that holds one is taken for the beginning of a host
+            cause = type(error.orig).__name__
+        raise ValueError(f"storage={shown!r} cannot be opened ({cause}); storage='study.journal' would work") from None
     except (ArgumentError, ValueError):
         raise ValueError(
             f"storage={shown!r} names no database that can be opened; storage='study.journal' would work"

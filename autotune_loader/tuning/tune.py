@@ -32,7 +32,7 @@ from autotune_loader.tuning.lockstep import (
     share,
     workload_of_rank,
 )
-from autotune_loader.tuning.options import Search, TuneOptions, parse_options
+from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import Ranks, joined_ranks
 from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
@@ -144,43 +144,10 @@ def tune(
         WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         RankLostError: under torchrun, where every rank must call `tune()`: a rank failed, died or did not answer.
     """
+    given = dict(locals())  # every argument by its name
     started = time.monotonic()
-    options = parse_options(
-        {
-            "budget": budget,
-            "max_trials": max_trials,
-            "max_workers": max_workers,
-            "max_cores": max_cores,
-            "max_host_memory": max_host_memory,
-            "max_shm": max_shm,
-            "allow": allow,
-            "tolerance": tolerance,
-            "search": search,
-            "seed": seed,
-            "isolation": isolation,
-            "storage": storage,
-            "study_name": study_name,
-            "reuse": reuse,
-            "stages": stages,
-            "output": output,
-            "progress": progress,
-        }
-    )
-    workload, notes = make_workload(
-        dataset_or_loader,
-        model,
-        batch_size=batch_size,
-        loss_fn=loss_fn,
-        train_step=train_step,
-        optimizer=optimizer,
-        device=device,
-        collate_fn=collate_fn,
-        sampler=sampler,
-        batch_sampler=batch_sampler,
-        worker_init_fn=worker_init_fn,
-        generator=generator,
-        drop_last=drop_last,
-    )
+    options = parse_options({name: given[name] for name in OPTIONS})
+    workload, notes = make_workload(**given)
     with told_beside_errors(notes), joined_ranks() as ranks:
         leads = ranks is None or ranks.leads
         with make_progress(options.progress if leads else "off") as shown:
@@ -210,7 +177,8 @@ def _tuned(
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
         probe = lead(ranks, opened.probe)
-        progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers")
+        at_first = "" if space.workers_are_capped else " at first"
+        progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers{at_first}")
         context = RunContext(
             workload=workload,
             space=space,

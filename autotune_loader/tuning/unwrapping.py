@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _Part = TypeVar("_Part")
 # How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them.
-SEARCH_DEPTH = 3
-MOST_PARTS = 64
+SEARCH_DEPTH, MOST_PARTS = 3, 64
+# Characters of a value in an error; of a longer one its class is named.
 LONGEST_SHOWN = 60
 STEP_FOR_REST = "pass a train_step that takes"
-# Classes with an `__iter__` of their own that yields what torch's would.
-AS_TORCH = ("StatefulDataLoader",)
+# Classes with an `__iter__` of their own that yields what torch's would; Accelerate's bring it to the device, as the step does.
+AS_TORCH = ("StatefulDataLoader", "DataLoaderShard")
 # What an object that is neither can do, and the call for it; the first that it can do decides.
 ANSWERS = (
     ("get_train_dataloader", "autotune_loader.integrations.transformers.tune_trainer(trainer)"),

@@ -9,7 +9,7 @@ prediction    what the twin answers                    model        Twin: fit, p
 
 from autotune_loader.twin.model import Twin
 from autotune_loader.twin.observation import Observation
-from autotune_loader.twin.prediction import Ceiling, Prediction, Stage
+from autotune_loader.twin.prediction import Prediction, Stage
 from autotune_loader.twin.queue import simulate, steady_rate
 
-__all__ = ["Ceiling", "Observation", "Prediction", "Stage", "Twin", "simulate", "steady_rate"]
+__all__ = ["Observation", "Prediction", "Stage", "Twin", "simulate", "steady_rate"]

@@ -25,6 +25,7 @@ MACHINE_SPEED_SD = 0.06
 """Relative sd of CPU seconds for the same work between one minute and another: 6.3 % over 25 minutes on a quiet virtual
 machine with 4 cores (studies/fidelity). All that computes shares it, so no number of batches shows it."""
 FIXED_POINT_ROUNDS = 30
+"""Each goes half of the way to the load that follows from it: 1e-9 of the way is left."""
 SAME_BUSY = 1.05
 """Bursts whose busy workers differ by less than this factor are averaged, not interpolated."""
 SAME_WORKERS = 0.25
@@ -283,6 +284,12 @@ def wanted_share(seen: Observation, waiting_s: float) -> float:
     return float(np.clip((wall - waiting_s) / wall, min(cpu / wall, 1.0), 1.0))
 
 
+def _wanting(seen: Observation, contention: Contention) -> Floats:
+    """Workers that wanted a CPU during a burst."""
+    share = wanted_share(seen, float(contention.wait_s[0]))
+    return np.asarray(_busy(seen, contention) * (seen.num_workers > 0) * share)
+
+
 def _disturbance(
     seen: Observation,
     threads_of: Callable[[int | None], float],
@@ -295,9 +302,7 @@ def _disturbance(
         return ALONE
     if not step_is_parallel:
         return seen.workers_at_work
-    wanting = np.asarray(
-        _busy(seen, contention) * (seen.num_workers > 0) * wanted_share(seen, float(contention.wait_s[0]))
-    )
+    wanting = _wanting(seen, contention)
     return float(starved_threads(wanting, np.asarray(threads_of(seen.consumer_threads)), np.asarray(cores)))
 
 
@@ -309,9 +314,7 @@ def _step_bend(
     cores: float,
     rng: np.random.Generator,
 ) -> Floats:
-    wanting = np.asarray(
-        _busy(seen, contention) * (seen.num_workers > 0) * wanted_share(seen, float(contention.wait_s[0]))
-    )
+    wanting = _wanting(seen, contention)
     shared = step_share(wanting, contention.step_cores * threads_of(seen.consumer_threads), np.asarray(cores))
     bend: Floats = np.log(
         np.maximum(_noisy(seen.step_s, rng), 1e-12) / np.maximum(step_base_s[seen.consumer_threads] * shared, 1e-12)

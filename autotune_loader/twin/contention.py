@@ -16,7 +16,7 @@ USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,10 +33,11 @@ GAMMA_PRIOR = (0.0, 0.03)
 """Mean and sd of the stretch of waiting per further busy worker: storage that still scales is the common case."""
 STEP_CORES_PRIOR = (1.0, 0.3)
 """Mean and sd of the step's true core use relative to its thread count; OpenMP threads also spin between regions."""
+# Grids on which the most likely values are looked for: evenly for shares, by factors for what may be near zero.
 ALPHAS = np.linspace(0.0, 0.6, 121)
 BETAS = np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)])
 GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 30)])
-STEP_CORES = np.linspace(0.0, 2.0, 21)
+STEP_CORES = np.linspace(0.0, 2.0, 21)  # relative to its threads
 
 
 def stretch(running: Floats, alpha: Floats, beta: Floats) -> Floats:
@@ -105,15 +106,8 @@ class Contention:
 
     def take(self, columns: np.ndarray) -> Contention:
         """The same parameters, draw by draw as `columns` says."""
-        return Contention(
-            cpu_s=self.cpu_s[columns],
-            alpha=self.alpha[columns],
-            beta=self.beta[columns],
-            wait_s=self.wait_s[columns],
-            gamma=self.gamma[columns],
-            step_cores=self.step_cores[columns],
-            variability=self.variability,
-        )
+        drawn = ("cpu_s", "alpha", "beta", "wait_s", "gamma", "step_cores")
+        return replace(self, **{name: getattr(self, name)[columns] for name in drawn})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

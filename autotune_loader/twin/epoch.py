@@ -17,6 +17,7 @@ from autotune_loader.twin.calibration import Calibration
 from autotune_loader.twin.queue import Floats, simulate_in_order
 from autotune_loader.twin.stages import Columns, Load, Stages, at_columns
 
+# Batches slow each other down: so often the loads follow from who is at work when, and the other way round.
 TURNS = 4
 # Begin and end among the moments of a batch.
 FETCH, CONSUMPTION = (0, 1), (2, 3)

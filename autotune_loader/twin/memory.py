@@ -34,7 +34,7 @@ class MemoryModel:
         not turn it.
         """
         seen = [
-            (config, float(burst.memory.pss_bytes or burst.memory.rss_bytes), burst.batch_bytes)
+            (config, float(burst.memory.taken_bytes), burst.batch_bytes)
             for config, burst in bursts
             if burst.memory is not None
         ]
@@ -42,7 +42,7 @@ class MemoryModel:
             return None
         # Bursts without workers share nothing with anybody and tell little of those with.
         chosen = [each for each in seen if each[0].num_workers] or seen
-        rest = [(config.num_workers, taken - _in_flight(config) * size) for config, taken, size in chosen]
+        rest = [(config.num_workers, taken - config.batches_in_flight * size) for config, taken, size in chosen]
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(rest, 2) if a[0] != b[0]]
         slope = statistics.median(slopes) if slopes else None
         worker = slope if slope is not None and slope > 0 else None
@@ -53,8 +53,4 @@ class MemoryModel:
     def peak_bytes(self, config: LoaderConfig) -> int:
         """Peak PSS that is expected of a configuration, with its queue as full as it may get."""
         each = UNSEEN_WORKER_BYTES if self.worker_bytes is None else self.worker_bytes
-        return round(self.base_bytes + config.num_workers * each + _in_flight(config) * self.batch_bytes)
-
-
-def _in_flight(config: LoaderConfig) -> int:
-    return config.num_workers * (config.prefetch_factor or 0) + 1
+        return round(self.base_bytes + config.num_workers * each + config.batches_in_flight * self.batch_bytes)

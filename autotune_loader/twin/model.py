@@ -12,7 +12,7 @@ from autotune_loader.twin.calibration import Calibration, calibrate
 from autotune_loader.twin.contention import BURST_SD, stretch
 from autotune_loader.twin.epoch import epoch_ends
 from autotune_loader.twin.observation import Observation, whole_cycles
-from autotune_loader.twin.prediction import Ceiling, Prediction, Stage, binding_stage
+from autotune_loader.twin.prediction import Prediction, binding_stage
 from autotune_loader.twin.queue import (
     BEST,
     DRAWS,
@@ -104,32 +104,6 @@ class Twin:
             seed=seed,
         )
 
-    def predict(
-        self,
-        num_workers: int,
-        prefetch_factor: int | None = None,
-        *,
-        epoch_batches: int | None = None,
-        startup_s: float | None = None,
-        cores: float | None = None,
-        **knobs: Any,
-    ) -> Prediction:
-        """What to expect of one configuration; `predict_all` is much faster for many.
-
-        Args:
-            num_workers: as in `LoaderConfig`, like `prefetch_factor` and `knobs`; what needs workers is dropped without them.
-            prefetch_factor: batches that each worker is handed ahead.
-            epoch_batches: as in `predict_all`, like the next two.
-            startup_s: seconds until workers begin.
-            cores: usable cores.
-            **knobs: other fields of `LoaderConfig`.
-        """
-        if not num_workers:
-            prefetch_factor = None
-            knobs = {**knobs, "in_order": True, "persistent_workers": False}
-        config = LoaderConfig(num_workers=num_workers, prefetch_factor=prefetch_factor, **knobs)
-        return self.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s, cores=cores)[0]
-
     def predict_all(
         self,
         configs: Sequence[LoaderConfig],
@@ -168,12 +142,12 @@ class Twin:
             at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
             roof = roofs[config.consumer_threads, config.device_prefetch]
             rate, spread = _centre_and_spread(rates[at])
-            rate = min(rate, roof.samples_per_s / self.batch_size)
+            rate = min(rate, roof / self.batch_size)
             started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
             epoch, paid_s = rate, 0.0 if config.persistent_workers else started_s
             if epoch_batches and i in ends:
                 # A step on the workers' cores is faster once these are done early; whatever else seems to be, is luck.
-                most = roof.samples_per_s / self.batch_size if self.calibration.step_is_parallel else rate
+                most = roof / self.batch_size if self.calibration.step_is_parallel else rate
                 epoch = min(epoch_batches / max(paid_s + ends[i], 1e-12), most)
             elif epoch_batches:
                 epoch = _epoch_rate(begun[i], rate, epoch_batches, paid_s)
@@ -258,8 +232,8 @@ class Twin:
 
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
-    ) -> Ceiling:
-        """The roofline: what the consumer alone and the cores alone allow. No prediction exceeds it."""
+    ) -> float:
+        """The roofline: samples/s that the consumer alone and the cores alone allow. No prediction exceeds it."""
         # Pinned or not, whichever is quicker: the roof is over both.
         receive_s = min(float(self.calibration.receive.values[:, 0].min()), self.calibration.hand_over_s)
         step_s = self._least_step_s(consumer_threads)
@@ -267,12 +241,8 @@ class Twin:
         calibration = self.calibration
         serial = float((calibration.serial_service_s + calibration.serial_receive_s)[0]) + step_s
         cpu_s = min(float(calibration.contention.cpu_s[0]), *(float(o.cpu_s.mean()) for o in self.observations), np.inf)
-        limits: dict[Stage, float] = {
-            "consumer": self.batch_size / max(min(per_batch, serial), 1e-9),
-            "cpu": self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9),
-        }
-        binding: Stage = "consumer" if limits["consumer"] <= limits["cpu"] else "cpu"
-        return Ceiling(samples_per_s=limits[binding], binding=binding, limits=limits)
+        by_consumer = self.batch_size / max(min(per_batch, serial), 1e-9)
+        return min(by_consumer, self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9))
 
     @property
     def batch_size(self) -> float:

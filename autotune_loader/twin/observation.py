@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -274,22 +274,15 @@ class Observation:
         if config.device_prefetch and measurement.gpu.copy_s is not None:
             # Hidden behind the step it leaves no trace in the loop; it is what another depth has to hide, too.
             handed_over = np.array([measurement.gpu.copy_s])
+        seen = {each.name: getattr(stages, each.name) for each in fields(stages) if each.name != "first_fetch_s"}
         return cls(
+            **{**seen, "receive_s": handed_over},
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor or 1,
-            service_s=stages.service_s,
-            cpu_s=stages.cpu_s,
-            receive_s=handed_over,
-            step_s=stages.step_s,
             batch_size=measurement.batch_size,
             samples_per_s=measurement.samples_per_s.value,
-            busy_workers=stages.busy_workers,
-            at_work=stages.at_work,
             pin_memory=config.pin_memory,
             pin_s=pinned,
-            between_s=stages.between_s,
-            waited_s=stages.waited_s,
-            saw_ready=stages.saw_ready,
             consumer_threads=config.consumer_threads,
             device_prefetch=config.device_prefetch,
             startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),

@@ -1,4 +1,4 @@
-"""What the twin answers: the rate of one configuration, the rate that none exceeds, and the stage that sets either."""
+"""What the twin answers: the rate of one configuration, and the stage that sets it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 
 Stage = Literal["workers", "cpu", "storage", "consumer", "transport", "pinning"]
+LIMITS: Mapping[Stage, str] = {
+    "cpu": "the cores",
+    "storage": "the storage",
+    "consumer": "the training step",
+    "transport": "handing batches over",
+    "pinning": "copying into page-locked memory",
+}
+"""What limits a rate, in words; workers apart, which there may be none of."""
 STRETCHED = 1.1
 """From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
 
@@ -45,17 +53,13 @@ class Prediction:
 
     def __str__(self) -> str:
         memory = "" if self.pss_bytes is None else f", {self.pss_bytes / 2**20:,.0f} MiB"
-        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by the {self.binding}{memory}"
+        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by {self._limit}{memory}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """The rate that no number of workers can exceed, and what sets it."""
-
-    samples_per_s: float
-    binding: Stage
-    limits: Mapping[Stage, float]
-    """Samples per second that each resource allows on its own."""
+    @property
+    def _limit(self) -> str:
+        if self.binding == "workers":
+            return "the number of workers" if self.config.num_workers else "fetching without a worker"
+        return LIMITS[self.binding]
 
 
 def binding_stage(i: int, rate: float, columns: Columns, stages: Stages, load: Load, calibration: Calibration) -> Stage:

@@ -15,10 +15,9 @@ import numpy as np
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.queue import Floats
 
-MODEL_SD = 0.12
+MODEL_SD, MODEL_LENGTH = 0.12, 1.0
 """What the contention model gets wrong, as the standard deviation of a logarithm, and over which distance in e-folds of
 the load one error differs from another."""
-MODEL_LENGTH = 1.0
 LEVEL_SD = 0.3
 """The same of all bursts together: a reference that was itself measured in one burst."""
 OFFSET_SD = 0.12

@@ -45,12 +45,7 @@ class Load:
 
     def halfway(self, to: Load) -> Load:
         """The load between the two: full steps towards a fixed point oscillate where the cores are just full."""
-        return Load(
-            at_work=0.5 * (self.at_work + to.at_work),
-            busy=0.5 * (self.busy + to.busy),
-            wanting=0.5 * (self.wanting + to.wanting),
-            consumer=0.5 * (self.consumer + to.consumer),
-        )
+        return Load(**{each.name: 0.5 * (getattr(self, each.name) + getattr(to, each.name)) for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

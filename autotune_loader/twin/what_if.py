@@ -23,8 +23,11 @@ def with_stages(twin: Twin, times: Sequence[StageTime], factors: Mapping[str, fl
         factors: by the stage's name.
 
     Raises:
+        TypeError: no mapping.
         ValueError: a stage that there is not, or a factor below 0; nothing was watched.
     """
+    if not isinstance(factors, Mapping):
+        raise TypeError(f"stages={factors!r} names no factors; stages={{'decode': 0.5}} would work")
     known = [each for each in times if each.stage != HAND_OVER]  # it runs beside the fetch
     for name, factor in factors.items():
         _check(name, factor, [each.stage for each in known])

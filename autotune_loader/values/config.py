@@ -103,6 +103,11 @@ class LoaderConfig:
         """The configuration without what evidence of a rate cannot tell apart: whether workers live on after an epoch."""
         return replace(self, persistent_workers=False)
 
+    @property
+    def batches_in_flight(self) -> int:
+        """The most that its queues hold, and the one that is handed over."""
+        return self.num_workers * (self.prefetch_factor or 0) + 1
+
     def with_workers(self, num_workers: int, prefetch_factor: int | None = None) -> LoaderConfig:
         """The configuration with another number of workers, and without what only workers have where there are none."""
         if num_workers == 0:

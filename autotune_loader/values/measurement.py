@@ -44,6 +44,11 @@ class MemoryUse:
     shm_bytes: int | None = None
     """Peak use of /dev/shm above what was there before the burst."""
 
+    @property
+    def taken_bytes(self) -> int:
+        """PSS, or RSS where PSS is not known."""
+        return self.pss_bytes or self.rss_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:

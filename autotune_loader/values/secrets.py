@@ -13,6 +13,7 @@ _SECRET_NAME = re.compile(
 )
 # A shorter value would be found in innocent words.
 SHORTEST_SECRET = 6
+# https://user:password@host, and ?token=...
 _USER_INFO = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@")
 _PARAMETER = re.compile(r"\b(\w*(?:password|passwd|token|secret|api_?key|access_?key))=[^\s&'\",)]+", re.IGNORECASE)
 

@@ -37,7 +37,7 @@ def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False
         raise
 
 
-def require_writable(name: str, path: str | os.PathLike[str]) -> None:
+def require_writable(name: str, path: str | os.PathLike[str], example: str = "loader.json") -> None:
     """Find out now, not after a minute of measuring, whether a file can be written.
 
     Raises:
@@ -52,7 +52,7 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> None:
         trial.unlink()
     except OSError as error:
         raise ValueError(
-            f"{name}={os.fspath(path)!r} cannot be written ({error.strerror}); {name}='loader.json' would work"
+            f"{name}={os.fspath(path)!r} cannot be written ({error.strerror}); {name}={example!r} would work"
         ) from error
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 FOREIGN_CPU_LIMIT = 0.25
 """A round is suspect above this foreign CPU share: on 4 cores that is one whole core that a worker wanted."""
-ANCHOR_DRIFT_LIMIT = 0.13
-"""A round is suspect when its anchor moved more (log-ratio): three sigma of two bursts with 3 % noise each."""
 MAX_DISCARDED_SHARE = 1 / 3
 """With more suspect rounds than this the noise is the machine's normal state, and all rounds are kept."""
 Z_95 = 1.96
@@ -62,8 +60,6 @@ class Round:
 
     rates: Mapping[Any, float]
     """Samples/s by candidate, under any key; a candidate that failed in this round is missing."""
-    anchor_drift: float | None = None
-    """Log-ratio of the anchor's last to its first rate in the round: how much the machine changed meanwhile."""
     foreign_cpu_share: float | None = None
     """Largest CPU share of foreign processes during a burst of the round, 0 to 1 of the usable cores."""
 
@@ -74,8 +70,8 @@ class Round:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the machine was too busy or changed too much; never depends on the candidates' own rates."""
-        return abs(self.anchor_drift or 0.0) > ANCHOR_DRIFT_LIMIT or (self.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT
+        """Whether the machine was too busy; never depends on the candidates' own rates."""
+        return (self.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +149,9 @@ def usable_rounds(rounds: Sequence[Round]) -> UsableRounds:
     if len(clean) == len(rounds):
         return UsableRounds(rounds=clean)
     if len(rounds) - len(clean) > MAX_DISCARDED_SHARE * len(rounds):
-        note = f"The machine was busy or changed speed in {suspect}; all rounds were kept."
+        note = f"The machine was busy in {suspect}; all rounds were kept."
         return UsableRounds(rounds=tuple(rounds), note=note)
-    return UsableRounds(rounds=clean, note=f"Left out {suspect} in which the machine was busy or changed speed.")
+    return UsableRounds(rounds=clean, note=f"Left out {suspect} in which the machine was busy.")
 
 
 def log_ratios(rounds: Sequence[Round], a: Hashable, b: Hashable) -> list[float]:
@@ -183,11 +179,6 @@ def of_selected(confidence: float, rounds: Sequence[Round], chosen: Hashable) ->
     intervals for selected parameters", for one selected; the same as Bonferroni's). The m are those that the rounds do not
     show to be slower than the chosen one: the subset of Gupta (1965, "On some multiple decision (selection and ranking)
     rules"), with the noise of all ratios together, since some ran in one round only.
-
-    Args:
-        confidence: of the interval.
-        rounds: by which it was chosen.
-        chosen: whose interval it is.
     """
     keys = {key for each in rounds for key in each.rates} - {chosen}
     ratios = [logs for key in keys if (logs := log_ratios(rounds, key, chosen))]
@@ -259,7 +250,3 @@ def _exp(logs: Interval) -> Interval:
 
 def _exp_or_inf(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf

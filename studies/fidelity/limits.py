@@ -18,9 +18,10 @@ from pathlib import Path
 from autotune_loader.demo import cache_folder
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
+from autotune_loader.tuning.schedule import SEARCH_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import CEILING_BURST
 from studies.fidelity import ceilings
 from studies.fidelity.ceilings import Limit
 from studies.fidelity.grid import WORKLOAD_NAMES

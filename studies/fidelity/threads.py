@@ -24,11 +24,12 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.tuning.schedule import CEILING_BURST, FINAL_BURST
+from autotune_loader.tuning.schedule import FINAL_BURST
 from autotune_loader.twin import smoothing
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import CEILING_BURST
 from studies.fidelity.measure import workload_of
 from studies.regret.bench import regret_workload
 from studies.workloads import DOCUMENTS, WORKLOADS

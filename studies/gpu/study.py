@@ -18,8 +18,9 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.schedule import CEILING_BURST, SEARCH_BURST
+from autotune_loader.tuning.schedule import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import CEILING_BURST
 from autotune_loader.values.statistics import Round, paired_ratio
 from studies.fidelity.ceilings import is_compute_bound
 from studies.gpu.jobs import JOBS, Size

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_loader.integrations.transformers import training_arguments, tune_trainer
+from autotune_loader.integrations import transformers as integration
+from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
+from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 
 transformers = pytest.importorskip("transformers")
@@ -49,6 +51,49 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, p
     assert trainer.get_train_dataloader().num_workers == result.best.num_workers
     assert result.batch_size.value == 32
     assert trainer.train().global_step == 2 * 8
+
+
+def test_what_is_no_trainer_is_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"trainer=Model is not a transformers.Trainer; tune\(dataset, model\) would work"
+    ):
+        tune_trainer(Model())
+
+
+def test_a_sampler_of_the_trainers_own_is_kept(tmp_path: Path, points: Any) -> None:
+    # GIVEN Trainers that shuffle, and one that has a sampler of its own, as one that groups by length has
+    class Ordered(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(points)
+
+    kinds = [transformers.Trainer, Ordered]
+    trainers = [kind(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate) for kind in kinds]
+
+    # THEN what is tuned has the same
+    samplers = [type(plain_loader(trainer).sampler).__name__ for trainer in trainers]
+    assert samplers == ["RandomSampler", "SequentialSampler"]
+
+
+def test_a_loss_and_a_precision_of_the_trainers_own_are_heeded(
+    tmp_path: Path, points: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a Trainer with a loss of its own, in bf16
+    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(**inputs)["loss"] * 2
+
+    was_on: list[bool] = []
+
+    def tuned(*_: Any, **__: Any) -> Any:
+        was_on.append(torch.is_autocast_enabled("cpu"))
+        return simulated_result(SimulatedMachine())
+
+    monkeypatch.setattr(integration, "tune", tuned)
+    trainer = Own(Model(), arguments(tmp_path, bf16=True), train_dataset=points, data_collator=collate)
+    # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
+    assert any("own compute_loss; pass train_step=" in note for note in tune_trainer(trainer).warnings)
+    assert not any("compute_loss" in note for note in tune_trainer(trainer, train_step=0.01).warnings)
+    assert was_on == [True, True]
 
 
 def test_the_fields_of_a_file_make_training_arguments(tmp_path: Path, points: Any) -> None:

@@ -100,6 +100,17 @@ def test_it_finds_what_is_as_fast_as_anything_and_loses_little_meanwhile(machine
     assert trained.share > 0.93
 
 
+def test_a_loop_of_thousands_of_batches_a_second_is_decided_too() -> None:
+    # GIVEN batches of 0.1 ms, of which a block has more than are looked at
+    quick = SimulatedMachine(cores=2, cpu_s=0.00006, receive_s=0.0, step_s=0.00003)
+
+    # WHEN it trains for longer than a block may take
+    trained = train(quick, 2, start=ALONE)
+
+    # THEN the block has ended
+    assert [event.kind for event in trained.tuner.history][:1] == ["block"]
+
+
 def test_a_step_that_binds_is_left_alone_or_made_cheaper() -> None:
     trained = train(STEP, 30)
 

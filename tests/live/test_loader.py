@@ -89,8 +89,19 @@ def test_nor_for_a_dataset_that_wraps_one() -> None:
     assert not AutoLoader(Subset(inner, [0, 1]), batch_size=2, config=kept).config.persistent_workers
 
 
-def test_an_exception_of_the_dataset_is_raised_at_its_batch_and_the_next_follows() -> None:
-    iterator = iter(AutoLoader(Failing(8), batch_size=2))
+def test_without_workers_the_loop_makes_its_batches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a torch whose iterators, which take 7 us a batch, are not to be had
+    loader = AutoLoader(Numbers(6), batch_size=2)
+    monkeypatch.setattr(DataLoader, "__iter__", None)
+
+    # WHEN it is iterated THEN its batches come all the same
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # this machine may have nothing to pin for
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_exception_of_the_dataset_is_raised_at_its_batch_and_the_next_follows(pinned: bool) -> None:
+    iterator = iter(AutoLoader(Failing(8), batch_size=2, pin_memory=pinned))
     seen = [next(iterator), next(iterator)]
     with pytest.raises(KeyError, match="sample 5"):
         next(iterator)
@@ -139,8 +150,11 @@ def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any
 
 
 def test_an_argument_that_a_dataloader_does_not_have_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="num_worker"):
-        AutoLoader(Numbers(4), num_worker=2)
+    for name in ("num_workers", "max_workers", "shuffle"):
+        with pytest.raises(TypeError, match=rf"{name[:-1]}=2 is an argument of neither .*; {name} would work"):
+            AutoLoader(Numbers(4), **{name[:-1]: 2})
+    with pytest.raises(TypeError, match="tune='yes' is not a bool"):
+        AutoLoader(Numbers(4), tune="yes")  # type: ignore[arg-type]
 
 
 def test_a_change_above_a_budget_is_refused_and_nothing_changes() -> None:

@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from autotune_loader.live.order import Order, Source, drawn_again
-from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
+from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, draws_nothing, mixed
 from studies.live.schedules import SAMPLERS, Case, Eager, arguments, states
 
 
@@ -157,6 +165,34 @@ def test_the_loops_own_random_state_is_put_back() -> None:
         seeds.end()
 
     assert states() == before
+
+
+def test_seeds_of_batches_stay_what_they_are_from_version_to_version() -> None:
+    assert [mixed(7, 0), mixed(7, 256), mixed(-3, 5), mixed(2**63 - 1, 10**9)] == [
+        7191089600892374487,
+        5849839063485525204,
+        589125513075409766,
+        632687015101552067,
+    ]
+
+
+ROWS = torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize("plain", [TensorDataset(ROWS), Subset(TensorDataset(ROWS), [0]), ROWS, ROWS.numpy(), [1, 2]])
+def test_plain_data_need_no_seeds(plain: Any) -> None:
+    assert draws_nothing(plain, default_collate)
+    assert not draws_nothing(plain, lambda samples: torch.rand(len(samples)))
+
+
+def test_whatever_runs_code_of_the_users_is_seeded() -> None:
+    class Own(TensorDataset):
+        pass
+
+    class Noisy(list[int]):
+        pass
+
+    assert not any(draws_nothing(own, default_collate) for own in (Own(ROWS), Noisy([1]), Subset(Own(ROWS), [0])))
 
 
 def test_neighbouring_batches_and_epochs_have_seeds_far_apart() -> None:

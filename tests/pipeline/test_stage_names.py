@@ -228,3 +228,15 @@ def test_objects_that_raise_when_looked_at_end_nothing() -> None:
 
     TracedDataset(Of(Odd())).__getitems__([0])
     assert seen == [UNKNOWN]
+
+
+def test_code_that_a_library_made_at_run_time_is_no_line_of_the_users() -> None:
+    # GIVEN a library that makes a namedtuple, whose code is of no file
+    made: dict[str, Any] = {"look": look}
+    exec(compile("def fields():\n    look()", "<string>", "exec"), made)
+    called = library("PIL.Image", "open")
+
+    def prepare(index: int) -> Any:
+        return called(made["fields"])
+
+    assert stages(Of(prepare)) != []  # of this file

@@ -45,7 +45,7 @@ class Logging(Module):
         self.log("loss", loss, prog_bar=True)
         self.log_dict({"epoch": self.current_epoch, "step": self.global_step})
         assert self.trainer.training
-        assert self.logger is None
+        self.logger.experiment.add_scalar("loss", loss, self.global_step)
         return {"loss": loss, "logits": 1}
 
 
@@ -55,6 +55,16 @@ class Scheduled(Module):
         steps = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Normalising(Module):
+    """Batches are made ready on the device, as augmentations are."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((batch["x"], batch["y"]))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0] / 2, "y": batch[1]}
 
 
 class Manual(Module):
@@ -102,6 +112,7 @@ def trained(model: Any) -> TrainingStep:
         (Module, AUTOMATIC),
         (Logging, AUTOMATIC),
         (Scheduled, AUTOMATIC),
+        (Normalising, AUTOMATIC),
         (Manual, ITSELF),
         (TwoOptimizers, "LightningModule.training_step(batch), which steps the optimizer itself"),
     ],
@@ -129,6 +140,18 @@ def test_what_the_stand_in_does_not_have_is_named_with_the_way_around_it() -> No
 
     with pytest.raises(TypeError, match=r"training_step.*self\.trainer\.fit_loop.*pass train_step="):
         trained(Asking())
+
+
+def test_hooks_that_only_a_trainer_calls_are_named_where_a_step_fails_without_them() -> None:
+    class SetUp(Module):
+        def setup(self, stage: str) -> None:
+            self.head = nn.Linear(3, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return functional.cross_entropy(self.head(self.layer(batch[0])), batch[1])
+
+    with pytest.raises(TypeError, match=r"no attribute 'head'; pass train_step=.*or call setup before: only a Trainer"):
+        trained(SetUp())
 
 
 def test_an_optimizer_that_was_given_takes_the_place_of_the_modules_own() -> None:

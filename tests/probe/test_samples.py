@@ -279,6 +279,26 @@ def test_a_bad_sample_is_named_by_workers_too_and_blames_no_configuration(tmp_pa
     assert [(bad.name, bad.error) for bad in measured.bad_samples] == [("sample 41", "ValueError: broken image 41")]
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(("bad", "is_blamed"), [(range(41, 42), False), (range(20, 10_000), True)])
+def test_a_batch_that_the_step_raises_for_blames_no_configuration(tmp_path: Path, bad: range, is_blamed: bool) -> None:
+    # GIVEN a step that raises for some labels: one of them, or all after the first batches
+    def step(model: Any, batch: torch.Tensor) -> None:
+        if any(int(value) in bad for value in batch):
+            raise IndexError("Target is out of bounds")
+
+    data = DataSide.from_dataset(Numbers(), batch_size=4, sampler=SequentialSampler(Numbers()))
+    bench = Bench(lambda: data, lambda: data, lambda: TrainingSide(train_step=step, device="cpu"), str(tmp_path))
+    assert not isinstance(bench.prepare(), Failure)
+    # WHEN a burst meets them
+    outcome = bench.burst(LoaderConfig(), QUICK)
+    # THEN a few are named, and have another batch in their place
+    assert isinstance(outcome, Failure) == is_blamed
+    if isinstance(outcome, Measurement):
+        named = [("the step on a batch", "IndexError: Target is out of bounds")]
+        assert [(each.name, each.error) for each in outcome.bad_samples] == named
+
+
 class BadInWorkers(Numbers):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 41 and get_worker_info() is not None:

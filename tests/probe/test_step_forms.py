@@ -98,10 +98,30 @@ def returns_pair(model: nn.Module, optimizer: Any, batch: Any) -> Any:
     return model(batch[0]), returns_loss(model, optimizer, batch)
 
 
+def steps_by_hand(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    loss = returns_loss(model, optimizer, batch)
+    gradients = torch.autograd.grad(loss, model.parameters())
+    with torch.no_grad():
+        for weight, gradient in zip(model.parameters(), gradients, strict=True):
+            weight -= 0.1 * gradient
+    return loss
+
+
+def penalises_gradients(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    x = batch[0].clone().requires_grad_()
+    loss = functional.cross_entropy(model(x), batch[1])
+    return loss + torch.autograd.grad(loss, x, retain_graph=True)[0].square().sum()
+
+
 def returns_dict(model: nn.Module, optimizer: Any, batch: Any) -> Any:
     return {"loss": returns_loss(model, optimizer, batch), "log": 1}
 
 
+def returns_score_first(model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    return torch.tensor(0.5), returns_loss(model, optimizer, batch)
+
+
+BACKWARD_ONLY = ", which runs backward itself; no optimizer stepped on the first batch"
 ITSELF = ", which steps the optimizer itself"
 OWN_STEPS = [
     # the step,      is an optimizer given, what is said,                                                  is it trained
@@ -116,7 +136,9 @@ OWN_STEPS = [
     (scaled, False, ITSELF, True),
     (without_zeroing, False, ITSELF + "; gradients are zeroed here", True),
     (backward_only, True, ", which runs backward itself, then SGD.step()", True),
-    (backward_only, False, ", which runs backward itself; no optimizer steps", False),
+    (backward_only, False, BACKWARD_ONLY, False),
+    (penalises_gradients, True, "", True),
+    (returns_score_first, True, "", True),
     (returns_item, True, ", forward only", False),
     (returns_item, False, ", forward only", False),
 ]
@@ -149,6 +171,16 @@ def test_a_step_is_done_once_and_what_it_does_itself_is_said(
     assert [("return loss" in note, "times" in note or "time the forward" in note) for note in step.notes] == (
         [(True, True)] if "forward only" in says else []
     )
+
+
+def test_weights_that_are_stepped_by_hand_are_seen_to_be_trained() -> None:
+    model = linear()
+    before = model.weight.detach().clone()
+
+    step = trained((X, Y), model=model, train_step=lambda model, batch: steps_by_hand(model, None, batch))
+
+    assert (step.description, step.notes) == (f"train_step(model, batch){BACKWARD_ONLY}", [])
+    assert not torch.equal(model.weight, before)
 
 
 def test_gradients_do_not_pile_up_where_the_step_leaves_zeroing_to_the_loop() -> None:
@@ -341,6 +373,7 @@ CONV = nn.Conv2d(2, CLASSES, 1)
 MASKS = torch.randint(0, CLASSES, (N, 5, 5))
 BOXES = ([IMAGES[0], IMAGES[1]], [{"boxes": torch.rand(1, 4)}, {"boxes": torch.rand(2, 4)}])
 MSE = nn.MSELoss()
+SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
 
 
 def own_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
@@ -362,6 +395,13 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("regression", linear(), (X, torch.rand(N, CLASSES)), None, "mse_loss(model(x), y)"),
     ("regression (N,)", linear(1), (X, torch.rand(N)), None, "mse_loss(model(x), y)"),
     ("masks", CONV, (IMAGES, MASKS), None, "cross_entropy(model(x), y)"),
+    (
+        "masks with nothing (255)",
+        CONV,
+        (IMAGES, MASKS.masked_fill(MASKS == 0, 255)),
+        None,
+        "cross_entropy(model(x), y)",
+    ),
     ("masks (N, 1, H, W)", CONV, (IMAGES, MASKS[:, None]), None, "cross_entropy(model(x), y)"),
     ("one-logit masks", nn.Conv2d(2, 1, 1), (IMAGES, MASKS[:, None] > 0), None, "bce_with_logits(model(x), y)"),
     ("tokens", linear(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, "cross_entropy(model(x), y)"),
@@ -409,6 +449,15 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("several heads", Parts(lambda o: {"a": o, "b": o}), (X, {"a": Y, "b": Y}), None, "cross_entropy(model(x), y)"),
     ("two targets", Parts(lambda o: (o, o)), (X, [Y, Y]), None, "cross_entropy(model(x), y)"),
     ("two inputs", nn.Bilinear(IN, IN, CLASSES), (X, X, Y), None, "cross_entropy(model(x1, x2), y)"),
+    ("two inputs, nested", nn.Bilinear(IN, IN, CLASSES), ((X, X), Y), None, "cross_entropy(model(*x), y)"),
+    (
+        "two inputs, nested by name",
+        nn.Bilinear(IN, IN, CLASSES),
+        ({"input1": X, "input2": X}, Y),
+        None,
+        "cross_entropy(model(**x), y)",
+    ),
+    ("a loss with options", linear(), (X, Y), SMOOTHED, "cross_entropy(model(x), y)"),
     ("an index besides", linear(), (X, Y, torch.arange(N)), None, "cross_entropy(model(x), y)"),
     ("TensorDict", linear(), TensorDict({"image": X, "label": Y}), None, "batch['label'])"),
     ("graph", Graph(), GRAPH, None, "cross_entropy(model(x=batch.x, edge_index=batch.edge_index), batch.y)"),
@@ -504,6 +553,10 @@ def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
         ({"image": X.byte(), "label": Y}, linear()),
         ((X.byte(), Y), linear()),
         ({"ct": {"path": "a.nii", "data": X}, "label": Y}, linear()),
+        ((X.double(), Y), linear()),
+        ((X.numpy(), Y), linear()),
+        ({"features": X, "price": torch.rand(N, CLASSES)}, linear()),
+        ({"row": list(X.double().T), "label": Y}, linear()),
     ],
 )
 def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module) -> None:
@@ -512,8 +565,30 @@ def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module
         trained(batch, model=fails)
     line = str(caught.value).split("pass train_step=")[1]
     # WHEN its line is used with a model that fits THEN it trains
-    train_step = eval(line, {"cross_entropy": functional.cross_entropy})
+    train_step = eval(line, {**vars(functional), "torch": torch})
     assert trained(batch, model=linear(), train_step=train_step).notes == []
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "model", "batch", "says"),
+    [
+        (nn.TripletMarginLoss(), linear(), (X, X, X), "loss_fn(*map(model, batch))"),
+        (nn.TripletMarginLoss(), nn.Bilinear(IN, IN, 1), (X, Y), "loss_fn(...), for a tuple of 2"),
+        (lambda model, batch: model(batch[0]).sum(), linear(), (X, Y), "passed as train_step=, it would work"),
+        (nn.CrossEntropyLoss(reduction="none"), linear(), (X, Y), f"a loss of shape [{N}]"),
+    ],
+)
+def test_a_loss_that_takes_or_gives_something_else_is_named(loss_fn: Any, model: Any, batch: Any, says: str) -> None:
+    with pytest.raises(StepInferenceError) as caught:
+        trained(batch, model=model, loss_fn=loss_fn)
+
+    assert says in str(caught.value)
+
+
+def test_an_optimizer_of_another_model_is_said_to_train_nothing() -> None:
+    step = trained((X, Y), model=linear(), optimizer=torch.optim.SGD(linear().parameters(), lr=0.1))
+
+    assert ["over none of the model's parameters" in note for note in step.notes] == [True]
 
 
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
@@ -535,6 +610,7 @@ def frozen() -> nn.Module:
         ({"model": frozen(), "optimizer": torch.optim.SGD([nn.Parameter(X)])}, (X, Y), "the loss has no gradient"),
         ({"model": linear(), "train_step": lambda m, b: m(b[0]).detach().sum()}, (X, Y), "the loss has no gradient"),
         ({"model": linear(), "train_step": lambda m, b: None}, (X, Y), "there is no loss"),
+        ({"model": linear(), "train_step": lambda m, b: {"total": m(b[0]).sum()}}, (X, Y), "keys total none is `loss`"),
     ],
 )
 def test_a_step_that_trains_nothing_is_said_to(side: dict[str, Any], batch: Any, says: str) -> None:

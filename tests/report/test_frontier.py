@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from report.example import BEST, synthetic_result
 
+from autotune_loader.report import frontier
 from autotune_loader.report.frontier import Point, frontier_frame, frontier_points, frontier_sentence, on_frontier
-from autotune_loader.report.plots.frontier import frontier_info, plot_frontier
+from autotune_loader.report.plots.frontier import FrontierInfo, frontier_info, labelled, plot_frontier
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 
@@ -102,3 +103,29 @@ def test_the_picture_marks_the_chosen_one(result: TuningResult) -> None:
     assert info.chosen is not None
     assert info.chosen.config == BEST
     assert plot_frontier(result).axes[0].get_xlabel().startswith("cores kept busy")
+
+
+def test_no_point_lies_on_the_edge_and_no_label_on_another(result: TuningResult) -> None:
+    points = tuple(point(100 + each, 1.7 + each / 1000, workers=each) for each in range(6))
+    info = FrontierInfo(points=points, unbeaten=points, chosen=points[3], ceiling=None)
+    assert labelled(info) == [points[3]]
+    axes = plot_frontier(result).axes[0]
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] > 1.02 * max(each.cores for each in frontier_info(result).points)
+
+
+def test_who_keeps_hardly_a_core_busy_is_told_nothing_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = replace(point(100, 0.2), config=BEST)
+    bare = TuningResult(best=BEST, status="complete", baseline=BEST)
+    monkeypatch.setattr(frontier, "frontier_points", lambda _: (point(90, 0.05, workers=0), best))
+    assert frontier_sentence(bare) == ""
+    monkeypatch.setattr(frontier, "frontier_points", lambda _: (point(90, 0.5, workers=0), replace(best, cores=2.0)))
+    assert frontier_sentence(bare).startswith("Fewer cores: 90 % of the rate with 0.5 instead of 2.0 cores busy")
+
+
+def test_a_point_that_is_alone_lies_within_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(point(3120, 1.9), config=BEST)
+    monkeypatch.setattr("autotune_loader.report.plots.frontier.frontier_points", lambda _: (alone,))
+    axes = plot_frontier(TuningResult(best=BEST, status="complete", baseline=BEST)).axes[0]
+    assert axes.get_xlim() == (0, pytest.approx(1.08 * 1.9))
+    assert axes.get_ylim() == (0, pytest.approx(1.1 * 3120))

@@ -233,6 +233,21 @@ def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: Tu
     assert sum(bar.activity == "step" for bar in info.bars) <= MAX_BATCHES + 1
 
 
+def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) -> None:
+    # GIVEN a deep queue: whatever was delivered lay ready before the loop asked for any of it
+    trial = next(trial for trial in result.trials if trial.config.num_workers == 2)
+    ready = [replace(t, fetch_start=0.0, fetch_end=0.1, collate_end=0.2) for t in trial.measurement.traces]
+
+    queued = replace(trial, measurement=replace(trial.measurement, traces=tuple(ready)))
+    info = timeline_info(replace(result, trials=(queued,)), trial=trial.number)
+    # THEN no worker is shown as idle meanwhile, and each has its row
+    unseen = [bar for bar in info.bars if bar.activity == "unseen"]
+    assert {bar.row for bar in unseen} == set(info.workers) == {0, 1}
+    assert all((bar.start_s, bar.end_s) == (0.0, pytest.approx(info.length_s)) for bar in unseen)
+    axes = plots.plot_timeline(replace(result, trials=(queued,)), trial.number).axes[0]
+    assert axes.get_ylim() == (2.5, -0.5)
+
+
 def test_timeline_of_a_given_trial_and_without_workers(result: TuningResult) -> None:
     info = timeline_info(result, trial=0)
     assert (info.config, info.workers) == (BASELINE, ())
@@ -269,3 +284,24 @@ def test_the_twins_curve_spans_every_number_of_workers() -> None:
 
     assert [workers for workers, _ in info.curve] == list(range(7))
     assert all(0 < rate <= 1.1 * 1450 for _, rate in info.curve)
+
+
+def test_a_speed_up_of_too_few_rounds_has_no_band_and_its_points_can_be_seen(surprising: TuningResult) -> None:
+    unsure = Interval(value=3.2, low=0.003, high=4004.0, count=2)
+    axes = plots.plot_speedup(replace(surprising, measured=replace(surprising.measured, speedup=unsure))).axes[0]
+    assert axes.get_ylim()[1] < 50
+    assert not axes.patches
+    assert "mean 3.20x" in [line.get_label() for line in axes.lines]
+
+
+def test_what_ran_in_one_round_only_has_its_cell(result: TuningResult) -> None:
+    late = LoaderConfig(num_workers=5, prefetch_factor=8)
+    rounds = tuple((*rates, None if number else 1234.0) for number, rates in enumerate(result.finals.rounds))
+    finals = replace(result.finals, configs=(*result.finals.configs, late), rounds=rounds)
+    cells = {(cell.workers, cell.prefetch_factor): cell for cell in heatmap_info(replace(result, finals=finals)).cells}
+    assert (cells[5, 8].state, cells[5, 8].samples_per_s) == ("measured", 1234.0)
+
+
+def test_the_band_is_called_what_it_is(result: TuningResult) -> None:
+    labels = [patch.get_label() for patch in plots.plot_workers(result).axes[0].patches]
+    assert "within 2 % of the chosen one" in labels

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from report.example import BEST, synthetic_result
 
@@ -40,3 +42,11 @@ def test_each_rival_has_its_reason(result: TuningResult) -> None:
 def test_a_mistyped_row_is_answered_with_what_works(result: TuningResult) -> None:
     with pytest.raises(ValueError, match="per='worker' is neither 'trial' nor 'configuration'"):
         result.to_dataframe(per="worker")
+
+
+def test_who_was_as_fast_to_the_last_digit_is_not_called_slower(result: TuningResult) -> None:
+    rival = next(config for config in result.finals.configs if config not in (BEST, result.baseline))
+    rates = tuple(0.999 * 1000.0 if config == rival else 1000.0 for config in result.finals.configs)
+    told = replace(result, finals=replace(result.finals, rounds=(rates,), as_fast=()))
+    why = rivals_frame(told).set_index("configuration")["why"]
+    assert why[str(rival)] == "no faster: 1.00 times the chosen one's rate in 1 shared round"

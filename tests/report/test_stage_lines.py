@@ -37,7 +37,7 @@ def test_without_stages_the_frame_is_as_it_would_be_and_nothing_is_said(result: 
 
 def test_the_report_lists_the_longest_first(result: TuningResult) -> None:
     lines = result.report().split("A sample's time in a worker:\n")[1].splitlines()
-    assert lines[0] == "decode  60% of the time,  75% of the CPU  1.2 ms  photos.py:41, PIL.Image.convert"
+    assert lines[0] == "decode  60 % of the time,  75 % of the CPU  1.2 ms  photos.py:41, PIL.Image.convert"
     assert lines[1].startswith("read ")
 
 

@@ -609,6 +609,8 @@ def test_a_result_prints_as_words_in_a_line_and_its_parts_do_too() -> None:
     result = simulated_result(SimulatedMachine(noise_sd=0.03))
     assert repr(result).startswith(f"<TuningResult complete: {result.best}; ")
     assert "\n" not in repr(result)
+    assert " times the rate of " in repr(result)
+    assert " times the rate of " not in repr(replace(result, best=result.baseline))  # of itself
     assert str(Interval(value=4.1, low=3.89, high=4.33, count=7)) == "4.10 (3.89 to 4.33)"
     assert str(Interval(value=1304.7, low=-math.inf, high=math.inf, count=1)) == "1,305"
     assert str(result.verdict) == result.verdict.sentence

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-NOTHING = "\nautotune-loader watch: Nothing can be told: no DataLoader of torch's gave a batch."
+NOTHING = "\nautotune-loader watch: Nothing can be told: no PyTorch DataLoader gave a batch."
 
 INFO = """
 import __main__, os, sys

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.scripts import lines, telling
+from autotune_loader.live.result import NOTHING
+from autotune_loader.results.loader_file import Verdict
+from autotune_loader.scripts import telling
 from autotune_loader.scripts.hook import Hook
-from autotune_loader.scripts.lines import Line, users_line
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.session import Session
@@ -23,7 +24,9 @@ from autotune_loader.scripts.site import Site
 from autotune_loader.scripts.tally import Tally
 from autotune_loader.scripts.telling import LoaderReport, ScriptReport, is_waiting_too_long, report_of
 from autotune_loader.scripts.watching import forget_our_frames
+from autotune_loader.values import lines
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line, users_line
 from autotune_loader.values.statistics import Interval
 
 Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
@@ -53,6 +56,13 @@ def stack(*files: str) -> Any:
 )
 def test_a_loader_has_the_name_of_the_nearest_line_of_the_users(files: tuple[str, ...], name: str) -> None:
     assert str(users_line(stack(*files))) == name
+
+
+def test_where_libraries_count_the_nearest_line_outside_of_this_package_is_meant() -> None:
+    files = ("/job/train.py", "/env/site-packages/lightning/trainer.py", lines.__file__)
+    line = users_line(stack(*files), libraries=True)
+    assert line is not None
+    assert line.file == files[1]
 
 
 def test_waiting_and_pauses_are_told_apart() -> None:
@@ -226,6 +236,13 @@ def test_only_more_than_is_allowed_is_too_long() -> None:
         tally = session.sites[0].tally
         tally.waited_s, tally.stepped_s = 8.0, 2.0
         assert is_waiting_too_long(session) is is_too_long
+        notes = report_of(session).notes
+        told = "tests/scripts/test_telling.py:" if is_too_long else ""
+        assert (
+            any("was waited for 80 % of its time, and --fail-if-wait allows 50 %." in note for note in notes)
+            is is_too_long
+        )
+        assert all(told in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +297,19 @@ def test_a_share_that_is_none_is_named(share: str) -> None:
         launch_of("watch", "train.py", (), fail_if_wait=share)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("output", "/nope/x.json", "--output='/nope/x.json' cannot be written"),
+        ("page", "/nope/x.html", "--report='/nope/x.html' cannot be written.*--report='report.html'"),
+        ("max_workers", -1, "--max-workers=-1 is below 0"),
+    ],
+)
+def test_what_cannot_be_done_at_the_end_is_said_before_the_script_runs(option: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"{told}.* would work"):
+        launch_of("run", "train.py", (), **{option: value})
+
+
 def test_the_environment_hands_the_plan_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOTUNE_LOADER_SCRIPT", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
@@ -289,3 +319,39 @@ def test_the_environment_hands_the_plan_on(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert Plan.handed_on() == Plan(verb="run", max_workers=3)  # only the script itself is ended
     assert os.environ["PYTHONPATH"].split(":")[1] == "/theirs"
+
+
+def told(monkeypatch: pytest.MonkeyPatch, verdict: Any, rise: float = 0.3) -> LoaderReport:
+    """Of a loader that is watched and waited for, with a verdict and a belief in more workers."""
+    session = Session(Plan(verb="watch"), {})
+    list(session.iterate(a_loader(), DataLoader.__iter__))
+    session.sites[0].tally.waited_s, session.sites[0].tally.stepped_s = 4.0, 6.0
+    monkeypatch.setattr(Site, "result", lambda site: SimpleNamespace(verdict=verdict, advice=()))
+    gain = Interval(value=rise, low=0.9 * rise, high=1.1 * rise, count=9)
+    monkeypatch.setattr(telling, "expected", lambda site: (LoaderConfig(num_workers=57), gain))
+    return report_of(session).loaders[0]
+
+
+def test_a_verdict_says_that_it_is_of_the_latest_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a verdict by a block in which the loop waited for less than over all its time
+    verdict = Verdict(binding="wait", sentence="Waiting binds: the loop waits for data 25 % of the time.")
+    loader = told(monkeypatch, verdict)
+    # THEN no one takes one for the other
+    assert loader.wait_share == pytest.approx(0.4)
+    assert loader.verdict == f"Lately: {verdict.sentence}"
+    assert told(monkeypatch, NOTHING).verdict == NOTHING.sentence
+
+
+def test_no_figure_is_promised_that_nobody_would_believe(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = Verdict(binding="wait", sentence="It waits.")
+    near, far = (told(monkeypatch, verdict, rise).next_step for rise in (3.0, 42.4))
+    assert "num_workers=57, prefetch_factor=2: 4.0 times the rate (3.7 to 4.3) expected; autotune-loader run" in (
+        near or ""
+    )
+    assert "num_workers=57, prefetch_factor=2: more than 10 times the rate expected; autotune-loader run" in (far or "")
+
+
+def test_many_batches_in_too_short_a_time_are_not_called_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(Plan(verb="watch"), {})
+    list(session.iterate(a_loader(), DataLoader.__iter__))
+    assert report_of(session).loaders[0].verdict == "The training was too short to say what binds."

@@ -22,6 +22,7 @@ FILES = {
         SECONDS = 1.5
         \"\"\"Why it is 1.5.\"\"\"
         UNTOLD = 7
+        SENTENCE = "it tells what it is for"
         class Config: ...
     """,
     "results/__init__.py": "",
@@ -78,9 +79,9 @@ def test_a_sound_package_passes_and_its_figures_are_told(
     assert code == 0, told
     assert "0 groups of files that import each other" in told
     assert "0 functions with more than 8 parameters\n1 more that users call, which may\n  : tune, 9\n" in told
-    assert "4 constants, 1 of them without a word on why" in told
+    assert "5 constants, 1 of them without a word on why" in told
     assert "1 places that call DataLoader(...), of which there shall be one\n  twin.model: line 6\n" in told
-    assert "values 8 lines 2 files" in " ".join(told.split())
+    assert "values 9 lines 2 files" in " ".join(told.split())
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from autotune_loader import tune
 from autotune_loader.machine.facts import inspect_machine
@@ -66,6 +67,12 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("isolation", "thread", ValueError),
         ("allow", ("batchsize",), ValueError),
         ("progress", "loud", ValueError),
+        ("max_cores", 0, ValueError),
+        ("max_cores", float("inf"), ValueError),
+        ("sampler", 3, TypeError),
+        ("batch_sampler", 3, TypeError),
+        ("generator", 3, TypeError),
+        ("drop_last", "yes", TypeError),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
@@ -81,7 +88,7 @@ def test_a_wrong_option_is_named_with_its_value_and_one_that_would_work(
 
 
 def test_an_option_that_does_not_exist_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="bugdet"):
+    with pytest.raises(TypeError, match=r"bugdet='60s' is not an argument of tune\(\); budget=\.\.\. would work"):
         tune(SAMPLES, bugdet="60s")  # type: ignore[call-arg]
 
 
@@ -181,6 +188,17 @@ class NeedsMore(nn.Module):
         super().__init__()
 
 
+class Unmeasured(Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(2)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 1)
+
+
 class NeverIterated(DataLoader[Any]):
     def __iter__(self) -> Any:
         raise AssertionError("the user's own loader must never be iterated")
@@ -214,6 +232,30 @@ def test_an_existing_loader_is_read_and_never_iterated() -> None:
         (SAMPLES, "resnet50", {}, r"model=str is not callable; train_step="),
         (SAMPLES, None, {"train_step": lambda batch: None}, r"train_step=.*train_step\(model, batch\).*would work"),
         (SAMPLES, None, {"train_step": lambda model, batch, i: None}, r"train_step=.*train_step\(model, batch\)"),
+        (SAMPLES, None, {"train_step": lambda x, y: None}, r"first parameter is 'x'; train_step=lambda model, batch"),
+        (
+            SAMPLES,
+            None,
+            {"sampler": RandomSampler},
+            r"sampler=RandomSampler is a class; sampler=RandomSampler\(...\) would",
+        ),
+        (SAMPLES, None, {"batch_sampler": 4}, r"batch_sampler=4 gives no indices; batch_sampler=None would work"),
+        (SAMPLES, None, {"generator": 0}, r"generator=0 is not a torch.Generator.*manual_seed\(0\) would work"),
+        (Empty, None, {}, r"dataset_or_loader=Empty is a class; dataset_or_loader=Empty\(...\) would work"),
+        (
+            (torch.rand(9, 2), torch.rand(9)),
+            None,
+            {},
+            r"tuple holds 2 arrays of 9 rows; TensorDataset\(\*map.*data\)\)",
+        ),
+        (
+            {"x": torch.rand(9), "y": torch.rand(9)},
+            None,
+            {},
+            r"dict holds 2 arrays of 9 rows; .*data.values\(\)\)\) would",
+        ),
+        (DataLoader(Unmeasured()), None, {}, r"Unmeasured has no length: len\(\) raises NotImplementedError"),
+        (SAMPLES, None, {"optimizer": SCHEDULER}, r"optimizer=<torch.*has no step\(\) and zero_grad\(\)"),
         (SAMPLES, None, {"optimizer": [1]}, r"optimizer=\[1\] has no step\(\).*torch.optim.AdamW.*would work"),
         (SAMPLES, None, {"loss_fn": NeedsMore}, r"loss_fn=NeedsMore is a class.*loss_fn=NeedsMore\(...\) would work"),
     ],
@@ -232,11 +274,32 @@ def test_what_stands_in_the_wrong_place_is_named(dataset: Any, model: Any, optio
             r"num_workers=4 is not an argument.*DataLoader\(dataset, num_workers=4, ...\), model\) would work",
         ),
         ({"pin_memory": True}, r"pin_memory=True is not an argument"),
+        ({"criterion": nn.MSELoss()}, r"criterion=MSELoss\(\) is not an argument of tune\(\); loss_fn=... would work"),
+        ({"batchsize": 4}, r"batchsize=4 is not an argument of tune\(\); batch_size=... would work"),
     ],
 )
 def test_an_argument_of_the_loader_is_answered(option: dict[str, Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         tune(SAMPLES, batch_size=2, **option)
+
+
+def test_what_follows_the_model_is_given_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"16 is the third argument of tune\(\).*loss_fn=..., optimizer=...\) would work"
+    ):
+        tune(SAMPLES, None, 16)  # type: ignore[misc]
+
+
+def test_a_batch_size_may_be_numpys() -> None:
+    workload, _ = workload_of(batch_size=np.int64(2))
+
+    assert type(workload.data.batch_size) is int
+
+
+def test_a_few_samples_of_one_shape_are_a_dataset() -> None:
+    workload, _ = workload_of([torch.rand(3)] * 4, batch_size=2)
+
+    assert workload.data.samples_per_epoch() == 4
 
 
 def test_a_loss_may_be_a_class() -> None:

@@ -10,7 +10,7 @@ import pytest
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
-from autotune_loader.report.summary import why_undecided
+from autotune_loader.report.summary import speedup_sentence, why_undecided
 from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.tuning import assemble as assembly
 from autotune_loader.tuning.options import TuneOptions
@@ -83,6 +83,19 @@ def test_a_choice_beside_busy_processes_says_first_that_it_is_a_guess() -> None:
     assert "nothing else is worth its cost" not in found.report() + str(found)
 
 
+def test_a_budget_for_one_configuration_alone_decides_nothing() -> None:
+    # GIVEN fetches that wait, so that workers would help, and time for the baseline alone
+    machine = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
+
+    found = simulated_result(machine, budget_s=1.0)
+
+    assert len(found.trials) == 1
+    assert found.status == "undecided"
+    assert str(found).startswith("Not decided: the budget ended before a second configuration could be measured")
+    assert "nothing else is worth its cost" not in str(found)
+    assert not any("Allow more workers" in each.action for each in found.advice)
+
+
 def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
     # GIVEN neighbours that come after the step was timed alone and take half of its speed
     machine = SimulatedMachine(cores=2, cpu_s=0.004, step_s=0.03, step_cores=2.0, neighbours=0.0)
@@ -115,3 +128,11 @@ def test_every_figure_of_the_chosen_one_is_from_its_rounds() -> None:
     assert row.measurement.wait_share == found.measured.wait_share
     assert found.measured.wait_interval.low < found.measured.wait_share < found.measured.wait_interval.high
     assert found.measured.wait_interval.count == row.rate.count
+
+
+def test_a_speed_up_of_too_few_rounds_is_told_as_the_report_has_it() -> None:
+    unsure = Interval(value=3.23, low=0.0026, high=4004.0, count=2)
+    told = speedup_sentence(LoaderConfig(num_workers=8), LoaderConfig(), unsure, is_decided=False)
+    assert told == (
+        "It was 3.23x as fast as the baseline (0 workers), too few rounds for an interval (2 paired rounds)."
+    )

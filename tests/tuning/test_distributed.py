@@ -157,7 +157,9 @@ def test_a_launched_rank_without_a_process_group_is_told_what_to_call() -> None:
         is_distributed({"RANK": "1", "WORLD_SIZE": "4"})
 
 
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": "4"}]
+)
 def test_a_process_that_no_launcher_started_trains_alone(environ: dict[str, str]) -> None:
     assert not is_distributed(environ)
 

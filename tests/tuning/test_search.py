@@ -337,6 +337,17 @@ def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind,
     assert clock() <= 62
 
 
+def test_no_round_waits_for_a_hang_that_was_to_be_expected():
+    # GIVEN workers of which more than two hang, and a budget that one hang all but spends
+    probe = Hanging(SimulatedMachine(cores=2, cpu_s=0.01, wait_s=0.02, step_s=0.001), FakeClock())
+    probe.safe = 2
+    # WHEN it is searched THEN what was never seen to work does not race, and the most that did is the fastest
+    found, _, clock = run_on(probe.machine, own=None, probe=probe, budget_s=25)
+    assert found.finals is None
+    assert found.fastest().config.num_workers == 2
+    assert clock() < 25
+
+
 def test_workers_are_tried_first_where_a_fetch_takes_seconds():
     machine = SimulatedMachine(cores=4, cpu_s=0.1, wait_s=3.0)
     found, _, _ = run_on(machine, own=None, job={"fetch_s": 3.1, "first_batch_s": 3.1})
@@ -390,23 +401,6 @@ def test_a_baseline_that_fails_is_no_obstacle():
 
 
 # Disturbed bursts
-
-
-class OnceDistorted(SimulatedProbe):
-    """A probe whose first burst of a number of workers reads wrong by a factor."""
-
-    def __init__(self, machine, workers, factor):
-        super().__init__(machine, FakeClock())
-        self.workers, self.factor = workers, factor
-
-    def burst(self, config, plan):
-        outcome = super().burst(config, plan)
-        if config.num_workers != self.workers:
-            return outcome
-        factor, self.factor = self.factor, 1.0
-        rate = outcome.samples_per_s
-        distorted = replace(rate, value=rate.value * factor, low=rate.low * factor, high=rate.high * factor)
-        return replace(outcome, samples_per_s=distorted)
 
 
 def test_bursts_too_short_for_an_interval_are_believed_all_the_same():

@@ -182,7 +182,7 @@ def test_every_allowable_name_may_be_given_alone_or_in_a_collection(name):
         ("study_name", 7, TypeError, "study_name=7 is not a text; study_name='my-study' would work"),
         ("max_cores", "two", TypeError, "max_cores='two' is not a number; max_cores=2 would work"),
         ("max_cores", True, TypeError, "max_cores=True is not a number"),
-        ("max_cores", 0, ValueError, "max_cores=0 is not more than 0; max_cores=2 would work"),
+        ("max_cores", 0, ValueError, "max_cores=0 is no number of cores; max_cores=2 would work"),
         ("stages", "no", TypeError, "stages='no' is not a bool; stages=False would work"),
         ("reuse", "no", TypeError, "reuse='no' is not a bool; reuse=False would work"),
     ],

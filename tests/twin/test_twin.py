@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.testing import SimulatedMachine, SimulatedProbe
-from autotune_loader.twin import Observation, Twin, queue, steady_rate
+from autotune_loader.twin import Observation, Prediction, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.queue import Times
 from autotune_loader.twin.smoothing import smooth_by_kind
@@ -41,6 +42,14 @@ class StubClock:
 
 def simulate(service_s, receive_s, step_s, *, pin_s=0.0, transit_s=0.0, **loader):
     return queue.simulate(Times(service_s, receive_s, step_s, pin_s, transit_s), **loader)
+
+
+def answer(twin, num_workers, prefetch_factor=None, *, epoch_batches=None, startup_s=None, **knobs):
+    """What the twin says of one configuration; what needs workers is left out without them."""
+    if not num_workers:
+        prefetch_factor, knobs = None, {**knobs, "in_order": True, "persistent_workers": False}
+    config = LoaderConfig(num_workers=num_workers, prefetch_factor=prefetch_factor, **knobs)
+    return twin.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s)[0]
 
 
 def constant(service, receive, step, *, workers, batches=400, **options):
@@ -264,7 +273,7 @@ class TestObservation:
         seen = Observation.from_measurement(LoaderConfig(num_workers=1, prefetch_factor=4), self.measured(traces))
         # THEN a batch occupies the worker for the whole period
         assert seen.between_s == pytest.approx(0.003)
-        assert Twin.fit([seen], cores=4).predict(1, 4).samples_per_s.value == pytest.approx(8 / 0.043, rel=0.01)
+        assert answer(Twin.fit([seen], cores=4), 1, 4).samples_per_s.value == pytest.approx(8 / 0.043, rel=0.01)
 
     def test_travelling_is_told_from_receiving(self):
         # GIVEN a loop that waits for each batch, which arrives 2 ms after it was whole
@@ -296,7 +305,7 @@ class TestObservation:
 class TestTwin:
     def test_it_passes_through_its_bursts(self):
         twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
-        rates = [twin.predict(n, 2).samples_per_s.value for n in (0, 1, 4)]
+        rates = [answer(twin, n, 2).samples_per_s.value for n in (0, 1, 4)]
         assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
 
     def test_luck_with_heavy_batches_is_evened_out(self):
@@ -306,7 +315,7 @@ class TestTwin:
             [replace(observation(1, step=0.001, receive=0.0001), service_s=service, cpu_s=service / 100, at_work=1.0)],
             cores=16,
         )
-        rates = [twin.predict(n, 8).samples_per_s.value for n in range(1, 7)]
+        rates = [answer(twin, n, 8).samples_per_s.value for n in range(1, 7)]
         # THEN each further worker helps about as much as the one before
         gains = np.diff(rates) / rates[0]
         assert gains.min() > 0.6
@@ -324,7 +333,7 @@ class TestTwin:
     def test_a_slower_service_is_never_faster(self, service, share, step, workers, prefetch, slower):
         def rate(wall):
             seen = [observation(n, service=wall, cpu=wall * share, step=step) for n in (0, 1, 4)]
-            return Twin.fit(seen, cores=8).predict(workers, prefetch).samples_per_s.value
+            return answer(Twin.fit(seen, cores=8), workers, prefetch).samples_per_s.value
 
         assert rate(service * slower) <= rate(service) * 1.001
 
@@ -333,30 +342,30 @@ class TestTwin:
     def test_nothing_exceeds_the_ceiling(self, cv, share, step, workers, prefetch):
         seen = [observation(n, cpu=0.04 * share, step=step, cv=cv) for n in (0, 1, 4)]
         twin = Twin.fit(seen, cores=4)
-        assert twin.predict(workers, prefetch).samples_per_s.value <= twin.ceiling().samples_per_s * (1 + 1e-9)
+        assert answer(twin, workers, prefetch).samples_per_s.value <= twin.ceiling() * (1 + 1e-9)
 
     @quick
     @given(workers=few_workers, prefetch=few_batches, epoch=st.integers(1, 2000), startup=st.floats(0, 5))
     def test_an_epoch_is_never_faster_than_the_sustained_rate(self, workers, prefetch, epoch, startup):
         twin = Twin.fit([observation(0), observation(1, cv=0.3), observation(4, cv=0.3)], cores=4)
-        predicted = twin.predict(workers, prefetch, epoch_batches=epoch, startup_s=startup)
+        predicted = answer(twin, workers, prefetch, epoch_batches=epoch, startup_s=startup)
         assert predicted.epoch_samples_per_s <= predicted.samples_per_s.value * (1 + 1e-9)
 
     def test_persistent_workers_start_once(self):
         twin = Twin.fit([observation(1), observation(4)], cores=4)
-        again, once = (twin.predict(2, 2, epoch_batches=20, persistent_workers=p) for p in (False, True))
+        again, once = (answer(twin, 2, 2, epoch_batches=20, persistent_workers=p) for p in (False, True))
         assert again.startup_s == pytest.approx(0.2)
         assert 20 * 8 / again.epoch_samples_per_s - 20 * 8 / once.epoch_samples_per_s == pytest.approx(0.2)
 
     def test_beyond_the_bursts_it_is_less_sure(self):
         # GIVEN bursts with up to two workers in front of a step that never limits
         twin = Twin.fit([observation(n, step=0.0001, receive=0.0001) for n in (1, 2)], cores=16)
-        near, far = (twin.predict(n, 2).samples_per_s for n in (2, 16))
+        near, far = (answer(twin, n, 2).samples_per_s for n in (2, 16))
         assert far.high / far.low > 1.3 * near.high / near.low
 
     def test_one_burst_is_less_sure_than_two(self):
-        one = Twin.fit([observation(1, step=0.0001)], cores=8).predict(8, 2).samples_per_s
-        two = Twin.fit([observation(1, step=0.0001), observation(8, step=0.0001)], cores=8).predict(8, 2).samples_per_s
+        one = answer(Twin.fit([observation(1, step=0.0001)], cores=8), 8, 2).samples_per_s
+        two = answer(Twin.fit([observation(1, step=0.0001), observation(8, step=0.0001)], cores=8), 8, 2).samples_per_s
         assert one.high / one.low > two.high / two.low
 
     @pytest.mark.parametrize(
@@ -371,22 +380,22 @@ class TestTwin:
     )  # fmt: skip
     def test_it_names_what_limits(self, machine, workers, options, binding):
         twin, _ = twin_of_a_machine(machine)
-        assert twin.predict(workers, 4, **options).binding == binding
+        assert answer(twin, workers, 4, **options).binding == binding
 
     def test_storage_that_saturates_is_named(self):
         # GIVEN waiting that triples with four workers
         seen = [observation(1, service=0.04, cpu=0.001), observation(4, service=0.12, cpu=0.001)]
-        assert Twin.fit(seen, cores=8).predict(4, 2).binding == "storage"
+        assert answer(Twin.fit(seen, cores=8), 4, 2).binding == "storage"
 
     def test_out_of_order_helps_where_one_batch_holds_up_the_rest(self):
         machine = SimulatedMachine(wait_s=0.04, cpu_s=0.0, step_s=0.012, tail_share=0.05, tail_factor=20)
         twin, _ = twin_of_a_machine(machine)
-        ordered, free = (twin.predict(4, 2, in_order=o).samples_per_s.value for o in (True, False))
+        ordered, free = (answer(twin, 4, 2, in_order=o).samples_per_s.value for o in (True, False))
         assert free > 1.1 * ordered
 
     def test_fewer_step_threads_change_the_step(self):
         twin = Twin.fit([observation(1, step=0.05)], cores=4, consumer_cores=4, step_s_by_threads={None: 0.05, 1: 0.02})
-        assert twin.predict(4, 2, consumer_threads=1).samples_per_s.value > 2 * twin.predict(4, 2).samples_per_s.value
+        assert answer(twin, 4, 2, consumer_threads=1).samples_per_s.value > 2 * answer(twin, 4, 2).samples_per_s.value
 
     def test_it_needs_an_observation_and_a_core(self):
         with pytest.raises(ValueError, match="at least one observation"):
@@ -424,13 +433,19 @@ class TestFidelity:
         assert np.median(np.abs(errors)) < 0.03
         assert np.quantile(np.abs(errors), 0.95) < 0.08
 
-    def test_a_space_is_predicted_in_a_blink(self):
+    def test_a_whole_space_is_predicted_at_the_price_of_a_few(self):
         twin, _ = twin_of_a_machine(SimulatedMachine(cores=16))
         configs = [LoaderConfig(num_workers=n, prefetch_factor=p) for n in range(1, 17) for p in (1, 2, 4, 8)]
-        twin.predict_all(configs)
-        begun = time.perf_counter()
-        twin.predict_all(configs)
-        assert time.perf_counter() - begun < 0.2
+
+        def least_s(some: list[LoaderConfig]) -> float:
+            seconds = []
+            for _ in range(5):
+                begun = time.thread_time()
+                twin.predict_all(some)
+                seconds.append(time.thread_time() - begun)
+            return min(seconds)
+
+        assert least_s(configs) < 16 * least_s(configs[:1])
 
 
 def test_workers_that_have_not_delivered_yet_are_seen_at_work():
@@ -484,7 +499,7 @@ def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number
         step_s_by_threads=alone,
     )
     # THEN with other workers beside it a step of one thread is expected to take about as long as it did
-    rate = twin.predict(2, 2, consumer_threads=1).samples_per_s.value
+    rate = answer(twin, 2, 2, consumer_threads=1).samples_per_s.value
     assert rate == pytest.approx(8 / (alone[1] * expected + 0.001), rel=0.08)
 
 
@@ -517,7 +532,7 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
     seen.service_s[::33] *= tail
     loop_s = 1.04 * seen.service_s.mean() / 18
     twin = Twin.fit([replace(seen, receive_s=np.full(396, loop_s / 4), step_s=np.full(396, loop_s * 3 / 4))], cores=32)
-    predicted = twin.predict(18, 8, epoch_batches=200, persistent_workers=True)
+    predicted = answer(twin, 18, 8, epoch_batches=200, persistent_workers=True)
     assert predicted.headroom == pytest.approx(1.04, rel=0.01)
     # THEN the loop hardly waits in the long run, unless for the slow ones; in a short epoch it waits, too
     assert (predicted.consumer_use < 0.95) == waits
@@ -577,3 +592,27 @@ def test_bursts_of_even_batches_need_no_simulated_scatter():
     twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
     assert list(twin.burst_scatter([(config, 40)])) == [0.0]
     assert len(twin.burst_scatter([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "binding", "words"),
+    [
+        (0, "workers", "limited by fetching without a worker"),
+        (2, "workers", "limited by the number of workers"),
+        (2, "consumer", "limited by the training step"),
+        (2, "cpu", "limited by the cores"),
+    ],
+)
+def test_a_prediction_says_in_plain_words_what_limits_it(workers: int, binding: Any, words: str) -> None:
+    answer = Prediction(
+        config=LoaderConfig(num_workers=workers),
+        samples_per_s=Interval(value=10.0, low=9.0, high=11.0, count=3),
+        epoch_samples_per_s=10.0,
+        binding=binding,
+        busy_workers=1.0,
+        headroom=1.0,
+        consumer_use=0.5,
+        service_s=0.1,
+        startup_s=0.0,
+    )
+    assert str(answer).endswith(words)

@@ -138,7 +138,11 @@ def test_waiting_that_is_gone_leaves_what_is_computed() -> None:
         TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, 0.005),)),
     )
     assert twin_of is not None
-    then = with_stages(twin_of, (read, *STAGES), {"read": 0.5}).predict(1).samples_per_s.value
+    then = (
+        with_stages(twin_of, (read, *STAGES), {"read": 0.5})
+        .predict_all([LoaderConfig(num_workers=1)])[0]
+        .samples_per_s.value
+    )
     truth = SimulatedProbe(replace(WAITING_MACHINE, wait_s=0.1), FakeClock()).truth(LoaderConfig(num_workers=1))
     assert then == pytest.approx(truth, rel=0.1)
 
@@ -156,6 +160,11 @@ def test_waiting_that_is_gone_leaves_what_is_computed() -> None:
 def test_a_stage_that_there_is_not_is_named(result: TuningResult, stages: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(result, stage_times=STAGES).predict(stages=stages)
+
+
+def test_stages_that_are_no_factors_are_named(result: TuningResult) -> None:
+    with pytest.raises(TypeError, match=r"stages=\['decode'\] names no factors; stages=\{'decode': 0.5\} would work"):
+        replace(result, stage_times=STAGES).predict(stages=["decode"])  # type: ignore[arg-type]
 
 
 def test_stages_that_nobody_watched_cannot_be_asked_about(result: TuningResult) -> None:

@@ -60,6 +60,11 @@ class Evidence:
         """Seconds of one round of the training loop at the measured rate."""
         return self.measurement.batch_size / self.rate.value
 
+    def fetching_share(self) -> float:
+        """Share of its time in which a worker of the best configuration fetches; 1 without workers."""
+        workers = self.best.num_workers
+        return min(1.0, self.measurement.service_s / (workers * self.period_s)) if workers else 1.0
+
     def measured_trials(self) -> list[tuple[LoaderConfig, Measurement]]:
         """Every configuration that worked, with its burst; the best one's own where no trial is given."""
         worked = [(trial.config, trial.measurement) for trial in self.trials if trial.measurement is not None]
@@ -169,25 +174,26 @@ class Evidence:
 
     def stage_gain(self, stage: StageTime, factor: float) -> float | None:
         """Relative gain if a stage took so many times what it takes, as the twin has it; None without a twin."""
-        now = self.predicted(self.best)
-        if self.twin is None or now is None or now.samples_per_s.value <= 0:
-            return None
-        then = with_stages(self.twin, self.stage_times, {stage.stage: factor}).predict_all([self.best])[0]
-        return then.samples_per_s.value / now.samples_per_s.value - 1
+        return (
+            None
+            if self.twin is None
+            else self._gain_by(with_stages(self.twin, self.stage_times, {stage.stage: factor}))
+        )
 
     def gain_without_waiting(self) -> float | None:
         """Relative gain if a fetch waited for nothing, as the twin has it; None without a twin."""
-        now = self.predicted(self.best)
-        if self.twin is None or now is None or now.samples_per_s.value <= 0:
-            return None
-        then = without_waiting(self.twin).predict_all([self.best])[0]
-        return then.samples_per_s.value / now.samples_per_s.value - 1
+        return None if self.twin is None else self._gain_by(without_waiting(self.twin))
 
     def predicted_gain(self, config: LoaderConfig, cores: float | None = None) -> float | None:
         """Relative gain over the best configuration as it is, both as the twin has them; None without a twin."""
-        now, then = self.predicted(self.best), self.predicted(config, cores)
-        if now is None or then is None or now.samples_per_s.value <= 0:
+        return None if self.twin is None else self._gain_by(self.twin, config, cores)
+
+    def _gain_by(self, twin: Twin, config: LoaderConfig | None = None, cores: float | None = None) -> float | None:
+        """Relative gain of a configuration, the best one if None, in a twin over the best one as it is."""
+        now = self.predicted(self.best)
+        if now is None or now.samples_per_s.value <= 0:
             return None
+        then = twin.predict_all([config or self.best], cores=cores)[0]
         return then.samples_per_s.value / now.samples_per_s.value - 1
 
 

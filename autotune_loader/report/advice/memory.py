@@ -63,7 +63,7 @@ def growth_warning(evidence: Evidence) -> str | None:
         return None
     epoch_s = evidence.epoch_batches * evidence.period_s
     grown = memory.pss_slope_bytes_per_s * epoch_s
-    held = memory.pss_bytes or memory.rss_bytes
+    held = memory.taken_bytes
     if held + grown <= SAFE_SHARE * limit:
         return None
     sentence = (
@@ -104,7 +104,7 @@ def _lack(
 ) -> tuple[Literal["memory", "shared memory"], float, int] | None:
     """What there is too little of for a configuration: its name, the need, and what there is."""
     limits = space.limits
-    in_flight = (config.num_workers * (config.prefetch_factor or 0) + 1) * evidence.measurement.batch_bytes
+    in_flight = config.batches_in_flight * evidence.measurement.batch_bytes
     if limits.shm_bytes is not None and in_flight > SAFE_SHARE * limits.shm_bytes:
         return "shared memory", in_flight, limits.shm_bytes
     need = _memory_need(config, evidence, space)

@@ -18,6 +18,7 @@ from autotune_loader.report.units import bytes_text, counted, rate_text, ratio_t
 from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.values.plan import DataChangeKind
 from autotune_loader.values.stages import HAND_OVER
+from autotune_loader.values.trial import DataChange
 
 # A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
@@ -72,7 +73,13 @@ def _on_step(evidence: Evidence) -> Iterator[Advice]:
         action = f"Leave the step as it is, or make the model smaller: {names} would not gain enough."
         yield Advice(action=action, reason=waits)
     elif not measured:
-        hint = "" if evidence.accelerations else "; allow=('compile', 'amp') measures what these would bring"
+        # Only tune() times the step alone, and has allow=.
+        is_timed = evidence.ceiling is not None or evidence.ceiling_doubt is not None
+        hint = (
+            ""
+            if evidence.accelerations or not is_timed
+            else "; allow=('compile', 'amp') measures what these would bring"
+        )
         action = "Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is."
         yield Advice(action=action, reason=waits + hint)
 
@@ -101,7 +108,7 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
         gain = _believable(evidence, evidence.stage_gain(each, 0.5))
         yield Advice(
             action=f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}.",
-            reason=f"it takes {each.cpu_share:.0%} of a worker's CPU, {each.cpu_s * 1e3:.2g} ms for each sample"
+            reason=f"it takes {share_text(each.cpu_share)} of a worker's CPU, {each.cpu_s * 1e3:.2g} ms for each sample"
             + ("" if gain is None else f"; with half of that {_rise_words(gain)}"),
             expected_gain=gain,
         )
@@ -125,6 +132,15 @@ def _measured_changes(evidence: Evidence) -> Iterator[Advice]:
             reason=f"measured: {ratio_text(speedup)} in {counted(speedup.count, 'paired round')}{known}",
             expected_gain=_believable(evidence, speedup.value - 1),
         )
+
+
+def change_sentence(found: DataChange) -> str:
+    """What one allowed change of the samples was measured to bring, or why it was not."""
+    if found.speedup is None:
+        return f"allow={found.kind!r}: {found.note or 'not measured'}"
+    return (
+        f"allow={found.kind!r}: {ratio_text(found.speedup)} the rate, in {counted(found.speedup.count, 'paired round')}"
+    )
 
 
 def _rise_words(gain: float) -> str:
@@ -158,10 +174,11 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     share = max(0.0, 1 - evidence.computing_share())
     more = replace(evidence.best, num_workers=2 * max(1, evidence.best.num_workers))
     gain = _believable(evidence, evidence.predicted_gain(more))
-    if gain is not None and (now is None or now.binding != "storage"):
+    is_allowed = evidence.space is not None and more.num_workers <= evidence.space.max_workers
+    if gain is not None and not is_allowed and (now is None or now.binding != "storage"):
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
-            reason=f"a fetch waits {share:.0%} of its time and leaves its core alone meanwhile; the twin predicts "
+            reason=f"a fetch waits {share_text(share)} of its time and leaves its core alone meanwhile; the twin predicts "
             f"{rate_text(evidence.rate.value * (1 + gain))} with {more.num_workers} workers",
             expected_gain=gain,
         )
@@ -170,7 +187,7 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
     crowded = "; it waits longer the more workers there are" if now is not None and now.binding == "storage" else ""
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
-        reason=f"a fetch waits {share:.0%} of its time{line}{crowded}",
+        reason=f"a fetch waits {share_text(share)} of its time{line}{crowded}",
         expected_gain=_believable(evidence, evidence.gain_without_waiting())
         if evidence.twin is not None
         else _gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
@@ -241,7 +258,7 @@ def _on_startup(evidence: Evidence) -> Iterator[Advice]:
     share = evidence.startup_share()
     yield Advice(
         action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
-        reason=f"starting workers takes {share:.0%} of an epoch",
+        reason=f"starting workers takes {share_text(share)} of an epoch",
         expected_gain=_believable(evidence, share / (1 - share)),
     )
 
@@ -267,8 +284,8 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Advice]:
     if gain is not None:
         yield Advice(
             action="Give the dataset a __getitems__(indices) that fetches a whole batch at once.",
-            reason=f"{1 - share:.0%} of a fetch goes into single samples of {sample_s * 1e6:.0f} us each; gathering them "
-            "at once should take little longer than collating does",
+            reason=f"{share_text(1 - share)} of a fetch goes into single samples of {sample_s * 1e6:.0f} us each; gathering "
+            "them at once should take little longer than collating does",
             expected_gain=gain,
         )
 

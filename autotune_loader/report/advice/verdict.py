@@ -37,6 +37,8 @@ TRANSPORT_SHARE = 0.3
 HARDLY_WAITS = 0.05
 # A step that has its batches in time and is slower than this share of what it does alone is held up by something.
 MUCH_SLOWER = 0.8
+# Workers that fetch for less than this share of their time are not what a loop waits for.
+RARELY_FETCHES = 0.2
 # More of the cores idle than this: a fetch that does not compute waits for something else than a core.
 IDLE_SHARE = 0.15
 # Less than this of the cores is what any machine does beside.
@@ -113,6 +115,8 @@ def _cpu_or_wait(evidence: Evidence) -> Binding:
     limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
     full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
+    if not full and evidence.measurement.wait_share > 2 * HARDLY_WAITS and evidence.fetching_share() < RARELY_FETCHES:
+        return "unknown"
     if full or evidence.computing_share() > COMPUTING_SHARE:
         return "cpu"
     if evidence.measurement.wait_share <= 2 * HARDLY_WAITS:
@@ -136,9 +140,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
     measured, waits = evidence.measurement, _waits_words(evidence)
     more = _more(headroom) if evidence.ceiling_doubt is None else "; what the step alone could do is unknown"
     sentences: dict[Binding, Callable[[], str]] = {
-        "step": lambda: (
-            f"The training step binds: {waits}, and {_of_ceiling(evidence)}; the loader is not the place to gain."
-        ),
+        "step": lambda: f"The training step binds: {waits}{_step_words(evidence)}.",
         "cpu": lambda: (
             f"The CPU binds: a batch takes {_ms(measured.service_cpu_s)} of CPU to fetch and {_ms(measured.step_s)} of "
             f"step, and there {_cores(evidence)}{_stage_words(evidence)}; {waits}{more}."
@@ -152,7 +154,7 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             f"Pinning binds: one thread copies {_mib(measured.batch_bytes)} a batch into page-locked memory; {waits}{more}."
         ),
         "memory": lambda: f"Memory binds: {_memory_words(evidence)}; {waits}{more}.",
-        "startup": lambda: f"Worker start-up binds: it takes {evidence.startup_share():.0%} of an epoch.",
+        "startup": lambda: f"Worker start-up binds: it takes {share_text(evidence.startup_share())} of an epoch.",
         "in_memory": lambda: (
             f"The data is in memory: fetching a batch takes {_ms(measured.service_s)}, less than handing it over from a "
             "worker would cost, so no worker is needed."
@@ -170,7 +172,7 @@ def _stage_words(evidence: Evidence) -> str:
     stage = max(seconds, key=lambda each: seconds[each], default=None)
     if stage is None or seconds[stage] < LARGE_STAGE * sum(seconds.values()):
         return ""
-    return f"; {stage.stage} takes {seconds[stage] / sum(seconds.values()):.0%} of a worker's {what} ({stage.where})"
+    return f"; {stage.stage} takes {share_text(seconds[stage] / sum(seconds.values()))} of a worker's {what} ({stage.where})"
 
 
 def _disagreement(evidence: Evidence) -> str:
@@ -180,6 +182,8 @@ def _disagreement(evidence: Evidence) -> str:
     others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
     if measured.wait_share <= 2 * HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
         return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}{others}"
+    if evidence.fetching_share() < RARELY_FETCHES:
+        return f"{waits}, yet a worker fetches for {share_text(evidence.fetching_share())} of its time only{others}"
     fed = evidence.fed_burst()
     if fed is not None:
         return (
@@ -212,7 +216,7 @@ def _idle_words(evidence: Evidence) -> str:
         return ""
     if idle <= IDLE_SHARE:
         foreign = share_text(evidence.telling_burst().foreign_cpu_share)
-        return f", longer than other processes on {foreign} of the cores explain"
+        return f"; that other processes kept {foreign} of the cores busy does not explain the rest"
     return f" while {share_text(idle)} of the cores are idle"
 
 
@@ -229,8 +233,16 @@ def _more(headroom: float | None) -> str:
 
 def _cores(evidence: Evidence) -> str:
     count, share = evidence.usable_cores, evidence.measurement.cpu_share
-    used = "" if share is None else f", {min(1.0, share):.0%} in use"
+    used = "" if share is None else f", {share_text(min(1.0, share))} in use"
     return ("is 1 core" if count == 1 else f"are {count} cores") + used
+
+
+def _step_words(evidence: Evidence) -> str:
+    waits = evidence.measurement.wait_share
+    if evidence.ceiling is None and evidence.ceiling_doubt is None and waits >= HARDLY_WAITS:
+        return f"; another loader would gain {share_text(waits / (1 - waits))} at most"
+    alone = "" if evidence.ceiling is None else f", and {_of_ceiling(evidence)}"
+    return f"{alone}; the loader is not the place to gain"
 
 
 def _of_ceiling(evidence: Evidence) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune_loader.report.units import is_telling, rate_text
+from autotune_loader.report.units import rate_text
 from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.statistics import Interval
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
+_Point = TypeVar("_Point")
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the same palette
@@ -98,13 +99,23 @@ def svg_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def apart(points: Sequence[_Point], place: Callable[[_Point], tuple[float, float]]) -> list[_Point]:
+    """The points that get a label: each that is no nearer than one, in either direction, to an earlier one that has its own."""
+    kept: list[_Point] = []
+    for point in points:
+        x, y = place(point)
+        if not any(abs(x - other_x) < 1 and abs(y - other_y) < 1 for other_x, other_y in map(place, kept)):
+            kept.append(point)
+    return kept
+
+
 def draw_rates(axes: Axes, points: Sequence[tuple[float, Interval]], marker: str, **style: Any) -> None:
     """Rates with their intervals, where these tell anything; nothing where there are no points."""
     if not points:
         return
     x, rates = zip(*points, strict=True)
-    below = [max(0.0, rate.value - rate.low) if is_telling(rate) else 0.0 for rate in rates]
-    above = [max(0.0, rate.high - rate.value) if is_telling(rate) else 0.0 for rate in rates]
+    below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates]
+    above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates]
     axes.errorbar(x, [rate.value for rate in rates], [below, above], fmt=marker, **style)
 
 
@@ -126,8 +137,9 @@ def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
 
 def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
     """Samples, or batches, per second upwards from zero."""
-    axes.margins(y=0.1)  # no marker on the upper edge
-    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"), ylim=(0, None))
+    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"))
+    top = axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0  # without any rate
+    axes.set_ylim(0, 1.1 * top)  # no marker on the upper edge, however close the rates are to one another
     axes.yaxis.set_major_formatter(thousands)
 
 

@@ -38,6 +38,13 @@ def plot_frontier(result: TuningResult) -> canvas.Figure:
     return canvas.picture("What speed costs in cores", content)
 
 
+def labelled(info: FrontierInfo) -> list[Point]:
+    """The unbeaten points whose labels fit: the chosen one first, then from the most cores on."""
+    most, height = (max(getattr(each, name) for each in info.points) for name in ("cores", "samples_per_s"))
+    ranked = sorted(info.unbeaten, key=lambda each: (each is not info.chosen, -each.cores))
+    return canvas.apart(ranked, lambda each: (each.cores / most / 0.18, each.samples_per_s / height / 0.07))
+
+
 def _draw(info: FrontierInfo, unit: str, axes: canvas.Axes) -> None:
     def places(points: list[Point]) -> list[tuple[float, float]]:
         return [(each.cores, each.samples_per_s) for each in points]
@@ -52,10 +59,9 @@ def _draw(info: FrontierInfo, unit: str, axes: canvas.Axes) -> None:
     canvas.draw_points(axes, places(others), "o", color=canvas.BLUE, markerfacecolor="white", label="predicted")
     if info.chosen is not None:
         canvas.draw_points(axes, places([info.chosen]), "*", color=canvas.VERMILLION, markersize=15, label="chosen")
-    for each in info.unbeaten:
+    for each in labelled(info):
         memory = "" if each.memory_bytes is None else f", {bytes_text(each.memory_bytes)}"
         label = f"{each.config.num_workers}{memory}"
         axes.annotate(label, (each.cores, each.samples_per_s), xytext=(6, -10), textcoords="offset points", fontsize=8)
-    axes.set_xlim(0, None)
-    axes.margins(x=0.08)
+    axes.set_xlim(0, 1.08 * max(each.cores for each in info.points))
     canvas.label_rates(axes, "cores kept busy; beside the points: workers, memory", unit)

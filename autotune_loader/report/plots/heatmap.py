@@ -42,11 +42,10 @@ class HeatmapInfo:
 
 def heatmap_info(result: TuningResult) -> HeatmapInfo:
     """Gather what `plot_heatmap` draws."""
-    configs = [*(trial.config for trial in result.trials), *(c for c in result.finals.configs if c == result.best)]
-    workers = tuple(sorted({config.num_workers for config in configs}))
-    ahead = sorted({config.prefetch_factor for config in configs if config.prefetch_factor is not None})
-    rows = ((None,) if 0 in workers else ()) + tuple(ahead)
     known = standings(result)
+    workers = tuple(sorted({row.config.num_workers for row in known}))
+    ahead = sorted({row.config.prefetch_factor for row in known if row.config.prefetch_factor is not None})
+    rows = ((None,) if 0 in workers else ()) + tuple(ahead)
     cells = [_cell(known, column, ahead) for ahead in rows for column in workers]
     return HeatmapInfo(workers=workers, prefetch_factors=rows, cells=tuple(_predicted(cells, result)))
 

@@ -10,7 +10,6 @@ from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import standings
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 
 NARROWEST_BYTES = 16 << 20
@@ -49,7 +48,7 @@ def memory_info(result: TuningResult) -> MemoryInfo:
     meter: Literal["pss", "rss"] = "pss" if all(memory.pss_bytes is not None for _, _, memory in rows) else "rss"
     points = tuple(
         Point(
-            memory_bytes=_bytes(memory, meter),
+            memory_bytes=memory.taken_bytes if meter == "pss" else memory.rss_bytes,
             rate=rate,
             label=_label(row.config),
             is_best=row.is_best,
@@ -62,10 +61,6 @@ def memory_info(result: TuningResult) -> MemoryInfo:
 
 def _label(config: LoaderConfig) -> str:
     return f"{config.num_workers}" + ("" if config.prefetch_factor is None else f"×{config.prefetch_factor}")
-
-
-def _bytes(memory: MemoryUse, meter: str) -> int:
-    return memory.pss_bytes if meter == "pss" and memory.pss_bytes is not None else memory.rss_bytes
 
 
 def plot_memory(result: TuningResult) -> canvas.Figure:
@@ -81,16 +76,8 @@ def labelled(points: tuple[Point, ...]) -> list[Point]:
     """The points whose labels fit: the chosen one and the baseline first, then by rate; near neighbours go without."""
     width = max(NARROWEST_BYTES, max(p.memory_bytes for p in points) - min(p.memory_bytes for p in points))
     height = max(p.rate.value for p in points)
-    chosen: list[Point] = []
-    for point in sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value)):
-        near = (
-            abs(point.memory_bytes - other.memory_bytes) < 0.07 * width
-            and abs(point.rate.value - other.rate.value) < 0.09 * height
-            for other in chosen
-        )
-        if not any(near):
-            chosen.append(point)
-    return chosen
+    ranked = sorted(points, key=lambda p: (not (p.is_best or p.is_baseline), -p.rate.value))
+    return canvas.apart(ranked, lambda p: (p.memory_bytes / width / 0.07, p.rate.value / height / 0.09))
 
 
 def _draw(info: MemoryInfo, unit: str, axes: canvas.Axes) -> None:

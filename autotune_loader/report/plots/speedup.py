@@ -41,11 +41,13 @@ def plot_speedup(result: TuningResult) -> canvas.Figure:
 
 def _draw(info: SpeedupInfo, axes: canvas.Axes) -> None:
     axes.axhline(1, color=canvas.BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
-    if info.speedup:
-        axes.axhspan(info.speedup.low, info.speedup.high, color=canvas.GREEN, alpha=0.25, linewidth=0)
-        label = f"mean {ratio_text(info.speedup)}, 95 %"
+    limits = info.speedup if info.speedup is not None and info.speedup.is_telling else None
+    if limits is not None:
+        axes.axhspan(limits.low, limits.high, color=canvas.GREEN, alpha=0.25, linewidth=0)
+    if info.speedup is not None:
+        label = f"mean {ratio_text(info.speedup)}" + ("" if limits is None else ", 95 %")
         axes.axhline(info.speedup.value, color=canvas.GREEN, linewidth=2, label=label)
     axes.plot(*zip(*info.ratios, strict=True), "o", color=canvas.BLUE, label="paired round")
-    top = max([1.0, *(ratio for _, ratio in info.ratios), *([info.speedup.high] if info.speedup else [])])
+    top = max([1.0, *(ratio for _, ratio in info.ratios), *([] if limits is None else [limits.high])])
     axes.set(xlabel="round of the finals", ylabel="times as fast", ylim=(0, top * 1.15), xlim=(0.5, info.rounds + 0.5))
     axes.set_xticks(range(1, info.rounds + 1, 1 + info.rounds // 20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.units import seconds_text
+from autotune_loader.report.units import seconds_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.stages import StageTime
 
@@ -33,6 +33,6 @@ def _draw(info: tuple[StageTime, ...], axes: canvas.Axes) -> None:
     axes.barh(names, computing, color=canvas.BLUE, label="computing")
     axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting")
     for row, each in enumerate(info):
-        text = f" {each.wall_share:.0%}, {seconds_text(each.wall_s)}  {each.where}"
+        text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}  {each.where}"
         axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)
     axes.set(xlabel="milliseconds for each sample", xlim=(0, 2.2 * max(each.wall_s for each in info) * 1e3))

@@ -21,7 +21,7 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
 
-Activity = Literal["fetch", "collate", "wait", "step"]
+Activity = Literal["fetch", "collate", "wait", "step", "unseen"]
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
 _COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the order of drawing
@@ -29,6 +29,7 @@ _COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the
     "step": (canvas.BLUE, "training step"),
     "fetch": (canvas.GREEN, "samples are fetched"),
     "collate": (canvas.SKY, "batch is collated"),
+    "unseen": ("#E5E5E5", "not seen"),
 }
 
 
@@ -86,15 +87,20 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
     """From when to when everything that each process did is known.
 
     A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
-    them began, which is not before the end of any worker's last batch that was delivered.
+    them began, which is not before the end of any worker's last batch that was delivered. Where all that was
+    delivered was made before the loop asked for any of it, the whole burst is shown.
     """
-    last = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
-    end = min([traces[-1].step_end, *last.values()])
+    end = min([traces[-1].step_end, *_last_seen(traces).values()])
     later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
     shown = [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]
     if not shown:
         return traces[0].requested, traces[-1].step_end
     return shown[0], end
+
+
+def _last_seen(traces: Sequence[BatchTrace]) -> dict[int, float]:
+    """When each worker ended its last batch that was delivered."""
+    return {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
 
 
 def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, float, float]]:
@@ -104,6 +110,8 @@ def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, f
         yield MAIN_PROCESS, "step", trace.received, trace.step_end
         yield trace.worker, "fetch", trace.fetch_start, trace.fetch_end
         yield trace.worker, "collate", trace.fetch_end, trace.collate_end
+    for worker, seen_until in _last_seen(traces).items():
+        yield worker, "unseen", seen_until, traces[-1].step_end
 
 
 def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
@@ -153,6 +161,5 @@ def _draw(info: TimelineInfo, axes: canvas.Axes) -> None:
         if bars:
             axes.barh(0, 0, color=colour, label=label)
     axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in info.workers)])
-    axes.set(xlabel="seconds", xlim=(0, info.length_s))
-    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, info.length_s), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)

@@ -7,6 +7,7 @@ from functools import partial
 
 from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import predicted_rates, rate_of, standings, tolerance_of
+from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 
@@ -80,7 +81,10 @@ def _draw(info: WorkersInfo, unit: str, axes: canvas.Axes) -> None:
     chosen = info.best[1].value if info.best else 0.0
     canvas.draw_ceiling(axes, info.ceiling, max([chosen, *(rate.value for _, rate in info.fastest)]))
     if info.plateau:
-        axes.axhspan(*info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label="as fast as the chosen one")
+        tolerance = share_text(1 - info.plateau[0] / chosen)
+        axes.axhspan(
+            *info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label=f"within {tolerance} of the chosen one"
+        )
     draw_points, purple = partial(canvas.draw_points, axes), canvas.PURPLE
     draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="others")
     canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest, 95 % interval")

@@ -11,8 +11,9 @@ import sysconfig
 from types import FrameType
 from typing import NamedTuple
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - imported at every start
-_DEMO = os.path.join(_PACKAGE, "demo")  # noqa: PTH118
+# os.path and not pathlib: this is imported whenever a Python of a watched script starts.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")  # noqa: PTH100, PTH118, PTH120
+_DEMO = _PACKAGE + "demo"
 
 
 class Line(NamedTuple):
@@ -30,12 +31,17 @@ class Line(NamedTuple):
         return f"{name}:{self.number}"
 
 
-def users_line(frame: FrameType | None) -> Line | None:
-    """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none."""
+def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | None:
+    """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none.
+
+    Args:
+        frame: where to begin.
+        libraries: whether a line of an installed library counts as the user's.
+    """
     outermost = None
     while frame is not None:
         line = Line(frame.f_code.co_filename, frame.f_lineno)
-        if not _is_library(line.file):
+        if not (is_ours(line.file) if libraries else _is_library(line.file)):
             return line
         if not line.file.startswith("<") and not is_ours(line.file):
             outermost = line  # an installed program, perhaps
