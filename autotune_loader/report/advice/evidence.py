@@ -174,26 +174,28 @@ class Evidence:
 
     def stage_gain(self, stage: StageTime, factor: float) -> float | None:
         """Relative gain if a stage took so many times what it takes, as the twin has it; None without a twin."""
-        return (
-            None
-            if self.twin is None
-            else self._gain_by(with_stages(self.twin, self.stage_times, {stage.stage: factor}))
-        )
+        if self.twin is None:
+            return None
+        return self.predicted_gain(twin=with_stages(self.twin, self.stage_times, {stage.stage: factor}))
 
     def gain_without_waiting(self) -> float | None:
         """Relative gain if a fetch waited for nothing, as the twin has it; None without a twin."""
-        return None if self.twin is None else self._gain_by(without_waiting(self.twin))
+        return None if self.twin is None else self.predicted_gain(twin=without_waiting(self.twin))
 
-    def predicted_gain(self, config: LoaderConfig, cores: float | None = None) -> float | None:
-        """Relative gain over the best configuration as it is, both as the twin has them; None without a twin."""
-        return None if self.twin is None else self._gain_by(self.twin, config, cores)
+    def predicted_gain(
+        self, config: LoaderConfig | None = None, cores: float | None = None, *, twin: Twin | None = None
+    ) -> float | None:
+        """Relative gain over the best configuration as it is; None without a twin.
 
-    def _gain_by(self, twin: Twin, config: LoaderConfig | None = None, cores: float | None = None) -> float | None:
-        """Relative gain of a configuration, the best one if None, in a twin over the best one as it is."""
+        Args:
+            config: the best one if None.
+            cores: those of the machine if None.
+            twin: what predicts it where something else is changed; the best as it is is always the job's own twin's.
+        """
         now = self.predicted(self.best)
-        if now is None or now.samples_per_s.value <= 0:
+        if self.twin is None or now is None or now.samples_per_s.value <= 0:
             return None
-        then = twin.predict_all([config or self.best], cores=cores)[0]
+        then = (twin or self.twin).predict_all([config or self.best], cores=cores)[0]
         return then.samples_per_s.value / now.samples_per_s.value - 1
 
 
