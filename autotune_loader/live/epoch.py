@@ -18,6 +18,7 @@ from autotune_loader.live import ledger
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
+from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import Change, LiveTraces
 from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.trace_log import REPORTED, Fetch
@@ -49,6 +50,8 @@ class LoaderState:
     """Pools that were started anew because workers were lost."""
     stages: StageTally | None = None
     """What watched workers were at lately; None where they are not watched."""
+    threads: StepThreads | None = None
+    """Sets those of the step; None leaves them alone."""
     own: LoaderConfig | None = None
     """What the user would have: where another configuration raises, this one tries the same batch. None: no other runs."""
     failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
@@ -161,6 +164,8 @@ class EpochIterator(Iterator[Any]):
                 if not self._is_given_up(self._config, error):
                     raise
         self._pools += 1
+        if self._state.threads is not None:
+            self._state.threads.set(self._config)
         now = time.monotonic()
         first = self._state.traces.end + (self._last is not None)
         self._state.traces.changes.append(

@@ -23,6 +23,7 @@ from autotune_loader.live.pool import Parts, refuse_children_of_daemons
 from autotune_loader.live.rebuilt import forget, keep, left_by_another
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
+from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job
 from autotune_loader.live.tuning import LiveTuning, cores_within
@@ -72,6 +73,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         tune: False only watches: `report()` says what binds.
         stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The
             timer of CPU time (SIGPROF) is then taken in them.
+        step_threads: "auto" tries fewer intra-op threads for a step on the CPU, too, which then has the cores that its workers
+            leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them alone.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
             the log at INFO, or on a terminal where that is not listened to.
         max_workers: most worker processes at any time.
@@ -93,6 +96,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         worker_seeds: Literal["batch", "torch"] = "batch",
         tune: bool = True,
         stages: bool = False,
+        step_threads: Literal["auto"] | None = None,
         on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
         max_cores: int | None = None,
@@ -104,6 +108,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             raise ValueError(
                 f"worker_seeds={worker_seeds!r} is not 'batch' or 'torch'; worker_seeds='batch' would work"
             )
+        if step_threads not in ("auto", None):
+            raise ValueError(f"step_threads={step_threads!r} is not 'auto' or None; step_threads='auto' would work")
         for name, value in (("tune", tune), ("stages", stages)):
             require_bool(name, value)
         asked = asked_for(dataset, args, arguments, own=inspect.signature(AutoLoader).parameters)
@@ -130,7 +136,10 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._workers_of_epoch = 0
         budgets = Budgets(max_workers=max_workers, max_host_memory=max_host_memory, max_shm=max_shm)
         self._state = LoaderState(
-            config=LoaderConfig(), budgets=budgets, stages=StageTally(MOST_REPORTS) if stages else None
+            config=LoaderConfig(),
+            budgets=budgets,
+            stages=StageTally(MOST_REPORTS) if stages else None,
+            threads=StepThreads(cores_within(max_cores)) if step_threads else None,
         )
         self._own = self._allowed(self._start(config))
         self._state.config = self._allowed(self._first(self._own, wishes))
@@ -224,7 +233,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         """A copy, or a loader that is sent to another process, has no epoch running; as torch's iterators are not sent."""
         kept = self._state
         stages = None if kept.stages is None else StageTally(MOST_REPORTS)
-        state = LoaderState(config=kept.config, budgets=kept.budgets, own=kept.own, stages=stages)
+        state = LoaderState(config=kept.config, budgets=kept.budgets, own=kept.own, stages=stages, threads=kept.threads)
         fresh = dict.fromkeys(("_latest", "_kept", "_order", "_tuning", "_made_at"))
         return {**self.__dict__, **fresh, "_state": state}
 
@@ -323,6 +332,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             usable_cores=cores_within(self.max_cores),
             max_workers=self.max_workers,
             epoch_batches=length_of(self),
+            step_threads=(None,) if self._state.threads is None else self._state.threads.counts,
             is_fixed=is_fixed,
         )
         may_keep = not is_fixed and not self._has_epochs()
@@ -343,7 +353,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         known = recall(self._job)
         if known is not None:
             try:
-                return self._allowed(replace(known, batch_size=None, drop_last=None, pin_memory=own.pin_memory))
+                threads = known.consumer_threads if self._state.threads is not None else None
+                own_parts = {"batch_size": None, "drop_last": None, "pin_memory": own.pin_memory}
+                return self._allowed(replace(known, **own_parts, consumer_threads=threads))
             except ValueError as error:
                 log.debug("what is known of this job is not to be used: %s", error)
         workers = FIRST_WORKERS if self.max_workers is None else min(FIRST_WORKERS, self.max_workers)

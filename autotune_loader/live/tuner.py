@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
-from autotune_loader.decision.belief import Beliefs
+from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
@@ -63,6 +63,8 @@ class Job:
     usable_cores: int
     max_workers: int | None = None
     epoch_batches: int | None = None
+    step_threads: tuple[int | None, ...] = (None,)
+    """Threads of the step that may be tried; None leaves those of the process."""
     is_fixed: bool = False
     """Watch only."""
 
@@ -182,9 +184,10 @@ class Tuner:
         job = self._job
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
         useful = useful_workers(job.usable_cores, [measured])
-        self.beliefs = Beliefs(
-            self._space(useful if job.max_workers is None else min(useful, job.max_workers)), context
-        )
+        space = self._space(useful if job.max_workers is None else min(useful, job.max_workers))
+        if step_cores >= CORES_OF_A_SERIAL_STEP or self._training.config.consumer_threads is not None:
+            space = replace(space, consumer_threads=job.step_threads)
+        self.beliefs = Beliefs(space, context)
         self.beliefs.log.add(seen)
         self._base = measured.samples_per_s.value
 
@@ -225,7 +228,8 @@ class Tuner:
         assert best.measurement is not None
         alone = self._job.start.with_workers(0).key()
         waiting = waiting_share(best.measurement)
-        may_gain = waiting / max(1.0 - waiting, 1e-9) >= LEAST_GAIN
+        # Waiting bounds what a loader can gain, not what a step gains that is in its workers' way.
+        may_gain = waiting / max(1.0 - waiting, 1e-9) >= LEAST_GAIN or len(beliefs.space.consumer_threads) > 1
         if may_gain:
             todo = explore(beliefs, Goal(tolerance=EXPLORE_TOLERANCE))
             if isinstance(todo, Explore) and todo.config is not None:

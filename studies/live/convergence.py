@@ -6,6 +6,7 @@
     python -m studies.live.convergence wait_light_tail --hyperloader /tmp/hyperloader/python    # with it as a rival
     python -m studies.live.convergence wait_light_tail --two-loaders               # training and validation in turn
     python -m studies.live.convergence wait_light_tail --seconds 300               # five minutes
+    python -m studies.live.convergence text --step-threads                         # it may also try fewer threads for the step
     python -m studies.live.convergence --table                 # the table, from what was kept; no measuring
     python -m studies.live.convergence --plots                 # the pictures
 
@@ -28,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.bench import ROOT, Bench, BenchError, Timing
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--disturb", action="store_true")
     parser.add_argument("--neighbours", action="store_true")
     parser.add_argument("--two-loaders", action="store_true")
+    parser.add_argument("--step-threads", action="store_true")
     parser.add_argument("--hyperloader", help="folder of its Python package, such as `python` of a clone")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plots", action="store_true")
@@ -73,7 +75,7 @@ def main() -> int:
         if options.two_loaders:
             keep(in_child(f"two:{name}", options.seconds))
         if not (options.neighbours or options.two_loaders):
-            keep(study(name, options.seconds, options.hyperloader))
+            keep(study(name, options.seconds, options.hyperloader, step_threads=options.step_threads))
     if options.disturb:
         keep(disturbed(options.seconds))
     if options.plots:
@@ -85,11 +87,11 @@ def main() -> int:
     return 0
 
 
-def study(name: str, seconds: float, hyperloader: str | None = None) -> dict[str, Any]:
+def study(name: str, seconds: float, hyperloader: str | None = None, *, step_threads: bool = False) -> dict[str, Any]:
     """All that is measured of one workload."""
     with Bench(name) as bench:
         known = survey(bench)
-    live = in_child(f"live:{name}", seconds)
+    live = in_child(f"{'threads' if step_threads else 'live'}:{name}", seconds)
     tuned = in_child(f"tune:{name}", seconds)
     rival = {} if hyperloader is None else {"hyperloader": in_child(f"hyper:{name}", seconds, path=hyperloader)}
     cores = live["cores"]
@@ -103,7 +105,8 @@ def study(name: str, seconds: float, hyperloader: str | None = None) -> dict[str
     arms |= {f"survey {place}": each for place, each in enumerate(top)}
     with Bench(name) as bench:
         rounds = race(bench, list(dict.fromkeys(arms.values())))
-    return {"workload": name, "survey": known, "live": live, "tune": tuned, "arms": arms, "rounds": rounds, **rival}
+    workload = f"{name}_step_threads" if step_threads else name
+    return {"workload": workload, "survey": known, "live": live, "tune": tuned, "arms": arms, "rounds": rounds, **rival}
 
 
 def survey(bench: Bench) -> dict[str, float]:
@@ -173,7 +176,7 @@ def child(what: str, seconds: float) -> dict[str, Any]:
         return beside_neighbours(name, seconds)
     if kind == "two":
         return two_loaders(name, seconds)
-    return train_live(Job(name), seconds)
+    return train_live(Job(name), seconds, step_threads="auto" if kind == "threads" else None)
 
 
 class Job:
@@ -204,17 +207,23 @@ class Job:
         return AutoLoader(self.study.dataset, batch_size=self.study.batch_size, drop_last=True, **order, **options)
 
 
-def train_live(job: Job, seconds: float, events: Sequence[tuple[float, Callable[[], None]]] = ()) -> dict[str, Any]:
+def train_live(
+    job: Job,
+    seconds: float,
+    events: Sequence[tuple[float, Callable[[], None]]] = (),
+    step_threads: Literal["auto"] | None = None,
+) -> dict[str, Any]:
     """Train from a cold start; when each batch was done, and what the loader decided.
 
     Args:
         job: what is trained.
         seconds: how long.
         events: what is called in its midst, and after how many seconds.
+        step_threads: of the loader.
     """
     from autotune_loader.machine.limits import usable_cores
 
-    loader = job.auto()
+    loader = job.auto(step_threads=step_threads)
     begun = time.perf_counter()
     origin = time.monotonic()
     ends: list[float] = []

@@ -52,11 +52,12 @@ def train(
     *,
     then: SimulatedMachine | None = None,
     seed: int = 0,
+    step_threads: tuple[int | None, ...] = (None,),
 ) -> Trained:
     """Train with a tuner; half-way the machine turns into another one, where there is one."""
     clock, told = FakeClock(), list[Event]()
     training = SimulatedTraining(machine, clock, start, seed=seed)
-    job = Job(start=start, usable_cores=machine.cores)
+    job = Job(start=start, usable_cores=machine.cores, step_threads=step_threads)
     tuner = Tuner(
         training,
         job,
@@ -73,6 +74,24 @@ def train(
             wake = tuner.look(clock())
         samples += training.train().samples
     return Trained(training, tuner, clock(), samples, told)
+
+
+def test_fewer_threads_of_the_step_are_tried_where_that_was_asked_for() -> None:
+    # GIVEN a step that gains little from its second core, which workers that compute would use
+    machine = SimulatedMachine(
+        cores=2, cpu_s=0.03, step_s=0.02, step_cores=2, step_s_by_threads={1: 0.024}, receive_s=0.001, noise_sd=0.02
+    )
+    # WHEN it trains with and without leave to change them
+    asked, left = (train(machine, 30, step_threads=threads).tuner.best for threads in ((None, 1), (None,)))
+    # THEN
+    assert (asked.consumer_threads, left.consumer_threads) == (1, None)
+    assert asked.num_workers > 0
+
+
+def test_threads_of_a_step_on_one_core_are_left_alone() -> None:
+    assert all(
+        event.config.consumer_threads is None for event in train(STORAGE, 30, step_threads=(None, 1)).tuner.history
+    )
 
 
 _best: dict[str, float] = {}

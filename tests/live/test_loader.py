@@ -139,6 +139,7 @@ def test_the_length_of_a_stream_without_one_is_torchs_error() -> None:
         ({"max_workers": -1}, "max_workers=-1 is below 0"),
         ({"max_host_memory": 1 << 20, "num_workers": 2}, "host memory"),
         ({"worker_seeds": "mine"}, "worker_seeds='mine' is not"),
+        ({"step_threads": 2}, "step_threads=2 is not 'auto' or None; step_threads='auto' would work"),
         ({"config": LoaderConfig(batch_size=7)}, "batch_size=1 would work"),
         ({"config": LoaderConfig(drop_last=True)}, "drop_last=None would work"),
         ({"batch_size": 0}, "batch_size"),
@@ -147,6 +148,28 @@ def test_the_length_of_a_stream_without_one_is_torchs_error() -> None:
 def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoLoader(Numbers(4), **arguments)
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [("auto", 1), (None, 3)])
+def test_the_steps_threads_are_set_only_where_that_was_asked_for(asked: Any, wanted: int) -> None:
+    # GIVEN a process that computes with three threads, and a configuration with one
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        loader = AutoLoader(Numbers(8), batch_size=4, step_threads=asked)
+        # WHEN the loader changes to it in mid-epoch
+        batches = iter(loader)
+        next(batches)
+        loader.change_to(LoaderConfig(consumer_threads=1))
+        assert len(list(batches)) == 1
+        # THEN
+        assert torch.get_num_threads() == wanted
+        # AND a configuration that does not care gives back what the process had
+        loader.change_to(LoaderConfig())
+        list(loader)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_argument_that_a_dataloader_does_not_have_is_a_type_error() -> None:
