@@ -74,7 +74,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The
             timer of CPU time (SIGPROF) is then taken in them.
         step_threads: "auto" tries fewer intra-op threads for a step on the CPU, too, which then has the cores that its workers
-            leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them alone.
+            leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
             the log at INFO, or on a terminal where that is not listened to.
         max_workers: most worker processes at any time.
@@ -354,8 +354,8 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         if known is not None:
             try:
                 threads = known.consumer_threads if self._state.threads is not None else None
-                own_parts = {"batch_size": None, "drop_last": None, "pin_memory": own.pin_memory}
-                return self._allowed(replace(known, **own_parts, consumer_threads=threads))
+                known = replace(known, batch_size=None, drop_last=None, consumer_threads=threads)
+                return self._allowed(replace(known, pin_memory=own.pin_memory))
             except ValueError as error:
                 log.debug("what is known of this job is not to be used: %s", error)
         workers = FIRST_WORKERS if self.max_workers is None else min(FIRST_WORKERS, self.max_workers)
