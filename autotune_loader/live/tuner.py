@@ -182,6 +182,8 @@ class Tuner:
         measured = seen.measurement
         assert measured is not None
         job = self._job
+        if len(job.step_threads) > 1:
+            step_cores = _step_cores_alone(seen, job.usable_cores, step_cores)
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
         useful = useful_workers(job.usable_cores, [measured])
         space = self._space(useful if job.max_workers is None else min(useful, job.max_workers))
@@ -381,6 +383,17 @@ def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> fl
     return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 
+def _step_cores_alone(seen: Evidence, cores: int, step_cores: float) -> float:
+    """Cores that the step would keep busy if workers left it all; crowded, it shows only its share of them.
+
+    Args:
+        seen: with workers, whose time is all held to be computing.
+        cores: of this process.
+        step_cores: as seen.
+    """
+    return min(float(cores), step_cores * (_at_work(seen) + cores) / cores)
+
+
 def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
     """Seconds of a batch without workers at best: without what handing it over costs, and what crowding does to fetch and step.
 
@@ -391,13 +404,22 @@ def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
     """
     measured = seen.measurement
     assert measured is not None
-    traces = measured.traces
-    fetch_s = sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-    at_work = min(seen.config.num_workers, fetch_s / _period_s(seen))  # by Little's law
+    at_work = _at_work(seen)
     busy = at_work + max(1.0, step_cores)
     shared = min(1.0, at_work) if busy > cores / 2 else 0.0
     crowding = min(1.0, cores / busy) * (1.0 - (1.0 - SHARED_CORE) * shared)
-    return crowding * fetch_s + measured.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
+    return crowding * _fetch_s(seen) + measured.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
+
+
+def _at_work(seen: Evidence) -> float:
+    """Workers that fetch at any time, by Little's law."""
+    return min(float(seen.config.num_workers), _fetch_s(seen) / _period_s(seen))
+
+
+def _fetch_s(seen: Evidence) -> float:
+    assert seen.measurement is not None
+    traces = seen.measurement.traces
+    return sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
 
 
 def _balance(seen: Evidence) -> float:
