@@ -236,14 +236,21 @@ def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: Tu
 def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) -> None:
     # GIVEN a deep queue: whatever was delivered lay ready before the loop asked for any of it
     trial = next(trial for trial in result.trials if trial.config.num_workers == 2)
-    ready = [replace(t, fetch_start=0.0, fetch_end=0.1, collate_end=0.2) for t in trial.measurement.traces]
+    traces = trial.measurement.traces
+    starts = [traces[0].requested - 1 + position / len(traces) for position in range(len(traces))]
+    ready = [
+        replace(trace, fetch_start=start, fetch_end=start + 1e-3, collate_end=start + 1e-3)
+        for trace, start in zip(traces, starts, strict=True)
+    ]
 
     queued = replace(trial, measurement=replace(trial.measurement, traces=tuple(ready)))
     info = timeline_info(replace(result, trials=(queued,)), trial=trial.number)
-    # THEN no worker is shown as idle meanwhile, and each has its row
-    unseen = [bar for bar in info.bars if bar.activity == "unseen"]
-    assert {bar.row for bar in unseen} == set(info.workers) == {0, 1}
-    assert all((bar.start_s, bar.end_s) == (0.0, pytest.approx(info.length_s)) for bar in unseen)
+    # THEN the queues are seen to fill, and no worker is shown as idle afterwards, nor the loop before
+    assert {bar.row for bar in info.bars if bar.activity == "fetch"} == set(info.workers) == {0, 1}
+    unseen = {bar.row: (bar.start_s, bar.end_s) for bar in info.bars if bar.activity == "unseen"}
+    assert unseen.pop(MAIN_PROCESS) == pytest.approx((0.0, 1.0))
+    assert set(unseen) == {0, 1}
+    assert all(0.5 < start < end == pytest.approx(info.length_s) for start, end in unseen.values())
     axes = plots.plot_timeline(replace(result, trials=(queued,)), trial.number).axes[0]
     assert axes.get_ylim() == (2.5, -0.5)
 

@@ -88,13 +88,13 @@ def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
 
     A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
     them began, which is not before the end of any worker's last batch that was delivered. Where all that was
-    delivered was made before the loop asked for any of it, the whole burst is shown.
+    delivered was made before the loop asked for any of it, the whole burst is shown, with the filling of its queues.
     """
     end = min([traces[-1].step_end, *_last_seen(traces).values()])
     later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
     shown = [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]
     if not shown:
-        return traces[0].requested, traces[-1].step_end
+        return min(trace.fetch_start for trace in traces), traces[-1].step_end
     return shown[0], end
 
 
@@ -110,6 +110,7 @@ def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, f
         yield MAIN_PROCESS, "step", trace.received, trace.step_end
         yield trace.worker, "fetch", trace.fetch_start, trace.fetch_end
         yield trace.worker, "collate", trace.fetch_end, trace.collate_end
+    yield MAIN_PROCESS, "unseen", min(trace.fetch_start for trace in traces), traces[0].requested
     for worker, seen_until in _last_seen(traces).items():
         yield worker, "unseen", seen_until, traces[-1].step_end
 
