@@ -185,11 +185,12 @@ def _check_loss(loss_fn: Callable[..., Any], parameters: Parameters, batch: Any)
             "passed as train_step=, it would work"
         )
     if takes.required > 2:
-        of_one = "*map(model, batch)" if len(_several(batch)) == takes.required else "..."
-        of_all = "*model(*batch)" if parameters.required == takes.required else of_one
+        taken = "..."
+        if len(_several(batch)) == takes.required:
+            taken = "*model(*batch)" if parameters.required == takes.required else "*map(model, batch)"
         raise StepInferenceError(
             f"loss_fn={_name(loss_fn)} takes {takes.required} arguments, where output and target are given; "
-            f"pass train_step=lambda model, batch: loss_fn({of_all if of_one != '...' else of_one}), for {described(batch)}"
+            f"pass train_step=lambda model, batch: loss_fn({taken}), for {described(batch)}"
         )
 
 
