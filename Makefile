@@ -17,12 +17,11 @@ demo: $(INSTALLED) ## make 1,200 JPEG files once, watch a plain script that trai
 	@$(BIN)/autotune-loader watch examples/train.py
 	@$(BIN)/autotune-loader demo
 
-check: $(INSTALLED) ## lint, format, types, floors, circles between files
+check: $(INSTALLED) ## lint, format, types, layers, circles between files
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m studies.house --check
 
 # The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
 test: check ## check, then every test but acceptance: units, processes, and the system with its documentation

@@ -88,7 +88,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         ValueError: as DataLoader; a configuration above a budget; workers in a process that may not have children.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a user may say
         self,
         dataset: Any,
         *args: Any,

@@ -52,7 +52,7 @@ SHORTEST_START_DEADLINE_S = 30.0
 
 
 @answers_loader_arguments
-def tune(
+def tune(  # noqa: PLR0913 - all that a user may say
     dataset_or_loader: Any,
     model: Any = None,
     *,

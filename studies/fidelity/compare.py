@@ -24,7 +24,6 @@ from typing import Any
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.testing import FakeClock, SimulatedProbe
 from autotune_loader.tuning.schedule import FINAL_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -39,6 +38,7 @@ from studies.regret.machines import random_machine
 from studies.regret.oracle import ROUND_S, config_of
 from studies.regret.records import Log
 from studies.workloads import DOCUMENTS, WORKLOADS
+from tests.support import FakeClock, SimulatedProbe
 
 Readings = Mapping[tuple[str, str], float]
 """What one round read, by case and arm: rates, seconds, or whatever the arms of one case have in common."""

@@ -24,7 +24,6 @@ from torch import nn
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
@@ -34,6 +33,7 @@ from studies.fidelity.records import RESULTS, append, read
 from studies.fidelity.sequential import sequential_interval, sequential_verdict
 from studies.quiet import QuietTurns
 from studies.workloads import AccelStep, SleepDataset, StudyWorkload
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 NOISE_SD = 0.03
 """Log-sd of one simulated burst; a paired log-ratio has the square root of two of it."""

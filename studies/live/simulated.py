@@ -23,9 +23,9 @@ from autotune_loader.decision.space import Space
 from autotune_loader.live import tuner as live_tuner
 from autotune_loader.live.budgets import PREFETCH_FACTORS
 from autotune_loader.live.tuner import Job, Tuner
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.machines import random_machine
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 
 CORES = (2, 2, 4, 4, 8, 16)
 START = LoaderConfig(num_workers=2)

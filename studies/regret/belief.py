@@ -17,7 +17,6 @@ from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.posterior import Posterior
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.testing import SimulatedMachine
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -25,6 +24,7 @@ from autotune_loader.values.plan import BurstPlan
 from studies.regret.machines import oracle_of, random_machine, space_of
 from studies.regret.over_time import NEAR
 from studies.regret.simulated import by_search
+from tests.support import SimulatedMachine
 
 # Of all machines, the share whose choice is the most doubtful.
 DOUBTFUL = 0.2

@@ -14,11 +14,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autotune_loader.decision.space import Space
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from studies.regret import OURS
 from studies.regret.machines import TRUTH_BATCHES, Oracle, random_machine, space_of
 from studies.regret.simulated import Outcome, by_search, table
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 LEAST_BATCHES, MOST_BATCHES = 4, 256
 BUDGET_S = 60.0

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune_loader.decision.space import Space, consumer_thread_counts, max_useful_workers
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.plateaus import PLATEAU_LOSS
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12

@@ -21,7 +21,6 @@ from pathlib import Path
 from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import SEARCH_BURST
 from autotune_loader.tuning.session import TuningSession
@@ -35,6 +34,7 @@ from studies.regret.machines import WIDE, few_cores_machine, oracle_of, random_m
 from studies.regret.over_time import NEAR, held_at
 from studies.regret.plateaus import plateaus
 from studies.regret.quantiles import at
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.

@@ -36,7 +36,6 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.report.summary import is_claimed
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.finals import run_rounds
 from autotune_loader.tuning.schedule import FINAL_BURST, FINALS_PATIENCE_S
 from autotune_loader.values.config import LoaderConfig
@@ -45,6 +44,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from studies.fidelity.measure import workload_of
 from studies.workloads import WORKLOADS
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 TOLERANCE = 0.02
 BURST_S, BUDGET_S = 0.7, 30.0

@@ -10,12 +10,12 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.results.loader_file import Advice, Verdict
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from studies.verdict.outcomes import Outcome
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 CORES = (4, 8, 16, 32)
 SCALES = (0.3, 1.0, 5.0)

@@ -21,11 +21,11 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.results.load import find_loader_file
 from autotune_loader.results.loader_file import loader_schema
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.statistics import Interval
 from autotune_loader.version import __version__
+from tests.support import SimulatedMachine, simulated_result
 
 COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "run", "schema", "show", "tune", "watch")
 

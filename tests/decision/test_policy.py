@@ -12,11 +12,11 @@ from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import MOST_REPEATS, Explore, Goal, Stop, explore
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedSource
 from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind
+from tests.support import FakeClock, SimulatedMachine, SimulatedSource
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 FIRST = [LoaderConfig(num_workers=count) for count in (0, 1, 4)]

@@ -20,7 +20,6 @@ from autotune_loader.decision.race import (
 )
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.sufficiency import Sufficiency
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning import burst_source
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import run_rounds
@@ -29,6 +28,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import MAX_ROUNDS, Interval
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BASELINE = LoaderConfig()
 FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))

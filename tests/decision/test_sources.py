@@ -15,11 +15,11 @@ from autotune_loader.live.block_source import BlockSource
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource, SimulatedTraining
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource, SimulatedTraining
 
 CONTEXT = TwinContext(usable_cores=2, consumer_cores=1.0)
 ALONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)

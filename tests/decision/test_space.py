@@ -21,10 +21,10 @@ from autotune_loader.decision.space import (
     consumer_thread_counts,
     max_useful_workers,
 )
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import GpuUse, MemoryUse
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 MIB = 2**20
 

@@ -8,8 +8,8 @@ import torch
 
 from autotune_loader.integrations import transformers as integration
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
-from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
+from tests.support import SimulatedMachine, simulated_result
 
 transformers = pytest.importorskip("transformers")
 

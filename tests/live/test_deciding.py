@@ -16,11 +16,11 @@ from autotune_loader.live.spending import CREDIT_S
 from autotune_loader.live.traces import Change, LiveTraces, continuous, start_s
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.pipeline.throughput import summarise
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 
 ALONE, TWO, TEN = LoaderConfig(), LoaderConfig(num_workers=2), LoaderConfig(num_workers=10)
 STORAGE = SimulatedMachine(cores=2, cpu_s=0.003, wait_s=0.093, step_s=0.012, noise_sd=0.02)

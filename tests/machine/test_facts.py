@@ -12,8 +12,8 @@ import pytest
 from autotune_loader.machine.comparison import differences
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.testing import FakeGpu, FakeGpus
 from autotune_loader.values.serialization import from_plain, to_plain
+from tests.support import FakeGpu, FakeGpus
 
 TUNED = Fingerprint(
     usable_cores=16,

@@ -13,7 +13,7 @@ import pytest
 
 from autotune_loader.machine.gpus import Gpus, GpuSample
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.testing import FakeGpu, FakeGpus
+from tests.support import FakeGpu, FakeGpus
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-bbbb2222-0000", "GPU-cccc3333-0000"
 MIG_1, MIG_2, OLD_MIG = "MIG-1111-aa", "MIG-2222-bb", "MIG-GPU-bbbb2222-0000/7/0"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from autotune_loader.machine.gpus import GpuDevice, Gpus
-from autotune_loader.testing import FakeGpu, FakeGpus
+from tests.support import FakeGpu, FakeGpus
 
 FAST = FakeGpu(uuid="GPU-fast", name="Fast", util=80)
 SLOW = FakeGpu(uuid="GPU-slow", name="Slow", util=20)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune_loader.pipeline.prefetch import move
-from autotune_loader.testing import FakeClock
 from autotune_loader.values.trace import MAIN_PROCESS
+from tests.support import FakeClock
 
 
 class FakeTimeline:

@@ -25,12 +25,12 @@ from autotune_loader.probe.epoch_burst import measure_epochs
 from autotune_loader.probe.failures import is_device_broken
 from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.testing import FakeClock
 from autotune_loader.twin import Twin
 from autotune_loader.twin.observation import Observation
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2)

@@ -11,9 +11,9 @@ from fake_device import FakeStep, FakeTimeline
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.burst_loop import DeviceRun, Run
 from autotune_loader.probe.step import build_step
-from autotune_loader.testing import FakeClock
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
+from tests.support import FakeClock
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 

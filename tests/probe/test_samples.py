@@ -25,9 +25,9 @@ from autotune_loader.probe.bench import Bench
 from autotune_loader.probe.failures import StoppedError
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.samples import MOST_NOTED, Notebook, for_bursts, raises_alone
-from autotune_loader.testing import FakeClock
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
+from tests.support import FakeClock
 
 
 class Numbers(Dataset[torch.Tensor]):

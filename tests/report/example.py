@@ -16,7 +16,6 @@ from autotune_loader.results.loader_file import (
     Verdict,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
@@ -24,6 +23,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
 from autotune_loader.values.trial import Trial
+from tests.support import SimulatedMachine, SimulatedProbe
 
 BASELINE = LoaderConfig()
 BEST = LoaderConfig(num_workers=4, prefetch_factor=4, consumer_threads=1)

@@ -14,7 +14,6 @@ from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.results.loader_file import Verdict
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.experiments import budget_of_search, measure_allowed
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -24,6 +23,7 @@ from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BEST = LoaderConfig(num_workers=4)
 

@@ -22,12 +22,12 @@ from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
 from autotune_loader.report.plots.workers import workers_info
 from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import SimulatedMachine, simulated_result
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
 from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS
+from tests.support import SimulatedMachine, simulated_result
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 PICTURES = [getattr(plots, name) for name in plots.__all__]

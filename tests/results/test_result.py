@@ -34,7 +34,6 @@ from autotune_loader.results.loader_file import (
     loader_schema,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import loader_parts
 from autotune_loader.values.config import LoaderConfig
@@ -44,6 +43,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.serialization import to_plain
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 
 REPOSITORY = Path(__file__).parents[2]
 OLD_FILE = Path(__file__).parent / "data" / "loader-1.0.json"

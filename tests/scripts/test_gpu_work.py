@@ -14,7 +14,7 @@ from autotune_loader.machine.gpus import Gpus
 from autotune_loader.scripts import gpu_work
 from autotune_loader.scripts.gpu_work import GpuWork, recent_use
 from autotune_loader.scripts.tally import Tally
-from autotune_loader.testing import FakeClock, FakeGpu, FakeGpus
+from tests.support import FakeClock, FakeGpu, FakeGpus
 
 PERIOD_S, KEPT_S = 0.02, 2.0
 

@@ -3,12 +3,12 @@
 import pytest
 from report.bursts import BATCH, burst, traces
 
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from studies.fidelity import ceilings
 from studies.fidelity.ceilings import Limit
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 RECOGNISED_WITHIN_S = 3.0
 

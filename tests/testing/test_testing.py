@@ -2,11 +2,11 @@
 
 import pytest
 
-from autotune_loader.testing import ReplayProbe, SimulatedMachine, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
+from tests.support import ReplayProbe, SimulatedMachine, SimulatedProbe
 
 PLAN = BurstPlan(max_s=1.0, relative_error=0.0)
 

@@ -11,13 +11,13 @@ from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
 from autotune_loader.report.summary import speedup_sentence, why_undecided
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 from autotune_loader.tuning import assemble as assembly
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
 
 
 @pytest.mark.parametrize(

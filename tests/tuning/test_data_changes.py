@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.experiments import budget_of_search, measured_change
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 TWO = LoaderConfig(num_workers=2)
 

@@ -22,12 +22,12 @@ from preloaded import PreloadedPython, Run
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.lockstep import common_space, environment, within_cores
 from autotune_loader.tuning.ranks import is_distributed, own_device, slowest, tuning_alone, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for torch's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
@@ -81,7 +81,7 @@ SIMULATED_JOB = """
     import torch.distributed as dist
     from autotune_loader.values.config import LoaderConfig
     from autotune_loader.tuning.ranks import LockstepProbe, joined_ranks, serve
-    from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
     from autotune_loader.values.measurement import Failure
     from autotune_loader.values.plan import BurstPlan
 

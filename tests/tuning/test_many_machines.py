@@ -24,10 +24,10 @@ import pytest
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
-from autotune_loader.testing import FakeClock
 from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.tuning.study_storage import is_abandoned, is_connection_loss, open_database, owner, patiently
 from autotune_loader.values.config import LoaderConfig
+from tests.support import FakeClock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -207,7 +207,7 @@ HOST = """
     from autotune_loader.tuning.options import TuneOptions
     from autotune_loader.tuning.state import Job
     from autotune_loader.decision.space import Space
-    from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
+    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
     class Probe(SimulatedProbe):
         def burst(self, config, plan):

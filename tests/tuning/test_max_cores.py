@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 from autotune_loader import tune
 from autotune_loader.decision.evidence import Ask, Phase
 from autotune_loader.decision.space import Limits, Space, consumer_thread_counts
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 
 class Computed(Dataset[torch.Tensor]):

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.schedule import LONGEST_PREFILL_S, prefill_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
 ONE = LoaderConfig(num_workers=1, prefetch_factor=2)

@@ -17,13 +17,13 @@ from autotune_loader.decision.space import Limits, Space
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.cache import Entry, Identity, Note
 from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.recheck import MOST_ROUNDS, ROUNDS, check
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

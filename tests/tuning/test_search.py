@@ -14,7 +14,6 @@ from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import deadline_s
 from autotune_loader.tuning.session import TuningSession
@@ -25,6 +24,7 @@ from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 OWN = LoaderConfig(num_workers=2)
 

@@ -18,7 +18,6 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.schedule import SHORT_EPOCH_S, EpochLength, startup_s, with_fewer_rounds
 from autotune_loader.tuning.session import TuningSession
@@ -26,6 +25,7 @@ from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

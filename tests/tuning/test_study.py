@@ -16,13 +16,13 @@ import optuna
 import pytest
 
 from autotune_loader.decision.space import BatchCost, Limits, Space
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial, role_of
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 States = optuna.trial.TrialState
 SPACE = Space(

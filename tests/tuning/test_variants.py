@@ -14,13 +14,13 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.decision.space import BatchCost, Limits, Space
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

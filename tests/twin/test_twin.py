@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.testing import SimulatedMachine, SimulatedProbe
 from autotune_loader.twin import Observation, Prediction, Twin, queue, steady_rate
 from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.queue import Times
@@ -22,6 +21,7 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
+from tests.support import SimulatedMachine, SimulatedProbe
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
 few_workers = st.integers(min_value=0, max_value=6)

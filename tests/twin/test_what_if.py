@@ -9,7 +9,6 @@ import pytest
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing import FakeClock, SimulatedMachine, SimulatedProbe
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import LoaderConfig
@@ -17,6 +16,7 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trial import Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.06, step_s=0.005)
 WAITING_MACHINE = SimulatedMachine(cores=4, cpu_s=0.06, wait_s=0.2, step_s=0.005)

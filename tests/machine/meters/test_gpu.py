@@ -9,10 +9,10 @@ import pytest
 from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, GpuSample
 from autotune_loader.machine.meters.gpu import gpu_use, use_within
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.testing import FakeClock, FakeGpu, FakeGpus
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
+from tests.support import FakeClock, FakeGpu, FakeGpus
 
 
 def square_wave(busy_share: float, *, seconds: float = 9.0) -> list[tuple[float, GpuSample]]:

@@ -15,7 +15,7 @@ from autotune_loader.machine.limits import SharedMemory
 from autotune_loader.machine.meters.cpu import cpu_shares
 from autotune_loader.machine.meters.process_tree import MemoryGuard, PssSample, TreeMeter, memory_of, pss_slope
 from autotune_loader.machine.processes import ProcessTree, TreeUse
-from autotune_loader.testing import FakeClock, FakeGpu, FakeGpus
+from tests.support import FakeClock, FakeGpu, FakeGpus
 
 MIB = 2**20
 

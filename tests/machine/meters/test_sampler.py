@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_loader.machine.meters.sampler import Sampler, time_weighted_mean
-from autotune_loader.testing import FakeClock
+from tests.support import FakeClock
 
 
 def sampled_at(look_s: list[float], *, period_s: float) -> list[float]:

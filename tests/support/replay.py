@@ -34,12 +34,12 @@ class ReplayProbe:
         self._bursts = {config: deque(answers) for config, answers in bursts.items()}
         self._ceilings = {threads: deque(answers) for threads, answers in (step_ceilings or {}).items()}
 
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002 - the Probe protocol's
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """The next answer recorded for `config`, whatever the plan."""
         self.asked.append(config)
         return _next(self._bursts, config, "burst")
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:  # noqa: ARG002
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         """The next step ceiling recorded for `consumer_threads`, whatever the plan."""
         return _next(self._ceilings, consumer_threads, "step ceiling")
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, over_epochs
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.testing.machine import SimulatedMachine
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from tests.support.machine import SimulatedMachine
 
 
 class Clock(Protocol):

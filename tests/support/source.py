@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.testing.machine import SimulatedMachine
-from autotune_loader.testing.simulation import Clock, SimulatedProbe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import Clock, SimulatedProbe
 
 
 class SimulatedSource:
@@ -33,5 +33,5 @@ class SimulatedSource:
         self._seconds[config.key()] = self._clock() - begun
         return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
 
-    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:  # noqa: ARG002 - every kind costs the same here
+    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
         return self._seconds.get(config.key(), max(self._seconds.values(), default=0.0))

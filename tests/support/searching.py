@@ -7,14 +7,14 @@ from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.results.result import TuningResult
-from autotune_loader.testing.clock import FakeClock
-from autotune_loader.testing.machine import SimulatedMachine
-from autotune_loader.testing.simulation import SimulatedProbe
 from autotune_loader.tuning.assemble import assemble
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, RunContext, SearchState
 from autotune_loader.values.trial import Trial
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import SimulatedProbe
 
 
 def simulated_result(

@@ -7,12 +7,12 @@ import random
 from collections.abc import Iterator
 
 from autotune_loader.live.traces import Change, LiveTraces
-from autotune_loader.testing.clock import FakeClock
-from autotune_loader.testing.machine import SimulatedMachine
-from autotune_loader.testing.simulation import _Disturbed, _Events
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import _Disturbed, _Events
 
 NOISE_S = 1.0
 """The machine's noise lasts for about so long ..."""

@@ -1,0 +1,35 @@
+"""Stand-ins for tests and studies: a simulated machine, a replayed record, fakes.
+
+Nothing here starts a process or sleeps.
+"""
+
+from tests.support.clock import FakeClock
+from tests.support.gpus import (
+    FakeGpu,
+    FakeGpus,
+    NVMLError,
+    NVMLErrorLibraryNotFound,
+    NVMLErrorNotSupported,
+)
+from tests.support.machine import SimulatedMachine
+from tests.support.replay import ReplayProbe
+from tests.support.searching import simulated_result
+from tests.support.simulation import Clock, SimulatedProbe
+from tests.support.source import SimulatedSource
+from tests.support.training import SimulatedTraining
+
+__all__ = [
+    "Clock",
+    "FakeClock",
+    "FakeGpu",
+    "FakeGpus",
+    "NVMLError",
+    "NVMLErrorLibraryNotFound",
+    "NVMLErrorNotSupported",
+    "ReplayProbe",
+    "SimulatedMachine",
+    "SimulatedProbe",
+    "SimulatedSource",
+    "SimulatedTraining",
+    "simulated_result",
+]
