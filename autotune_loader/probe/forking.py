@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Pipe
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 
 from autotune_loader.machine.inherited import own_positions
 from autotune_loader.probe.leaving import leave
 
-T = TypeVar("T")
 # How long a process that was told to end is looked at between two waits.
 POLL_S = 0.005
 
@@ -73,21 +71,20 @@ class Fork:
             self.wait()
 
 
-def in_fork(run: Callable[[], T], deadline_s: float) -> T | str:
+def in_fork(run: Callable[[], bytes], deadline_s: float) -> bytes | str:
     """What `run` returns in a fork of this process, or in words why it has returned nothing; it must not raise.
 
     Args:
-        run: gives something that pickle takes.
+        run: what is run there.
         deadline_s: it is killed then.
     """
     ours, theirs = Pipe(duplex=False)
-    fork = Fork(lambda: theirs.send_bytes(pickle.dumps(run())))
+    fork = Fork(lambda: theirs.send_bytes(run()))
     theirs.close()
     try:
         if not ours.poll(deadline_s):
             return f"no end within {deadline_s:.0f} s in a fork of this process"
-        result: T = pickle.loads(ours.recv_bytes())  # noqa: S301 - our own fork has written it
-        return result
+        return ours.recv_bytes()
     except EOFError:
         return f"a fork of this process ended with status {fork.wait(1.0)}"
     finally:

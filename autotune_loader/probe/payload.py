@@ -8,14 +8,14 @@ with the model whose parameters it points at.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
@@ -58,13 +58,15 @@ class Payload:
             PayloadTooLargeError: naming the half that is larger.
         """
         payload = cls(data=Archive(), training=Archive())
-        write = functools.partial(_write, workload, payload, max_bytes)
-        fault = write() if torch.cuda.is_initialized() else in_fork(write, PICKLING_DEADLINE_S)
+
+        def write() -> bytes:
+            return msgspec.json.encode(_write(workload, payload, max_bytes))
+
+        answer = write() if torch.cuda.is_initialized() else in_fork(write, PICKLING_DEADLINE_S)
+        fault = _Fault("the workload", answer) if isinstance(answer, str) else msgspec.json.decode(answer, type=_Answer)
         if fault is None:
             return payload
         payload.close()
-        if isinstance(fault, str):
-            raise UnpicklableError("the workload", fault)
         raise PayloadTooLargeError(fault.reason) if fault.is_too_large else UnpicklableError(fault.part, fault.reason)
 
     def close(self) -> None:
@@ -79,6 +81,9 @@ class _Fault(NamedTuple):
     part: str
     reason: str
     is_too_large: bool = False
+
+
+_Answer: TypeAlias = _Fault | None
 
 
 def _write(workload: Workload, payload: Payload, max_bytes: int) -> _Fault | None:

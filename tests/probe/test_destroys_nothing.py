@@ -1,4 +1,4 @@
-"""What `tune()` leaves as it was: whatever a dataset holds, or does when it is finalised, nothing of the user's suffers by it."""
+"""What `tune()` leaves as it was: whatever a dataset holds, or does when it is finalised, nothing of the user's suffers."""
 
 from __future__ import annotations
 
