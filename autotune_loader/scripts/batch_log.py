@@ -1,4 +1,4 @@
-"""What a training loop spent on one loader: batches, samples, and how long it waited, over all epochs of the script.
+"""What training loops spend on one loader: batches, samples, and how long they wait, over all epochs of the script.
 
 epoch begins ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
                  waits                       waits                       waits
@@ -11,8 +11,9 @@ from collections import deque
 from typing import Any
 
 from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
-from autotune_loader.pipeline.batches import bytes_of, tensors_in
+from autotune_loader.pipeline.batches import bytes_of, samples_in, tensors_in
 from autotune_loader.pipeline.trace_log import History
+from autotune_loader.pipeline.workload import length_of
 from autotune_loader.scripts.carrying import Fetch
 from autotune_loader.scripts.gpu_work import GpuWork
 from autotune_loader.values.trace import BatchTrace
@@ -33,20 +34,14 @@ class BatchLog:
     def __init__(self, gpu: GpuWork | None = None) -> None:
         self.gpu = gpu or GpuWork()
         self.batches = self.samples = self.epochs = 0
-        self.waited_s = 0.0
-        """Between asking for a batch and having it; workers that were waited for at an epoch's start included."""
-        self.began_s = 0.0
-        """Of it, until the first batch of each epoch was there."""
-        self.stepped_s = 0.0
-        """Between having a batch and asking for the next."""
+        self.waited_s = self.began_s = self.stepped_s = 0.0
+        """Until a batch was there, starts of workers included; of that, until the first of an epoch was; in steps."""
         self.running = 0
-        """Epochs that have begun and not ended; after `break`, until the next one begins."""
-        self.cpu: deque[tuple[float, float]] = deque(maxlen=4096)
-        """Now and then: the time, and seconds of CPU of this process."""
+        """Epochs under way."""
         self.batch_bytes = self.batch_tensors = 0
         """Of the largest first batch of an epoch."""
-        self.is_on_device = False
-        """Whether batches come on an accelerator."""
+        self.cpu: deque[tuple[float, float]] = deque(maxlen=4096)
+        """Now and then: the time, and seconds of CPU of this process."""
         self._rows = History()
 
     @property
@@ -77,7 +72,6 @@ class BatchLog:
         tensors = list(tensors_in(batch))
         self.batch_bytes = max(self.batch_bytes, sum(bytes_of(each) for each in tensors))
         self.batch_tensors = max(self.batch_tensors, len(tensors))
-        self.is_on_device = any(each.device.type != "cpu" for each in tensors)
 
     def note(self, fetch: Fetch, samples: int, asked: float, received: float, step_end: float) -> None:
         """A batch with its history."""
@@ -88,34 +82,50 @@ class BatchLog:
             self.cpu.append((step_end, time.process_time()))
 
 
-class Epoch:
-    """One pass of a loop over the loader, which counts from when its first batch is asked for.
+class Loop:
+    """Whoever takes batches from one iterator, epoch after epoch; an epoch counts from its first request on.
 
     Args:
         log: adds up.
+        loader: whose batches they are; it is not kept.
     """
 
-    def __init__(self, log: BatchLog) -> None:
-        self.log, self.batches = log, 0
-        self._is_begun = self.is_over = self._is_left = False
-        log.running += 1
+    def __init__(self, log: BatchLog, loader: Any) -> None:
+        self._log = log
+        size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
+        self._size: int | None = size if isinstance(size, int) else None
+        self._whole = 0 if self._size is None or is_stream else length_of(getattr(loader, "sampler", None)) or 0
+        self._is_running = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.leave()
+        self._left, self._batches, self._asked = self._whole, 0, 0.0
+        self._is_running, self._is_asked = True, False
         self._last: tuple[Fetch | None, int, float, float] | None = None
+        self._log.running += 1
+
+    def again(self) -> None:
+        """Another epoch begins with the same iterator."""
+        if self._is_asked or not self._is_running:
+            self._begin()
 
     def blocked(self, seconds: float) -> None:
         """Making the iterator held the loop up for so long."""
-        self.log.waited_s += seconds
-        self.log.began_s += seconds
+        self._log.waited_s += seconds
+        self._log.began_s += seconds
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
-        log, last = self.log, self._last
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._is_running:  # asked once more, or begun again without a word
+            self._begin()
+        log, last, self._last, self._asked = self._log, self._last, None, now
+        if not self._is_asked:
+            self._is_asked = True
             log.epochs += 1
         if last is None:
             log.gpu.begin(now)
             return
-        self._last = None
         fetch, samples, asked, received = last
         step_s = now - received
         if step_s <= PAUSE_S or step_s <= PAUSE_STEPS * log.stepped_s / log.batches or log.batches == 1:
@@ -126,27 +136,36 @@ class Epoch:
         if fetch is not None:
             log.note(fetch, samples, asked, received, now)
 
-    def receive(self, asked: float, now: float, samples: int, fetch: Fetch | None = None) -> None:
+    def receive(self, now: float, batch: Any, fetch: Fetch | None = None) -> None:
         """The loop has a batch."""
-        log = self.log
-        if not self.batches:
-            log.began_s += now - asked
-        self.batches += 1
+        log, samples = self._log, self._samples(batch)
+        if not self._batches:
+            log.began_s += now - self._asked
+            log.measure(batch)
+        self._batches += 1
         log.batches += 1
         log.samples += samples
-        log.waited_s += now - asked
-        self._last = fetch, samples, asked, now
+        log.waited_s += now - self._asked
+        self._last = fetch, samples, self._asked, now
 
-    def end(self, asked: float, now: float) -> None:
-        """The loop was told that the epoch is over."""
-        if not self.is_over:
-            self.is_over = True
-            self.log.waited_s += now - asked
-            self.log.gpu.end(now)
+    def end(self, now: float) -> None:
+        """The loop is told that the epoch is over."""
+        if self._is_running:
+            self._log.waited_s += now - self._asked
+            self._log.gpu.end(now)
             self.leave()
 
     def leave(self) -> None:
-        """Nobody goes on with it."""
-        if not self._is_left:
-            self._is_left = True
-            self.log.running -= 1
+        """Nobody goes on with this epoch."""
+        self._log.running -= self._is_running
+        self._is_running = False
+
+    def _samples(self, batch: Any) -> int:
+        if not self._left or self._size is None:  # torch does not count them out
+            return samples_in(batch) or self._size or 1
+        size = min(self._size, self._left)
+        self._left -= size
+        return size
+
+    def __del__(self) -> None:
+        self.leave()

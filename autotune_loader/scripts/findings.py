@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from autotune_loader.decision.belief import Beliefs, fit_twin
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import useful_workers
 from autotune_loader.live.budgets import Budgets
-from autotune_loader.live.result import LoaderFacts
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuner import TOLERANCE
 from autotune_loader.live.tuning import cores_within
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.report.advice import Evidence as AdviceEvidence
@@ -40,8 +41,7 @@ SHORTEST_S = 0.3
 """Of training that says anything."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """What is known; None where it is not."""
 
     result: TuningResult | None = None
@@ -49,78 +49,62 @@ class Findings:
     """The settings that are believed to be best, and what they would bring, relatively."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """What a loader is, besides its batches."""
+def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int | None) -> Findings:
+    """What the latest batches of a loader tell.
 
-    own: LoaderConfig
-    batch_size: int | None
-    dataset: str
-    has_batched_fetch: bool
-    epoch_batches: int | None
-
-    @property
-    def facts(self) -> LoaderFacts:
-        return LoaderFacts(batch_size=self.batch_size, dataset=self.dataset, has_batched_fetch=self.has_batched_fetch)
-
-    def findings(self, log: BatchLog) -> Findings:
-        """What the latest batches tell."""
-        traces = continuous(log.latest(MOST_BATCHES))
-        measured = measured_by(traces, self.own.num_workers)
-        if measured is None:
-            return Findings()
-        beliefs = self._beliefs(log, traces, measured)
-        return Findings(result=self._result(log, measured, beliefs), expected=_expected(beliefs, self.own))
-
-    def _beliefs(self, log: BatchLog, traces: Sequence[BatchTrace], measured: Measurement) -> Beliefs:
-        cores, shape = cores_within(None), BatchShape(bytes=log.batch_bytes, tensors=log.batch_tensors)
-        context = TwinContext(
-            usable_cores=cores, consumer_cores=step_cores(traces, list(log.cpu)), epoch_batches=self.epoch_batches
-        )
-        space = Budgets().search_space(useful_workers(cores, [measured]), self.own, shape)
-        beliefs = Beliefs(space, context)
-        beliefs.log.add(Evidence(config=self.own, outcome=measured, phase="compare"))
-        return beliefs
-
-    def _result(self, log: BatchLog, measured: Measurement, beliefs: Beliefs) -> TuningResult:
-        own, context = self.own, beliefs.context
-        trial = Trial(number=0, config=own, role="baseline", measurement=measured, seconds=measured.window_s)
-        about = AdviceEvidence(
-            best=own,
-            measurement=measured,
-            rate=measured.samples_per_s,
-            ceiling=None,
-            usable_cores=context.usable_cores,
-            on_accelerator=context.consumer_cores < 0.5,
-            epoch_batches=self.epoch_batches,
-            trials=(trial,),
-            has_batched_fetch=True,  # what a batched fetch would bring needs the time of collating, which is not told apart
-            twin=fit_twin([(own, measured)], context),
-            space=beliefs.space,
-        )
-        verdict = judge(about)
-        return TuningResult(
-            best=own,
-            status="partial",
-            baseline=own,
-            trials=(trial,),
-            batch_size=BatchSizeChoice(value=self.batch_size),
-            measured=Measured(samples_per_s=measured.samples_per_s, wait_share=measured.wait_share),
-            verdict=verdict,
-            advice=advise(about, verdict),
-            summary=(f"Only watched: {own} ran from start to end.", verdict.sentence),
-            spent=Spent(seconds=round(log.active_s, 3), bursts=1),
-            fingerprint=inspect_machine().fingerprint(dataset=self.dataset),
-            twin=context,
-            origin="live",
-        )
+    Args:
+        log: of its batches.
+        site: of the loader.
+        own: its settings.
+        epoch_batches: batches of an epoch; None where that is unknown.
+    """
+    traces = continuous(log.latest(MOST_BATCHES))
+    measured = _measured(traces, own.num_workers)
+    if measured is None:
+        return Findings()
+    context = TwinContext(
+        usable_cores=cores_within(None), consumer_cores=step_cores(traces, list(log.cpu)), epoch_batches=epoch_batches
+    )
+    shape = BatchShape(bytes=log.batch_bytes, tensors=log.batch_tensors)
+    space = Budgets().search_space(useful_workers(context.usable_cores, [measured]), own, shape)
+    beliefs = Beliefs(space, context)
+    beliefs.log.add(Evidence(config=own, outcome=measured, phase="compare"))
+    trial = Trial(number=0, config=own, role="baseline", measurement=measured, seconds=measured.window_s)
+    about = AdviceEvidence(
+        best=own,
+        measurement=measured,
+        rate=measured.samples_per_s,
+        ceiling=None,
+        usable_cores=context.usable_cores,
+        on_accelerator=context.consumer_cores < 0.5,
+        epoch_batches=epoch_batches,
+        trials=(trial,),
+        has_batched_fetch=True,  # what a batched fetch would bring needs the time of collating, which is not told apart
+        twin=fit_twin([(own, measured)], context),
+        space=space,
+    )
+    verdict = judge(about)
+    result = TuningResult(
+        best=own,
+        status="partial",
+        baseline=own,
+        trials=(trial,),
+        batch_size=BatchSizeChoice(value=site.batch_size),
+        measured=Measured(samples_per_s=measured.samples_per_s, wait_share=measured.wait_share),
+        verdict=verdict,
+        advice=advise(about, verdict),
+        summary=(f"Only watched: {own} ran from start to end.", verdict.sentence),
+        spent=Spent(seconds=round(log.active_s, 3), bursts=1),
+        fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
+        twin=context,
+        origin="live",
+    )
+    return Findings(result, _expected(beliefs, own))
 
 
-def measured_by(traces: Sequence[BatchTrace], workers: int) -> Measurement | None:
+def _measured(traces: Sequence[BatchTrace], workers: int) -> Measurement | None:
     """What batches amount to, starts of epochs and pauses apart; None where they are too few to say anything."""
-    if len(traces) < FEWEST_ROUNDS * max(1, workers) + 1:
-        return None
-    if traces[-1].step_end - traces[0].requested < SHORTEST_S:
+    if len(traces) < FEWEST_ROUNDS * max(1, workers) + 1 or traces[-1].step_end - traces[0].requested < SHORTEST_S:
         return None
     measured = summarise(traces, workers=workers, started=min(traces[0].requested, traces[0].fetch_start))
     return replace(measured, traces=tuple(traces))
@@ -136,12 +120,10 @@ def step_cores(traces: Sequence[BatchTrace], cpu: Sequence[tuple[float, float]])
     shares = [
         (after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(cpu) if after[0] > before[0]
     ]
-    if not shares:
-        return 1.0
     whole_s = traces[-1].step_end - traces[0].requested
     fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
     stepping_s = sum(trace.step_s + trace.receive_s for trace in traces)
-    return max(0.05, (median(shares) * whole_s - fetching_s) / max(stepping_s, 1e-9))
+    return max(0.05, (median(shares) * whole_s - fetching_s) / max(stepping_s, 1e-9)) if shares else 1.0
 
 
 def _expected(beliefs: Beliefs, own: LoaderConfig) -> tuple[LoaderConfig, Interval] | None:

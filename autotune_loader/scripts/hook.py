@@ -86,6 +86,13 @@ class Hook:
         self._session, self._is_told = None, False
 
 
+def begin_as_handed_on() -> None:
+    """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
+    plan = Plan.handed_on()
+    if plan is not None:
+        Hook(plan).install()
+
+
 def _forget() -> None:
     for hook in active:
         hook.forget()

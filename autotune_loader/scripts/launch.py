@@ -2,7 +2,7 @@
 
     sys.argv, sys.path[0], __main__ ── the script ── its own exit code, signal or traceback ── the report
 
-What it sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own on the stack.
+What the script sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     """
     _hide_our_frames()
     main, code = (_module if is_module else _script)(target, arguments)
-    plan = replace(plan, folder=_folder())
-    hook = Hook(plan)
+    hook = Hook(replace(plan, folder=_folder()))
     end = _End(hook)
     atexit.register(end)
-    plan.hand_on()
+    hook.plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()
     sys.modules["__main__"] = main
@@ -72,15 +71,12 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
             raise
         if error.code not in (None, 0):
             raise
-    _fail_if_waiting(hook)
+    if hook.has_batches and hook.session.is_waiting_too_long:
+        raise SystemExit(WAITS_TOO_LONG)
 
 
 class _End:
-    """The last that happens in the script's own process.
-
-    Args:
-        hook: knows the loaders.
-    """
+    """The last that happens in the script's own process; `hook` knows the loaders."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook, self.pid = hook, os.getpid()
@@ -107,24 +103,13 @@ class _End:
 
 def _folder() -> str:
     """Where the processes of this script leave notes for each other; the ranks that a launcher started share one."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     if rank_of_environment()[1] <= 1:
         return tempfile.mkdtemp(prefix="autotune-loader-")
-    job = "-".join(os.environ.get(name, "") for name in names)
-    folder = Path(
-        tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
-    )
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    job = hashlib.sha256("-".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{job}")
     folder.mkdir(mode=0o700, exist_ok=True)
     return str(folder)
-
-
-def _fail_if_waiting(hook: Hook) -> None:
-    if not hook.has_batches:
-        return
-    from autotune_loader.scripts.report import is_waiting_too_long
-
-    if is_waiting_too_long(hook.session):
-        raise SystemExit(WAITS_TOO_LONG)
 
 
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
@@ -133,9 +118,8 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
-        print(
-            f"{sys.executable}: can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
-        )
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {absolute!r}: {why}", file=sys.stderr)
         raise SystemExit(CANNOT_OPEN) from None
     sys.argv[:] = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+from autotune_loader.live.result import LoaderFacts
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.workload import DataSide, length_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import BatchLog
-from autotune_loader.scripts.findings import Findings, Watched
+from autotune_loader.scripts.findings import Findings, findings_of
 from autotune_loader.values.config import LoaderConfig
 
 
@@ -28,37 +29,34 @@ class ScriptLoader:
         kind = f"{site.line} {site.dataset}"
         names = itertools.chain((str(site.line), kind), (f"{kind} {number}" for number in itertools.count(2)))
         self.site, self.name = site, next(name for name in names if name not in taken)
-        self.log = BatchLog()
-        self.own = LoaderConfig.from_loader(loader)
+        self.log, self.own = BatchLog(), LoaderConfig.from_loader(loader)
         self.why_not: str | None = None
         """Why its workers stay as they are; None where they may be changed."""
         self.mend: str | None = None
         """What the user may do about it."""
         self.tuned: Any = None
         """What AutoLoader has learnt of it: (state, tuning)."""
-        self.watched = Watched(
-            own=self.own,
-            batch_size=site.batch_size,
-            dataset=site.dataset,
-            has_batched_fetch=hasattr(getattr(loader, "dataset", None), "__getitems__"),
-            epoch_batches=_epoch_batches(loader),
-        )
+        self._has_batched_fetch = hasattr(getattr(loader, "dataset", None), "__getitems__")
+        batches = getattr(loader, "batch_sampler", None)
+        self._epoch_batches = length_of(getattr(loader, "sampler", None) if batches is None else batches)
         self._owner = weakref.ref(loader)
 
-    def is_of(self, loader: Any) -> bool:
+    def is_of(self, site: Site, loader: Any) -> bool:
         """Whether this loader is the one it was, or takes its place."""
         owner = self._owner()
-        if LoaderConfig.from_loader(loader) != self.own:
-            return False
-        if owner is None or (owner is not loader and not self.log.running):
-            self._owner = weakref.ref(loader)
+        if owner is loader:
             return True
-        return owner is loader
+        is_other = site != self.site or LoaderConfig.from_loader(loader) != self.own
+        if is_other or (owner is not None and self.log.running):
+            return False
+        self._owner = weakref.ref(loader)
+        return True
 
     @property
     def config(self) -> LoaderConfig:
         """What it runs with now, or has settled on."""
-        return self.own if self.tuned is None else self.tuned[1].tuner.best
+        best: LoaderConfig = self.own if self.tuned is None else self.tuned[1].tuner.best
+        return best
 
     @property
     def is_settled(self) -> bool:
@@ -69,18 +67,15 @@ class ScriptLoader:
     @property
     def findings(self) -> Findings:
         """What its batches tell."""
-        found = self.watched.findings(self.log)
         if self.tuned is None:
-            return found
-        result: TuningResult = self.tuned[1].result(config=self.config, facts=self.watched.facts)
-        return Findings(result=result if result.trials else None)
-
-
-def _epoch_batches(loader: Any) -> int | None:
-    """Batches of an epoch; `len(loader)` of a stream would make torch warn later."""
-    if getattr(loader, "_dataset_kind", 1) == 1:
-        return None
-    return length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+            return findings_of(self.log, self.site, self.own, self._epoch_batches)
+        facts = LoaderFacts(
+            batch_size=self.site.batch_size,
+            dataset=self.site.dataset,
+            has_batched_fetch=self._has_batched_fetch,
+        )
+        result: TuningResult = self.tuned[1].result(config=self.config, facts=facts)
+        return Findings(result if result.trials else None)
 
 
 def why_not(loader: Any) -> str | None:
@@ -104,6 +99,4 @@ def why_not(loader: Any) -> str | None:
         return "its dataset knows the epoch, and workers have copies of it that may not be told"
     if data.reads_by_itself:
         return "its dataset runs a loader of its own"
-    if current_process().daemon:
-        return "this process is daemonic and may not have workers"
-    return None
+    return "this process is daemonic and may not have workers" if current_process().daemon else None

@@ -1,8 +1,4 @@
-"""What the ranks of a job waited for, told by rank 0: each leaves its figures in a folder that all on the machine share.
-
-rank r   ends ──► rank-r.json
-rank 0   ends ──► waits a little for the others' ──► "Rank 3 waits most ..."
-"""
+"""What the ranks of a job waited for, told by rank 0: each leaves its figures in a folder that all on the machine share."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from autotune_loader.report.units import share_text
 
 PATIENCE_S = 3.0
 """Ranks end together; whoever needs longer is not waited for."""
-POLL_S = 0.02
 ALIKE = 0.05
 """Shares of waiting that differ by less are the same."""
 
@@ -26,18 +21,16 @@ ALIKE = 0.05
 def leave(folder: str, rank: int, share: float | None) -> None:
     """Write what this rank's training loader was waited for, as a share of its time."""
     with contextlib.suppress(OSError):
-        path = Path(folder, f"rank-{rank}.json")
-        part = path.with_suffix(".part")
+        part = Path(folder, f"rank-{rank}.part")
         part.write_text(json.dumps(share))
-        part.replace(path)
+        part.replace(part.with_suffix(".json"))
 
 
 def gather(folder: str, ranks: int, *, patience_s: float = PATIENCE_S) -> dict[int, float]:
     """Shares of waiting by rank, of those that have left theirs; ranks of other machines do not."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
-    end = time.monotonic() + patience_s
-    while len(found := list(Path(folder).glob("rank-*.json"))) < min(local, ranks) and time.monotonic() < end:
-        time.sleep(POLL_S)
+    end, local = time.monotonic() + patience_s, min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    while len(found := list(Path(folder).glob("rank-*.json"))) < local and time.monotonic() < end:
+        time.sleep(0.02)
     shares = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in found}
     return {rank: share for rank, share in sorted(shares.items()) if share is not None}
 

@@ -126,24 +126,23 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     if plan.folder is not None and session.ranks > 1:
         notes += filter(None, [ranks.sentence(ranks.gather(plan.folder, session.ranks), session.ranks)])
     report = report_of(session)
-    notes += [_written(session, path, write) for path, write in ((plan.output, _save), (plan.page, _save_page)) if path]
+    notes += [
+        _written(session, path, write)
+        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page))
+        if path
+    ]
     report = replace(report, notes=(*report.notes, *notes))
-    say(_json(report) if plan.as_json else f"\n{report}")
+    import msgspec
+
+    say(msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}")
     if plan.folder is not None:
         with contextlib.suppress(OSError):
             Path(plan.folder, f"told-{os.getpid()}").touch()
 
 
-def is_waiting_too_long(session: Session) -> bool:
-    """Whether the training loader was waited for longer than was allowed."""
-    most, main = session.plan.most_waiting, session.main
-    share = None if main is None else main.log.wait_share
-    return most is not None and share is not None and share > most
-
-
 def _notes(session: Session) -> Iterator[str]:
     yield from foreign_notes()
-    if is_waiting_too_long(session) and session.main is not None:
+    if session.is_waiting_too_long and session.main is not None:
         waits, most = share_text(session.main.log.wait_share), share_text(session.plan.most_waiting)
         yield f"{session.main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
     if session.ranks > 1:
@@ -163,7 +162,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
     facts = Facts(
         batches=log.batches,
         wait_share=log.wait_share,
-        script_share=log.waited_s / whole_s if whole_s > 0 else None,
+        script_share=log.waited_s / max(whole_s, 1e-9),
         starting_share=log.starting_share,
         now=loader.config,
         is_tuned=loader.tuned is not None and loader.why_not is None,
@@ -176,7 +175,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         expected=found.expected,
         script=session.plan.script or "train.py",
     )
-    said = told(facts)
+    verdict, next_step = told(facts)
     gain = None if result is None or result.speedup is None or loader.config == loader.own else result.speedup
     return LoaderReport(
         name=loader.name,
@@ -192,8 +191,8 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         gain=None if gain is None else replace(gain, value=gain.value - 1, low=gain.low - 1, high=gain.high - 1),
         why_watched=loader.why_not if is_tried else None,
         binding="unknown" if result is None else result.verdict.binding,
-        verdict=said.verdict,
-        next_step=said.next_step,
+        verdict=verdict,
+        next_step=next_step,
     )
 
 
@@ -210,17 +209,7 @@ def _written(session: Session, path: str, write: Any) -> str:
     return f"Written to {path}."
 
 
-def _save(result: TuningResult, path: str) -> None:
-    result.save(path)
-
-
 def _save_page(result: TuningResult, path: str) -> None:
     from autotune_loader.report.page import render_html
 
     Path(path).write_text(render_html(result), encoding="utf-8")
-
-
-def _json(report: ScriptReport) -> str:
-    import msgspec
-
-    return msgspec.json.encode(report).decode()

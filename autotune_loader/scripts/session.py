@@ -55,6 +55,12 @@ class Session:
         """The training loader: the one with which most time was spent."""
         return max(self.loaders, key=lambda each: each.log.active_s, default=None)
 
+    @property
+    def is_waiting_too_long(self) -> bool:
+        """Whether the training loader was waited for longer than was allowed."""
+        share = None if self.main is None else self.main.log.wait_share
+        return None not in (self.plan.most_waiting, share) and share > self.plan.most_waiting  # type: ignore[operator]
+
     def watch(self, kind: Any, loader: Any) -> Any:
         """A new iterator of this class, which torch will initialise, for a loader; one that tells what its loop waits for."""
         if get_worker_info() is not None:
@@ -77,7 +83,7 @@ class Session:
             self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         site = Site.of(loader, self._lines.get(loader) or users_line(sys._getframe(2)))
         for known in self.loaders:
-            if known.site == site and known.is_of(loader):
+            if known.is_of(site, loader):
                 return known
         self.loaders.append(ScriptLoader(site, loader, [each.name for each in self.loaders]))
         return self.loaders[-1]
@@ -99,8 +105,8 @@ class Session:
             self._autos[loader] = auto
         iterator: Any = iter(auto)
         known.tuned = auto.learnt
-        if RECORD in vars(iterator):
-            vars(iterator)[RECORD].reset()
+        if (record := vars(iterator).get(RECORD)) is not None:  # that of kept workers
+            record.reset()
             return iterator
         record = Record(known.log, loader, self._look if self.plan.verb == "tune" else None, keep=auto)
         record.reset(begun)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from autotune_loader.live.tuner import LEAST_GAIN
 from autotune_loader.report.advice.steps import BELIEVABLE_GAIN, WORTH_S_TIME
 from autotune_loader.report.advice.verdict import gain_words
-from autotune_loader.report.units import counted, share_text
+from autotune_loader.report.units import share_text
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
@@ -21,13 +20,8 @@ ALIKE = 0.05
 """Shares that differ by less are not told apart."""
 TORCH_DEFAULTS = LoaderConfig()
 LEAVE_IT = "leave the loader as it is"
-
-
-class Told(NamedTuple):
-    """What is said of a loader."""
-
-    verdict: str
-    next_step: str | None
+Told = tuple[str, str | None]
+"""Verdict and next step; None where none follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +31,7 @@ class Facts:
     batches: int
     wait_share: float | None
     """Share of the loader's time in which the loop waited; None before there was a step."""
-    script_share: float | None = None
+    script_share: float = 1.0
     """What the loop waited for this loader, as a share of the time with all loaders."""
     starting_share: float = 0.0
     """Part of `wait_share` that went into the starts of epochs."""
@@ -62,30 +56,24 @@ class Facts:
 
 def told(facts: Facts) -> Told:
     """One verdict, and what follows from it."""
-    share = facts.wait_share
-    if share is None or facts.batches < FEWEST_BATCHES:
-        return Told(f"{counted(facts.batches, 'batch').replace('batchs', 'batches')}: too few to say anything.", None)
+    share, count = facts.wait_share, facts.batches
+    if share is None or count < FEWEST_BATCHES:
+        return f"{count} {'batch' if count == 1 else 'batches'}: too few to say anything.", None
     waits = f"the loop waits for data {share_text(share)} of the time"
     if share / max(1 - share, 1e-9) < LEAST_GAIN:
-        return Told(f"The training step binds: {waits}.", LEAVE_IT)
-    if facts.script_share is not None and facts.script_share < LEAST_GAIN:
+        return f"The training step binds: {waits}.", LEAVE_IT
+    if facts.script_share < LEAST_GAIN:
         rest = share_text(facts.script_share)
-        return Told(f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders.", LEAVE_IT)
+        return f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders.", LEAVE_IT
     if facts.starting_share >= max(LONG_START, share / 2):
-        return _on_starts(facts, waits)
+        starts = f"The starts of epochs bind: they take {share_text(facts.starting_share)} of the time; {waits}."
+        gain = gain_words(facts.starting_share / max(1 - facts.starting_share, 0.1))
+        keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
+        return starts, keep if facts.now.num_workers and not facts.now.persistent_workers else None
     if share < 2 * WORTH_S_TIME:
         most = share_text(share / (1 - share))
-        return Told(f"The training step binds: {waits}.", f"{LEAVE_IT}: no settings could bring more than {most}")
-    return Told(_what_binds(facts, waits), _next_step(facts))
-
-
-def _on_starts(facts: Facts, waits: str) -> Told:
-    share = facts.starting_share
-    verdict = f"The starts of epochs bind: they take {share_text(share)} of the time; {waits}."
-    if not facts.now.num_workers or facts.now.persistent_workers:
-        return Told(verdict, None)
-    gain = gain_words(share / max(1 - share, 0.1))
-    return Told(verdict, f"persistent_workers=True: up to {gain}, where workers need not see what the script changes")
+        return f"The training step binds: {waits}.", f"{LEAVE_IT}: no settings could bring more than {most}"
+    return _what_binds(facts, waits), _next_step(facts)
 
 
 def _what_binds(facts: Facts, waits: str) -> str:
@@ -93,8 +81,7 @@ def _what_binds(facts: Facts, waits: str) -> str:
         return f"The loader binds: {waits}; why cannot be told from what was seen."
     if facts.binding.binding in ("unknown", "step"):  # the latest batches need not wait as all did
         return f"The loader binds: {waits}; the latest batches do not show why."
-    share, latest = facts.wait_share or 0.0, facts.latest_share
-    is_as_ever = latest is None or abs(latest - share) < ALIKE
+    is_as_ever = facts.latest_share is None or abs(facts.latest_share - (facts.wait_share or 0.0)) < ALIKE
     return facts.binding.sentence if is_as_ever else f"Lately: {facts.binding.sentence}"
 
 
@@ -105,18 +92,16 @@ def _next_step(facts: Facts) -> str | None:
         return facts.mend
     if facts.is_tuned and not facts.is_settled:
         return "train for longer: other settings were still being tried when the script ended"
-    if not facts.is_tuned and facts.expected is not None and facts.expected[1].value >= WORTH_S_TIME:
-        config, gain = facts.expected
-        step = f"{settings_text(config)}: {_expected_text(gain)} expected"
-        if facts.why_not is not None:
-            return f"{step}; yours to try, as {facts.why_not}"
-        return f"{step}; autotune-loader run {facts.script} tries it while it trains"
-    return facts.advice
-
-
-def _expected_text(gain: Interval) -> str:
+    if facts.is_tuned or facts.expected is None or facts.expected[1].value < WORTH_S_TIME:
+        return facts.advice
+    config, gain = facts.expected
     # Far beyond what ran, something that was never seen will bind first.
-    return gain_text(gain) if gain.value <= BELIEVABLE_GAIN else f"more than {1 + BELIEVABLE_GAIN:.0f} times the rate"
+    is_far = gain.value > BELIEVABLE_GAIN
+    rise = f"more than {1 + BELIEVABLE_GAIN:.0f} times the rate" if is_far else gain_text(gain)
+    step = f"{settings_text(config)}: {rise} expected"
+    if facts.why_not is not None:
+        return f"{step}; yours to try, as {facts.why_not}"
+    return f"{step}; autotune-loader run {facts.script} tries it while it trains"
 
 
 def settings_text(config: LoaderConfig) -> str:

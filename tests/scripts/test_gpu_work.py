@@ -12,7 +12,7 @@ import torch
 
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.scripts import gpu_work
-from autotune_loader.scripts.batch_log import BatchLog, Epoch
+from autotune_loader.scripts.batch_log import BatchLog, Loop
 from autotune_loader.scripts.gpu_work import GpuWork, recent_use
 from tests.support import FakeClock, FakeGpu, FakeGpus
 
@@ -37,15 +37,15 @@ def work_of(gpu: FakeGpu) -> GpuWork:
 
 def iterate(log: BatchLog, clock: FakeClock, seconds: float) -> None:
     """An epoch with batches of 0.1 s, 0.05 of which the loop waits."""
-    epoch = Epoch(log)
+    loop = Loop(log, None)
     for _ in range(round(seconds * 10)):
         asked = clock()
-        epoch.ask(asked)
+        loop.ask(asked)
         clock.advance(0.05)
-        epoch.receive(asked, clock(), 1)
+        loop.receive(clock(), [])
         clock.advance(0.05)
-    epoch.ask(clock())
-    epoch.end(clock(), clock())
+    loop.ask(clock())
+    loop.end(clock())
 
 
 def test_each_loader_has_the_share_of_its_own_time() -> None:
@@ -66,13 +66,13 @@ def test_a_pause_between_two_batches_does_not_count() -> None:
     # GIVEN a GPU that works in each step of 0.5 s, and a minute between two batches in which it is idle
     clock = FakeClock()
     log = BatchLog(work_of(a_gpu(clock, lambda moment: moment < 4.0 or moment > 64.0)))
-    epoch = Epoch(log)
+    loop = Loop(log, None)
     for step_s in (*[0.5] * 8, 60.0, *[0.5] * 8):
-        epoch.ask(clock())
-        epoch.receive(clock(), clock(), 1)
+        loop.ask(clock())
+        loop.receive(clock(), [])
         clock.advance(step_s)
-    epoch.ask(clock())
-    epoch.end(clock(), clock())
+    loop.ask(clock())
+    loop.end(clock())
 
     assert log.gpu.share == pytest.approx(1.0, abs=0.03)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import namedtuple
 from dataclasses import replace
 from types import CodeType
@@ -16,11 +17,11 @@ from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.cli.tuning import tune_command
 from autotune_loader.results.loader_file import Binding, Verdict
 from autotune_loader.scripts import ranks
-from autotune_loader.scripts.batch_log import BatchLog, Epoch
+from autotune_loader.scripts.batch_log import BatchLog, Loop
 from autotune_loader.scripts.by_identity import ByIdentity
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
-from autotune_loader.scripts.report import LoaderReport, ScriptReport, is_waiting_too_long, report_of
+from autotune_loader.scripts.report import LoaderReport, ScriptReport, report_of
 from autotune_loader.scripts.session import Session
 from autotune_loader.scripts.verdict import LEAVE_IT, Facts, gain_text, told
 from autotune_loader.values import lines
@@ -71,13 +72,11 @@ def better(value: float) -> tuple[LoaderConfig, Interval]:
 def test_one_verdict_and_the_step_that_follows_from_it(
     facts: dict[str, Any], verdict: str, next_step: str | None
 ) -> None:
-    import re
+    said, next_said = told(replace(FACTS, **facts))
 
-    said = told(replace(FACTS, **facts))
-
-    assert re.search(verdict, said.verdict)
-    assert (said.next_step is None) == (next_step is None)
-    assert re.search(next_step or "", said.next_step or "")
+    assert re.search(verdict, said)
+    assert (next_said is None) == (next_step is None)
+    assert re.search(next_step or "", next_said or "")
 
 
 @pytest.mark.parametrize(
@@ -133,15 +132,15 @@ def test_where_libraries_count_the_nearest_line_outside_of_this_package_is_meant
 
 def logged(waits: list[float], steps: list[float], *, blocked_s: float = 0.0, epochs: int = 1) -> BatchLog:
     log, now = BatchLog(), 0.0
+    loop = Loop(log, DataLoader(TensorDataset(torch.arange(8 * len(waits))), batch_size=8))
     for _ in range(epochs):
-        epoch = Epoch(log)
-        epoch.blocked(blocked_s)
+        loop.blocked(blocked_s)
         for wait_s, step_s in zip(waits, steps, strict=True):
-            epoch.ask(now)
-            epoch.receive(now, now + wait_s, 8)
+            loop.ask(now)
+            loop.receive(now + wait_s, torch.zeros(1))
             now += wait_s + step_s
-        epoch.ask(now)
-        epoch.end(now, now)
+        loop.ask(now)
+        loop.end(now)
     return log
 
 
@@ -209,7 +208,7 @@ def test_only_more_than_is_allowed_is_too_long() -> None:
         session = Session(Plan(verb="watch", most_waiting=most), ByIdentity())
         loader = DataLoader(TensorDataset(torch.arange(16.0)), batch_size=4)
         session._known(loader).log = logged([0.8] * 4, [0.2] * 4)
-        assert is_waiting_too_long(session) is is_too_long
+        assert session.is_waiting_too_long is is_too_long
         notes = report_of(session).notes
         allowed = "was waited for 80 % of its time, and --fail-if-wait allows 50 %."
         assert any(allowed in note for note in notes) is is_too_long
