@@ -21,7 +21,7 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
-"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` bears it too."""
+"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
 
 
 @click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -31,7 +31,7 @@ _SHM_FIX = "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir 
 
 @click.command("doctor")
 def doctor_command() -> None:
-    """Print limits, GPUs and versions of this machine, for you or for a bug report.
+    """Print limits, GPUs and versions, fit for a bug report.
 
     Each limit is named with its source; LOW marks one that is too low for a DataLoader, and the next line says what to do.
 
@@ -104,4 +104,4 @@ def _versions() -> str:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join([*found, platform.platform(terse=True), platform.machine()])
+    return ", ".join([*found, f"{platform.system()} {platform.release()} {platform.machine()}"])
