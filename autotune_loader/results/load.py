@@ -78,16 +78,10 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     """
     require_choice("on_mismatch", on_mismatch, ("warn", "clamp", "raise"))
     path = find_loader_file() if path is None else path
-    config, tuned_on = read_json(path, _config_and_machine)
-    if tuned_on is None:
+    config, machines, found = read_json(path, _fitted)
+    if machines is None or not found:
         return config
-    from autotune_loader.machine.comparison import differences
-    from autotune_loader.machine.facts import inspect_machine
-
-    here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
-    found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
-    if not found:
-        return config
+    tuned_on, here = machines
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(found)}"
     if on_mismatch == "raise":
         raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='clamp'")
@@ -141,18 +135,23 @@ def _check_version(raw: object, source: Path) -> None:
         )
 
 
-def _config_and_machine(raw: Any) -> tuple[LoaderConfig, Fingerprint | None]:
+def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | None, list[str]]:
+    """The configuration, the machines of then and now where the file says, and what differs in a way that matters."""
     size = raw.get("batch_size") or {}
     tuned_size = {"batch_size": size["value"]} if size.get("tuned") else {}
     config = LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {}), **tuned_size})
-    if (found := raw.get("fingerprint")) is None:
-        return config, None
-    from autotune_loader.machine.facts import Fingerprint
+    if (told := raw.get("fingerprint")) is None:
+        return config, None, []
+    from autotune_loader.machine.comparison import differences
+    from autotune_loader.machine.facts import Fingerprint, inspect_machine
 
-    known = {each.name: found[each.name] for each in fields(Fingerprint) if each.name in found}
-    if not isinstance(known["usable_cores"], int) or known["usable_cores"] < 1:
-        raise ValueError(f"fingerprint.usable_cores={known['usable_cores']!r} is no number of cores")
-    return config, Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
+    known = {each.name: told[each.name] for each in fields(Fingerprint) if each.name in told}
+    tuned_on = Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
+    if not isinstance(tuned_on.usable_cores, int) or tuned_on.usable_cores < 1:
+        raise ValueError(f"fingerprint.usable_cores={tuned_on.usable_cores!r} is no number of cores")
+    here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
+    found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
+    return config, (tuned_on, here), found
 
 
 def within_cores(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
