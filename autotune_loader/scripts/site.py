@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, RandomSampler
 
 from autotune_loader.live.budgets import Budgets
-from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.result import LoaderFacts
+from autotune_loader.live.state import LoaderState
 from autotune_loader.live.tuner import Job
-from autotune_loader.live.tuning import LiveTuning, cores_within
+from autotune_loader.live.tuning import Announcer, LiveTuning, cores_within
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.tally import Tally
@@ -88,11 +88,9 @@ class Site:
         if not (isinstance(loader, DataLoader) and can_carry_history(loader)):
             return Record(self.tally)
         if self.state is None:
-            self.state = LoaderState(config=self.own, budgets=Budgets())
+            self.state = LoaderState(asked=self.own, config=self.own, budgets=Budgets())
             job = Job(start=self.own, usable_cores=cores_within(None), epoch_batches=self._epoch_batches, is_fixed=True)
-            self.tuning = LiveTuning(
-                self.state, self._stay, job, may_keep_workers=False, on_change=lambda settled: None
-            )
+            self.tuning = LiveTuning(self.state, self._stay, job, on_change=Announcer(None, None))
         return History(self.tally, self.state)
 
     @property

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from autotune_loader.live.epoch import LoaderState
+from autotune_loader.live.pool import PoolLoader
+from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import Change
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset, TracedEpoch, TracedWorkerInit, Wrapped
@@ -178,7 +179,7 @@ def carrying_history(loader: Any) -> Iterator[None]:
 
 def is_part_of_us(loader: Any) -> bool:
     """Whether it is one of an AutoLoader's or a probe's own loaders."""
-    return issubclass(type(getattr(loader, "dataset", None)), Wrapped)
+    return isinstance(loader, PoolLoader) or issubclass(type(getattr(loader, "dataset", None)), Wrapped)
 
 
 def watch(iterator: Any, record: Record) -> None:
