@@ -77,6 +77,11 @@ class EpochIterator(_BaseDataLoaderIter):
         self._is_measured = False
         self._close(self._next_pool)
         self._next_pool = None
+        trust = self._trust
+        if trust is not None and self._is_alone:
+            trust.begun()
+        elif trust is not None and not trust.still_holds():  # since the workers of another iterator began
+            self._state.config = self._state.asked
         if not self._took_up():
             self._close(self._pool)  # first, so that the old workers are gone before new ones come
             self._pool = None
@@ -148,11 +153,15 @@ class EpochIterator(_BaseDataLoaderIter):
         self._last = (fetch, requested, time.monotonic())
         return batch
 
+    @property
+    def _is_alone(self) -> bool:
+        holder = None if self._shared.tuned is None else self._shared.tuned()
+        return holder is None or holder is self or holder.order.is_over
+
     def _claim(self) -> LoaderState:
         """Become the iterator that is tuned, where no other one runs."""
         shared = self._shared
-        holder = None if shared.tuned is None else shared.tuned()
-        if holder is not None and holder is not self and not holder.order.is_over:
+        if not self._is_alone:
             return self._state
         end, mine = shared.traces.end, self._state.traces.changes
         shared.traces.changes += [replace(c, batch=c.batch + end, serves_from=c.serves_from + end) for c in mine]
