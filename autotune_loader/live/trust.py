@@ -196,10 +196,10 @@ class _Comparison:
 
     def ask(self, item: Item) -> None:
         """Have the shadow fetch an item, which the loop is about to fetch."""
-        self._began = time.monotonic()
         if self._shadow is None:
             self._start(item[1])
-        else:
+        self._began = time.monotonic()
+        if self._shadow is not None:
             self._hear()
         shadow = self._shadow
         if shadow is None or self.verdict is not None:
