@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from autotune_loader.live.handles import IN_MEMORY, handle_in
+from autotune_loader.pipeline.inherited import IN_MEMORY, handle_in
 
 MOST_VALUES, MOST_DEPTH, MOST_S = 3000, 8, 0.02
 """A look stops after so many values, levels or seconds: most take under a millisecond."""
