@@ -25,6 +25,8 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 
+TESTS="tests/pipeline/test_prefetch.py tests/probe/test_cuda.py"
+
 # limited SECONDS LOG COMMAND...: what the command prints is shown and kept; what takes longer is ended
 limited() {
     seconds=$1 log=$2
@@ -32,7 +34,7 @@ limited() {
     { timeout "$seconds" "$PYTHON" -W ignore "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
     ! grep -q "^FAILED" "$OUT/$log" || status=1
 }
-tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 tests "$@"; }
+tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 $TESTS "$@"; }
 study() { limited "$1" "$2.txt" -m studies.gpu --only "$2"; }
 uses() { limited 460 uses.txt -m studies.gpu.uses "$@"; }
 first() { tests; study 260 resnet_jpeg; }
@@ -40,7 +42,7 @@ second() { uses; }
 third() { study 230 transformer; study 230 large_batches; }
 fourth() { study 270 resnet_compute; }
 check() {
-    limited 200 check.txt -m studies.gpu --device cpu --quick
+    limited 300 check.txt -m studies.gpu --device cpu --quick
     uses --device cpu --quick
     tests --collect-only
 }
