@@ -65,7 +65,7 @@ class Views:
         """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
 
         Args:
-            trial: number of the trial; None takes the fastest.
+            trial: number of the trial; None takes the chosen configuration's last burst.
         """
         from autotune_loader.report.plots import plot_timeline
 
