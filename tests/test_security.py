@@ -33,7 +33,6 @@ UNPICKLING = {
     "probe/archive.py": {"loads"},
     "pipeline/tracing.py": {"loads"},
     "probe/samples.py": {"load"},
-    "pipeline/cached_prefix.py": {"loads"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
