@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from autotune_loader.cli.collection import fleet_command
+from autotune_loader.cli.comparing import compare_command
 from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
@@ -36,6 +37,7 @@ def cli(traceback: bool) -> None:
       autotune-loader watch train.py --epochs 3          what your script's loaders cost it; nothing is changed
       autotune-loader run train.py --epochs 3            tune them while it trains
       autotune-loader tune train.py:make -o loader.json  tune a loader before the training
+      autotune-loader compare a.json b.json --job train.py:make   which of two settings is faster
       autotune-loader demo                               a real training job in small, start to finish
       autotune-loader show loader.json                   what was found, and whether it fits this machine
       autotune-loader apply loader.json --to snippet     code for your training script
@@ -53,7 +55,16 @@ def cli(traceback: bool) -> None:
 
 
 _FILES = (show_command, report_command, apply_command, schema_command)  # what reads a loader.json
-for _command in (watch_command, run_command, tune_command, *_FILES, fleet_command, doctor_command, demo_command):
+for _command in (
+    watch_command,
+    run_command,
+    tune_command,
+    compare_command,
+    *_FILES,
+    fleet_command,
+    doctor_command,
+    demo_command,
+):
     cli.add_command(_command)
 
 

@@ -27,7 +27,7 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.version import __version__
 from tests.support import SimulatedMachine, simulated_result
 
-COMMANDS = ("apply", "demo", "doctor", "fleet", "report", "run", "schema", "show", "tune", "watch")
+COMMANDS = ("apply", "compare", "demo", "doctor", "fleet", "report", "run", "schema", "show", "tune", "watch")
 
 TRAIN = """
 class Numbers:
