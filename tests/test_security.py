@@ -30,8 +30,8 @@ PACKAGE = ROOT / "autotune_loader"
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {
-    "probe/archive.py": {"loads"},
-    "pipeline/tracing.py": {"loads"},
+    "probe/archive.py": {"Unpickler"},
+    "pipeline/by_value.py": {"loads"},
     "probe/samples.py": {"load"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
