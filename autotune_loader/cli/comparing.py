@@ -1,0 +1,52 @@
+"""`autotune-loader compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune_loader.cli.exits import FINE, NOTHING_WORKED
+from autotune_loader.values.plan import ISOLATIONS
+
+
+@click.command("compare")
+@click.argument("paths", metavar="A.JSON B.JSON", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--job", required=True, metavar="FACTORY", help="What makes the job, as for tune.")
+@click.option("--budget", default="30s", show_default=True, help="Time for bursts and rounds, such as 30s or 2m.")
+@click.option("--isolation", type=click.Choice(ISOLATIONS), default="auto", show_default=True, help="Where bursts run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the sides as JSON, one object each.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def compare_command(paths: tuple[str, ...], job: str, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Run one job with the settings of several loader.json in turns, and tell which is faster.
+
+    The job is what FACTORY makes: package.module:function or path/to/file.py:function, as for autotune-loader tune. The first
+    file is what the others are compared with. Exit code 3 where no two of them work.
+
+    \b
+    Example:
+      autotune-loader compare monday.json friday.json --job train.py:make_loader
+    """  # noqa: D301 - click's mark is the character itself
+    from autotune_loader.cli.factories import load_workload
+    from autotune_loader.results.load import load_config
+    from autotune_loader.tuning.arguments import make_workload
+    from autotune_loader.tuning.compare import compare_workloads, sides_of
+    from autotune_loader.tuning.options import TuneOptions, parse_seconds
+
+    if len(set(paths)) < 2:
+        raise ValueError(f"{paths[0]!r} is one file, and a comparison takes two; a.json b.json would work")
+    configs = {name: load_config(path) for name, path in zip(_names(paths), paths, strict=True)}
+    workload, _ = make_workload(**load_workload(job))
+    budget_s = parse_seconds("budget", options.pop("budget"))
+    found = compare_workloads(
+        sides_of(configs, workload), TuneOptions(budget_s=budget_s, progress="off" if quiet else "on", **options)
+    )
+    click.echo(found.to_frame().to_json(orient="records", indent=2) if as_json else found.report())
+    return FINE if found.ratios else NOTHING_WORKED
+
+
+def _names(paths: tuple[str, ...]) -> list[str]:
+    """What a reader calls each file: its name, or its path where two have one name."""
+    stems = [Path(path).stem for path in paths]
+    return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]
