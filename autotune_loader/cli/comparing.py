@@ -11,7 +11,7 @@ from autotune_loader.cli.exits import FINE, NOTHING_WORKED, OVER_LIMIT
 from autotune_loader.values.plan import ISOLATIONS
 
 
-class Share(click.ParamType):
+class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A share of "5%" or "0.05"."""
 
     name = "share"
