@@ -309,6 +309,9 @@ def _parts(value: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
         keys = list(dict.keys(value)) if dict.__len__(value) <= MOST_ITEMS else _edge_keys(value)
         keys += [row for row in rows if dict.__contains__(value, row)]
         yield from ((f"[{_shown(key)}]", dict.get(value, key)) for key in keys)
+    if type(value).__module__.partition(".")[0] == "pandas":  # its blocks, which a fetch may write to
+        blocks = getattr(getattr(value, "_mgr", None), "arrays", ())
+        yield from ((f".values[{index}]", block) for index, block in enumerate(blocks[:MOST_ITEMS]))
     yield from _parts_of_code(value)
     if not isinstance(value, type):
         yield from ((f".{name}", part) for name, part in _attributes(value).items())

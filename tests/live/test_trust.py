@@ -32,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -61,6 +62,10 @@ SEEN = 0
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
+    return make_data(tmp_path)
+
+
+def make_data(tmp_path: Path) -> Path:
     """A file of whole numbers, and the same packed in several ways."""
     numbers = np.arange(SIZE, dtype=np.int64)
     numbers.tofile(tmp_path / "raw")
@@ -214,6 +219,9 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "samples in place": lambda: Items(lambda self, i: self.x[i].mul_(2).sum(), x=list(torch.ones(SIZE, 3))),
     "Value": lambda: Items(shifted, value=multiprocessing.Value("l", 0)),
     "Array": lambda: Items(lambda self, i: bumped(self.array, i % 4), array=multiprocessing.Array("l", 4)),
+    "DataFrame": lambda: Items(
+        lambda self, i: bumped(self.frame.loc, (i, "n"), i), frame=pd.DataFrame({"n": np.zeros(SIZE)})
+    ),
     "RandomState": lambda: Items(lambda self, i: self.random.rand(), random=np.random.RandomState(1)),
     "Generator": lambda: Items(lambda self, i: self.random.random(), random=np.random.default_rng(1)),
     "Random": lambda: Items(lambda self, i: self.random.random(), random=random.Random(1)),
