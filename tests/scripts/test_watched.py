@@ -145,7 +145,7 @@ def test_loaders_of_one_line_are_one_unless_they_are_iterated_together(watching:
     ]
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
+@pytest.mark.parametrize("verb", ["watch", pytest.param("run", marks=pytest.mark.process)])  # whose proof forks
 def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> None:
     with enable(verb) as enabled:
         for _ in range(2):
@@ -161,7 +161,7 @@ class Endless(Sampler[int]):
             yield 7
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
+@pytest.mark.parametrize("verb", ["watch", pytest.param("run", marks=pytest.mark.process)])  # whose proof forks
 def test_loaders_without_a_length_or_a_batch_are_iterated_once(
     verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
