@@ -92,13 +92,14 @@ def _step(evidence: Evidence) -> Iterator[Found]:
 
 def _cheaper_stages(evidence: Evidence) -> Iterator[Found]:
     """The stages that take much of a worker's CPU, the one worth most first."""
-    found = []
+    found: list[tuple[float, Found]] = []
     for each in evidence.stage_times:
         if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES:
             values = {"stage": each.stage, "where": each.where, "how": CHEAPER.get(each.stage, "")}
             values |= {"share": share_text(each.cpu_share), "ms": f"{each.cpu_s * 1e3:.2g}"}
-            found.append({**values, "gain": _believable(evidence, evidence.stage_gain(each, 0.5))})
-    yield from sorted(found, key=lambda each: -(each["gain"] or 0.0))
+            gain = _believable(evidence, evidence.stage_gain(each, 0.5))
+            found.append((-(gain or 0.0), {**values, "gain": gain}))
+    yield from (values for _, values in sorted(found, key=lambda pair: pair[0]))
 
 
 def _cheaper_transforms(evidence: Evidence) -> Iterator[Found]:
