@@ -162,7 +162,7 @@ def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
 
 FORK_SERVER_SCRIPT = """
 import multiprocessing, torch
-from autotune_loader import tune
+from autotune_loader import AutoLoader, tune
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
@@ -174,10 +174,13 @@ if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
     result = tune(Squares(), batch_size=4, max_workers=1, budget=4, max_trials=2, progress=False)
     print(result.status, result.fingerprint.start_method, [t.failure.kind if t.failure else "ok" for t in result.trials])
+    loader = AutoLoader(Squares(), batch_size=4, shuffle=True, max_workers=2)
+    for made in (result.make_loader(Squares(), batch_size=4, num_workers=1), loader, loader):
+        print("WHOLE", sorted(int(x) for batch in made for x in batch) == list(range(64)))
 """
 
 
-def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -> None:
+def test_a_program_whose_workers_come_from_a_fork_server_tunes_and_trains(tmp_path: Path) -> None:
     """As those of every program do from Python 3.14 on, unless told otherwise."""
     (tmp_path / "train.py").write_text(FORK_SERVER_SCRIPT)
     done = subprocess.run(
@@ -186,6 +189,7 @@ def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(("complete forkserver ['ok'", "undecided forkserver ['ok'")), done.stdout
+    assert done.stdout.count("WHOLE True") == 3
 
 
 DAEMON_SCRIPT = """
