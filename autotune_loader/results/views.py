@@ -19,8 +19,7 @@ class Views:
 
         Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
         """
-        from autotune_loader.report.frame import trials_frame
-        from autotune_loader.report.rivals import rivals_frame
+        from autotune_loader.report.frame import rivals_frame, trials_frame
 
         frames = {"trial": trials_frame, "configuration": rivals_frame}
         if per not in frames:
