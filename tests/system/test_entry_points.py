@@ -175,7 +175,7 @@ if __name__ == "__main__":
     result = tune(Squares(), batch_size=4, max_workers=1, budget=4, max_trials=2, progress=False)
     print(result.status, result.fingerprint.start_method, [t.failure.kind if t.failure else "ok" for t in result.trials])
     loader = AutoLoader(Squares(), batch_size=4, shuffle=True, max_workers=2)
-    for made in (result.make_loader(Squares(), batch_size=4, num_workers=1), loader, loader):
+    for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
         print("WHOLE", sorted(int(x) for batch in made for x in batch) == list(range(64)))
 """
 
