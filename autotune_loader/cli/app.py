@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from autotune_loader.cli.comparing import compare_command
 from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
@@ -35,6 +36,7 @@ def cli(traceback: bool) -> None:
       autotune-loader watch train.py --epochs 3          what your script's loaders cost it; nothing is changed
       autotune-loader run train.py --epochs 3            tune them while it trains
       autotune-loader tune train.py:make -o loader.json  tune a loader before the training
+      autotune-loader compare a.json b.json --job train.py:make   which of two settings is faster
       autotune-loader demo                               a real training job in small, start to finish
       autotune-loader show loader.json                   what was found, and whether it fits this machine
       autotune-loader apply loader.json --to snippet     code for your training script
@@ -56,7 +58,8 @@ def cli(traceback: bool) -> None:
     """  # noqa: D301 - click's mark is the character itself
 
 
-for _command in (watch_command, run_command, tune_command, show_command, apply_command, doctor_command, demo_command):
+_TUNING = (watch_command, run_command, tune_command, compare_command)
+for _command in (*_TUNING, show_command, apply_command, doctor_command, demo_command):
     cli.add_command(_command)
 
 

@@ -23,7 +23,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.version import __version__
 
-COMMANDS = ("apply", "demo", "doctor", "run", "show", "tune", "watch")
+COMMANDS = ("apply", "compare", "demo", "doctor", "run", "show", "tune", "watch")
 
 TRAIN = """
 class Numbers:
