@@ -88,6 +88,10 @@ class BlockSource:
         if config.key() != self._training.config.key():
             self._training.change_to(config)
 
+    def is_ready(self) -> bool:
+        """Whether other configurations may be tried; with other ranks on all of them."""
+        return True
+
     def is_due(self) -> bool:
         """Whether what was asked for last has been begun; with other ranks it has to wait for its batch."""
         return True

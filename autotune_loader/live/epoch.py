@@ -7,6 +7,7 @@ worker lost ── pool closed ── what it had in hand is put back ── poo
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 import warnings
@@ -279,7 +280,10 @@ class EpochIterator(_BaseDataLoaderIter):
             self.order.put_back()  # Ctrl-C in the midst of a fetch
         lost = [pool for pool in pools if isinstance(error, Exception) and pool.has_lost(error)]
         if not lost or self._parts.is_stream:
-            return False
+            is_given_up = _has_no_descriptors(error) and self._is_given_up(self._config, str(error))
+            if is_given_up:  # the loop keeps its batches, and each tensor from a worker holds an open file
+                self._start_anew()
+            return is_given_up
         may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         without_frames(error)
         if not may_go_on:
@@ -353,3 +357,8 @@ class EpochIterator(_BaseDataLoaderIter):
     def _close(pool: Pool | None, *, is_lost: bool = False) -> None:
         if pool is not None:
             pool.close(is_lost=is_lost)
+
+
+def _has_no_descriptors(error: BaseException) -> bool:
+    """Whether no file could be opened any more; torch says it in its own words where a descriptor is to be received."""
+    return "ancdata" in str(error) or (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE))

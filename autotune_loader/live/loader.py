@@ -127,9 +127,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         self._state = self._fresh_state(None if config is None else config.consumer_threads)
         self._check(self._state.asked if config is None else config)
         self._made_at: Hashable = None
+        self._site = Site.of(self, users_line(sys._getframe(1), libraries=True))
         if tune:
-            site = Site.of(self, users_line(sys._getframe(1), libraries=True))
-            self._made_at = (site, self._state.asked, self._state.budgets, stages, step_threads, max_cores)
+            self._made_at = (self._site, self._state.asked, self._state.budgets, stages, step_threads, max_cores)
 
     @property
     def config(self) -> LoaderConfig:
@@ -317,6 +317,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             epoch_batches=length_of(self),
             step_threads=(None,) if self._state.threads is None else self._state.threads.counts,
             is_fixed=not self._state.is_tuned,
+            site=self._site.key,
         )
         return LiveTuning(self._state, self._change, job, on_change=Announcer(self.on_change, job_key))
 

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,7 +38,8 @@ MOST_TRACES = 64
 CONNECT_S = 5.0
 
 log = logging.getLogger(__name__)
-_loaders = itertools.count()
+_loaders: Counter[str] = Counter()
+"""Loaders of each site that have begun."""
 
 
 class Store(Protocol):
@@ -66,6 +68,14 @@ class Link:
     rank: int
     ranks: int
 
+    def say_ready(self) -> None:
+        """Workers may be tried on this rank."""
+        self.store.set(f"ready/{self.rank}", b"")
+
+    def are_ready(self) -> bool:
+        """Whether they may be on all others."""
+        return self.store.check([f"ready/{rank}" for rank in range(self.ranks) if rank != self.rank])
+
     def give(self, number: int, order: Order) -> None:
         self.store.set(f"order/{number}", msgspec.msgpack.encode(order))
 
@@ -93,16 +103,19 @@ def is_one_of_many() -> bool:
     return is_job and distributed.get_world_size() > 1
 
 
-def job_link() -> Link | None:
-    """The link of the next loader of this process; None without other ranks, or where their store cannot be reached.
+def job_link(site: str) -> Link | None:
+    """The link of the next loader of a site; None without other ranks, or where their store cannot be reached.
 
-    Loaders count in the order in which they begin, which has to be the same on all ranks.
+    A loader that only one rank iterates has a site of its own, and nobody else follows its orders.
+
+    Args:
+        site: the same on all ranks: `Site.key`.
     """
     from torch import distributed
 
     if not is_one_of_many():
         return None
-    number = next(_loaders)
+    _loaders[site] += 1
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     try:
         if address is None or port is None:
@@ -112,7 +125,7 @@ def job_link() -> Link | None:
     except Exception as error:
         log.warning("the other ranks cannot be reached, so this loader is only watched: %s", error)
         return None
-    prefixed: Any = distributed.PrefixStore(f"autotune_loader/{number}", store)  # type: ignore[attr-defined]
+    prefixed: Any = distributed.PrefixStore(f"autotune_loader/{site}/{_loaders[site]}", store)  # type: ignore[attr-defined]
     return Link(prefixed, distributed.get_rank(), distributed.get_world_size())
 
 
@@ -135,6 +148,9 @@ class LeaderSource(BlockSource):
 
     def settle(self, config: LoaderConfig) -> None:
         self._give(config, None)
+
+    def is_ready(self) -> bool:
+        return self._link.are_ready()
 
     @property
     def pause_s(self) -> float:
@@ -185,9 +201,14 @@ class Follower:
         self._number = 0
         self._order: Order | None = None
         self._observed: int | None = None
+        self._is_ready = False
 
     def look(self, now: float) -> float:
         """As `Tuner.look`."""
+        training = self._training
+        if not self._is_ready and training.may_run(training.config.with_workers(training.config.num_workers + 1)):
+            self._is_ready = True
+            self._link.say_ready()
         if self._order is None:
             self._order = self._link.order(self._number)
         order = self._order

@@ -73,6 +73,8 @@ class Job:
     """Threads of the step that may be tried; None leaves those of the process."""
     is_fixed: bool = False
     """Watch only."""
+    site: str = ""
+    """By which the ranks of a job know the loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +196,7 @@ class Tuner:
                 cores = _step_cores(traces, self._cpu_clock() - cpu_s, self._clock() - begun)
                 self._begin(seen, min(float(self._job.usable_cores), cores))
         if not self._job.is_fixed:
-            while self._training.awaits_proof:
+            while self._training.awaits_proof or not self._source.is_ready():
                 yield PROOF_S
                 self._account()
             while (config := self._next(self.beliefs)) is not None:

@@ -99,7 +99,7 @@ class LiveTuning:
         self.job, self.on_change = job, on_change
         self._state = state
         self._run = LoaderRun(state, weakref.WeakMethod(change))
-        link = None if job.is_fixed else job_link()
+        link = None if job.is_fixed else job_link(job.site)
         has_others = link is None and not job.is_fixed and is_one_of_many()
         if has_others or (link is not None and link.rank):
             self.job = job = replace(job, is_fixed=True)

@@ -90,22 +90,6 @@ def test_persistent_workers_stay_over_the_epochs_and_go_with_the_loader() -> Non
     assert len(multiprocessing.active_children()) == 2
 
 
-def test_with_persistent_workers_a_second_iterator_is_the_first_begun_again() -> None:
-    loader = AutoLoader(Numbers(4), config=KEPT)
-    first = iter(loader)
-    next(first)
-
-    assert iter(loader) is first
-    assert indices(first) == [[0], [1], [2], [3]]
-
-
-def test_a_change_to_persistent_workers_in_mid_epoch_keeps_them_for_the_next() -> None:
-    loader = AutoLoader(Where(40), batch_size=2, config=LoaderConfig())
-    before = torch.cat(list(changed(loader, [KEPT])))[-1, 3].item()
-    assert before in torch.cat(list(loader))[:, 3].tolist()
-    assert [change.reason for change in loader.traces.changes] == ["start", "change"]
-
-
 def test_worker_init_fn_runs_in_each_worker_of_each_pool() -> None:
     started = multiprocessing.Value("i", 0)
 
@@ -202,16 +186,6 @@ def test_a_stream_changes_between_epochs_only() -> None:
 
     assert first == [[i, i + 1] for i in range(0, 24, 2)]
     assert sorted(batch.tolist() for batch in loader)[:2] == [[0, 2], [1, 3]]
-
-
-def test_a_loop_in_a_thread_changes_and_ends() -> None:
-    seen: list[Any] = []
-    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
-    thread = threading.Thread(target=lambda: seen.extend(changed(loader, [LoaderConfig(num_workers=1)])))
-    thread.start()
-    thread.join(30)
-
-    assert indices(seen) == [[i, i + 1] for i in range(0, 40, 2)]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -369,35 +343,6 @@ def test_no_thread_is_left() -> None:
         time.sleep(0.01)
 
     assert threading.active_count() == before
-
-
-def iterate_in_daemon(answer: Any) -> None:
-    try:
-        list(AutoLoader(Numbers(4), num_workers=1))
-    except ValueError as error:
-        answer.put(str(error))
-
-
-def test_a_daemonic_process_is_told_that_it_may_not_have_workers() -> None:
-    answer: Any = multiprocessing.Queue()
-    process = multiprocessing.Process(target=iterate_in_daemon, args=(answer,), daemon=True)
-    process.start()
-    told = answer.get(timeout=20)
-    process.join(5)
-
-    assert "num_workers=0 would work" in told
-
-
-class Unsendable(Numbers):
-    def __reduce__(self) -> Any:
-        raise TypeError("it holds a socket")
-
-
-def test_a_dataset_that_cannot_be_sent_is_told_by_name() -> None:
-    loader = AutoLoader(Unsendable(4), num_workers=1, multiprocessing_context="spawn")
-
-    with pytest.raises(TypeError, match=r"Unsendable.*cannot be sent.*'spawn'.*socket.*'fork' would work"):
-        next(iter(loader))
 
 
 def test_spawned_workers_deliver_the_same() -> None:
