@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.live.result import LoaderFacts
+from autotune_loader.live.result import LoaderFacts, not_tried
 from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuning import LiveTuning
@@ -54,8 +54,9 @@ class Findings:
         return self._result().verdict
 
     def report(self) -> str:
-        """What was tried, what was found and what binds, as text."""
-        return self._result().report()
+        """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
+        text, refusal = self._result().report(), self._state.refusal
+        return text if refusal is None else f"{text}\n\n{not_tried(refusal)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json` with the best configuration known: the next job begins where this one ended."""

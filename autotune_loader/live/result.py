@@ -151,6 +151,11 @@ def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:
     )
 
 
+def not_tried(refusal: Refusal) -> str:
+    """Why the number of workers stays, and what would change that."""
+    return f"No other number of workers is tried: {refusal.reason}. What would change that: {refusal.mend}."
+
+
 def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict, refusal: Refusal | None) -> tuple[str, ...]:
     settled = next((event for event in reversed(tuner.history) if event.kind == "settled"), None)
     said = [f"Not settled yet: {config} runs now."]
@@ -164,5 +169,5 @@ def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict, refusal: Refu
         interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
         said.append(f"{ratio.value:.2f}x {interval} as fast as asked for, from {ratio.count} pairs of blocks.")
     if refusal is not None:
-        said.append(f"No other number of workers is tried: {refusal.reason}. What would change that: {refusal.mend}.")
+        said.append(not_tried(refusal))
     return (*said, verdict.sentence)
