@@ -120,6 +120,9 @@ class Pool:
     def __init__(self, parts: Parts, config: LoaderConfig, order: Order, number: int, look: Callable[..., Any]) -> None:
         self._segments_before = segments()
         self._is_closed = True  # until it is open
+        self.receive: Callable[[], Any] = _closed
+        self._iterator: Any = None
+        self._loader: Any = None
         self.config = config
         self.feed = Feed(order)
         self.here: BatchesInLoop | None = None
@@ -128,8 +131,8 @@ class Pool:
         self._context = PoolContext(parts.context or config.multiprocessing_context)
         shield(self)
         self._loader = self._made(parts, order, number, look)
-        self._iterator: Any = self._started()
-        self.receive: Callable[[], Any] = self._iterator.__next__
+        self._iterator = self._started()
+        self.receive = self._iterator.__next__
         shield(self)  # torch sets its handler when it starts workers for the first time
         self.is_waiting = self._is_closed = False
 

@@ -139,7 +139,7 @@ def test_who_has_a_stateful_dataloader_resumes_with_one_after_a_change() -> None
     state = first.state_dict()
     second = AutoLoader(plain)
     second.load_state_dict(state)
-    assert second.config.key() == first.best.key()
+    assert second.config.num_workers == 0  # as asked; what was learnt is tried once workers are proven
     rest = [index for batch in second for index in batch["index"].tolist()]
 
     assert sorted(half + rest) == list(range(SIZE))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
+pytestmark = pytest.mark.process  # under run, the proof that workers are safe forks
 LOADERS = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

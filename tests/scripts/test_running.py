@@ -49,7 +49,7 @@ def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench) -> None:
     bench.write(f"import atexit\natexit.register(print, 'cleaned up')\n{WAITING}")
 
     code, printed, report = bench.command(
-        "tune", "--budget", "4s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"
+        "tune", "--budget", "10s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"
     )
 
     assert (code, printed) == (0, "cleaned up\n")

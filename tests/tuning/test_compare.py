@@ -239,7 +239,9 @@ def test_the_command_compares_two_files_of_one_job(
     monkeypatch.chdir(tmp_path)
     Path("compared_job.py").write_text(JOB)
     for name, workers in (("alone", 0), ("three", 3)):
-        TuningResult(best=LoaderConfig(num_workers=workers), status="complete").save(f"{name}.json")
+        TuningResult(best=LoaderConfig(num_workers=workers), baseline=LoaderConfig(), status="complete").save(
+            f"{name}.json"
+        )
     arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "5s", "--quiet"]
     assert cli.main([*arguments, "--json"]) == 0
     alone, three = json.loads(capsys.readouterr().out)
