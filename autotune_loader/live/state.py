@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import logging
 import math
 import weakref
@@ -27,10 +28,15 @@ WORKER_READ = Refusal(
     mend="do without get_worker_info().id and .num_workers",
 )
 
+SEEDING_LIBRARIES = ("transformers", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
+"""Their `worker_init_fn` seeds by worker and does nothing else; here each batch is seeded by its number."""
+
 
 def depends_on_worker(init_fn: Any) -> Refusal | None:
     """Why samples may depend on the number of workers: a `worker_init_fn` that looks at who the worker is."""
-    if init_fn is None:
+    if isinstance(init_fn, functools.partial):
+        init_fn = init_fn.func
+    if init_fn is None or getattr(init_fn, "__module__", "").partition(".")[0] in SEEDING_LIBRARIES:
         return None
     code = getattr(getattr(init_fn, "__func__", init_fn), "__code__", None)
     if code is not None and code.co_argcount:

@@ -100,13 +100,14 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)
     for epoch in range(2):
-        for number, batch in enumerate(loader):  # HERE 64
+        for number, batch in enumerate(loader):
             model(**batch)["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
             if number == 3:
                 state = loader.state_dict()
-        loader = loader if epoch else StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)
+        if not epoch:
+            loader = StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)  # HERE 64
     say(model)
 """
 
