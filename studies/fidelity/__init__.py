@@ -5,7 +5,6 @@
     python -m studies.fidelity.comparisons     # false wins, power and coverage
     python -m studies.fidelity.compare NAME    # a few arms in turns: queues that fill, few rounds, what tracing costs, ...
     python -m studies.fidelity.limits          # which resource binds
-    python -m studies.fidelity.threads NAME    # the twin where the step computes on the cores
 
 grid       what is measured                      records    raw data, as JSON lines
 measure    runs it, interleaved and resumable    analysis   the twin's errors

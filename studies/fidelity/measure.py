@@ -117,7 +117,7 @@ def _seen(task: Task, outcome: Measurement) -> dict[str, float]:
     """Means of the stages as the twin would see them: tells where an error comes from."""
     seen = Observation.from_measurement(task.config, outcome)
     means = {name: float(getattr(seen, name).mean()) for name in ("service_s", "cpu_s", "receive_s", "step_s")}
-    return {**means, "busy_workers": seen.busy_workers}
+    return {**means, "busy_workers": seen.workers_at_work}
 
 
 def _named(task: Task) -> str:

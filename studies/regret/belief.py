@@ -83,7 +83,7 @@ def look(seed: int, oracles: Path | None) -> Looked:
     known = beliefs.posterior()
     assert known is not None
     plain = chosen.key()
-    loss = known.regret_samples()[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
+    loss = known.losses[:, known.configs.index(plain)].mean() if plain in known.configs else 0.0
     errors = {}
     if kind in ("cpu", "mixed") and machine.cores >= LARGE_CORES:
         for share in FEWER:
