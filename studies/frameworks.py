@@ -201,12 +201,14 @@ def accelerate() -> Framework:
 def datasets(iterable: bool) -> Framework:
     from datasets import Dataset, disable_progress_bars
 
-    from autotune_loader.integrations.datasets import as_shards
-
     disable_progress_bars()
     rows = Dataset.from_dict({"index": list(range(SAMPLES))})
     if iterable:
-        made = as_shards(rows, num_shards=16).map(Delay(), batched=True, batch_size=BATCH, remove_columns=["index"])
+        made = (
+            rows.to_iterable_dataset(num_shards=16)
+            .with_format("torch")
+            .map(Delay(), batched=True, batch_size=BATCH, remove_columns=["index"])
+        )
         own = DataLoader(made, batch_size=BATCH)
     else:
         own = DataLoader(rows.with_transform(Delay()), batch_size=BATCH, shuffle=True)

@@ -30,8 +30,9 @@ PACKAGE = ROOT / "autotune_loader"
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {
-    "probe/archive.py": {"loads"},
-    "pipeline/tracing.py": {"loads"},
+    "probe/archive.py": {"Unpickler"},
+    "pipeline/by_value.py": {"loads"},
+    "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
     "probe/samples.py": {"load"},
     "pipeline/cached_prefix.py": {"loads"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run

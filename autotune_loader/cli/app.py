@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
-from autotune_loader.cli.collection import fleet_command
 from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
-from autotune_loader.cli.files import apply_command, report_command, schema_command, show_command
+from autotune_loader.cli.files import apply_command, report_command, show_command
 from autotune_loader.cli.scripts import Launch, run_command, watch_command
 from autotune_loader.cli.tuning import tune_command
 from autotune_loader.values.errors import TunerError
@@ -41,8 +40,8 @@ def cli(traceback: bool) -> None:
       autotune-loader apply loader.json --to snippet     code for your training script
 
     \b
-    Exit codes: 0 fine, 1 a result that contradicts itself (show --check), 2 bad input, 3 nothing worked, 4 waits too long
-    (watch --fail-if-wait), 130 interrupted (the best so far is written). A script that is run ends with its own.
+    Exit codes: 0 fine, 2 bad input, 3 nothing worked, 4 waits too long (watch --fail-if-wait), 130 interrupted (the
+    best so far is written). A script that is run ends with its own.
 
     \b
     Completion of commands and options in your shell:
@@ -52,8 +51,8 @@ def cli(traceback: bool) -> None:
     """  # noqa: D301 - click's mark is the character itself
 
 
-_FILES = (show_command, report_command, apply_command, schema_command)  # what reads a loader.json
-for _command in (watch_command, run_command, tune_command, *_FILES, fleet_command, doctor_command, demo_command):
+_FILES = (show_command, report_command, apply_command)  # what reads a loader.json
+for _command in (watch_command, run_command, tune_command, *_FILES, doctor_command, demo_command):
     cli.add_command(_command)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from typing import Any
 
 import click
 
@@ -15,8 +13,7 @@ from autotune_loader.cli.exits import FINE, exit_code_of
 @click.command("demo")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="loader.json", show_default=True)
 @click.option("--budget", default="60s", show_default=True, help="Wall time for tuning, such as 60s or 3m.")
-@click.option("--live", is_flag=True, help="Tune while training, by an AutoLoader, for as long as the budget.")
-def demo_command(output: str, budget: str, live: bool) -> int:
+def demo_command(output: str, budget: str) -> int:
     """Tune a small real training job, then train with the result.
 
     The second process is one of its own, as your training job will be.
@@ -27,18 +24,14 @@ def demo_command(output: str, budget: str, live: bool) -> int:
     Examples:
       autotune-loader demo
       autotune-loader demo -o loader.json --budget 30s
-      autotune-loader demo --live
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader import demo
     from autotune_loader.report.tables import stage_lines
     from autotune_loader.tuning import tune as tuner
-    from autotune_loader.tuning.options import parse_seconds
 
     click.echo(
         f"The training job: JPEG files in {demo.cache_folder()}, decoded and augmented, and a small CNN.", err=True
     )
-    if live:
-        return train_live(output, parse_seconds("budget", budget))
     result = tuner.tune(**demo.demo_factory(), budget=budget, output=output, reuse=False, progress="on")
     click.echo(result.report())
     click.echo(f"\nWritten to {output}. Now a second process loads it and trains, as a training job would:\n")
@@ -50,28 +43,6 @@ def demo_command(output: str, budget: str, live: bool) -> int:
     lines = stage_lines(result.stage_times, most=3)
     click.echo("\n".join(["\nWhat would make it faster still, the largest first:", *lines]) if lines else "")
     return code
-
-
-def train_live(path: str, seconds: float) -> int:
-    """Train for so long with a loader that tunes itself, and tell what it found."""
-    from autotune_loader import AutoLoader, demo
-
-    folder = demo.cache_folder()
-    demo.make_jpegs(folder)
-    loader: AutoLoader[Any] = AutoLoader(
-        demo.JpegFolder(folder),
-        batch_size=demo.BATCH_SIZE,
-        shuffle=True,
-        on_change=lambda event: click.echo(f"{event.seconds:5.0f} s  settled on {event.config}"),
-    )
-    model, begun, epoch = demo.SmallCnn(), time.monotonic(), 0
-    while time.monotonic() - begun < seconds:
-        rate = demo.train_one_epoch(loader, model)
-        epoch += 1
-        click.echo(f"epoch {epoch}: {rate:,.0f} samples/s with {loader.config}")
-    loader.save(path)
-    click.echo(f"\n{loader.report()}\n\nWritten to {path}.")
-    return FINE
 
 
 def run_training_job(path: str) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
-from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset, dumps, loads
+from autotune_loader.pipeline.by_value import dumps, loads
+from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset
 
 Item = tuple[int, int, Any]
 """number of the batch in its epoch, seed of the epoch, indices (one index where the dataset makes the batches)"""

@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from autotune_loader.pipeline.batches import samples_in
+from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.stage_watch import StageWatch
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS
@@ -253,20 +254,3 @@ class TracedWorkerInit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._inner, self._watches)),)
-
-
-def dumps(parts: tuple[Any, ...]) -> bytes:
-    """(callable, *arguments) by value, for `loads` in a worker."""
-    # A spawned worker unpickles with plain pickle and has another __main__; cloudpickle carries such classes by value.
-    import cloudpickle
-
-    data: bytes = cloudpickle.dumps(parts)
-    return data
-
-
-def loads(data: bytes) -> Any:
-    """Call what `dumps` was given."""
-    import pickle
-
-    made_by, *arguments = pickle.loads(data)
-    return made_by(*arguments)

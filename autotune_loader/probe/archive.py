@@ -18,12 +18,15 @@ import pickle
 import struct
 import tempfile
 import weakref
+from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
 from typing import IO, Any
 
 import cloudpickle
 import numpy as np
 import torch
+
+from autotune_loader.pipeline.by_value import put_classes_into_modules
 
 # A buffer smaller than this stays in the pickle: its place in the table would cost as much.
 SMALLEST_BUFFER = 256
@@ -40,19 +43,22 @@ class TooLargeError(Exception):
 
 
 class Archive:
-    """A value in a file in memory that has no name: it is gone with the last process that has it open.
+    """A value in a file in memory that has no name: it is gone with the last process that has it open."""
 
-    Args:
-        value: anything that cloudpickle takes; it is read, never changed.
-        max_bytes: most bytes of the file.
-
-    Raises:
-        TooLargeError: it would be larger. That is known before any buffer is copied.
-    """
-
-    def __init__(self, value: Any, max_bytes: int) -> None:
+    def __init__(self) -> None:
         self.fd = _nameless_file()
         self._finalizer = weakref.finalize(self, os.close, self.fd)
+
+    def write(self, value: Any, max_bytes: int) -> None:
+        """Fill the file, once; any process that has inherited it may.
+
+        Args:
+            value: anything that cloudpickle takes; it is read, never changed.
+            max_bytes: most bytes of the file.
+
+        Raises:
+            TooLargeError: it would be larger. That is known before any buffer is copied.
+        """
         with open(self.fd, "wb", buffering=1 << 20, closefd=False) as file:
             _write(value, file, max_bytes)
 
@@ -65,15 +71,19 @@ class Archive:
         self._finalizer()
 
 
-def read_archive(fd: int) -> Any:
-    """The value that a process has written; its large buffers are mapped, and copied only where they are written to."""
-    memory, pickled, table = _mapped(fd)
-    return pickle.loads(pickled, buffers=(memory[begin : begin + size] for begin, size in table))
+def read_archive(fd: int, keep: Callable[[Any], object] = lambda unpickler: None) -> Any:
+    """The value that a process has written; its large buffers are mapped, and copied only where they are written to.
 
-
-def pickled_bytes(fd: int) -> int:
-    """What reading an archive takes anew each time: all but its buffers."""
-    return len(_mapped(fd)[1])
+    Args:
+        fd: of the file.
+        keep: given what holds every object that is read, also where reading fails half-way.
+    """
+    mapped, memory, table = _mapped(fd)
+    unpickler = pickle.Unpickler(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
+    keep(unpickler)
+    value = unpickler.load()
+    put_classes_into_modules()
+    return value
 
 
 def size_of(value: Any, max_bytes: int | None = None, shared: dict[int, Any] | None = None) -> int:
@@ -248,17 +258,17 @@ def _write(value: Any, file: IO[bytes], max_bytes: int) -> None:
         raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
 
 
-def _mapped(fd: int) -> tuple[memoryview, memoryview, list[list[int]]]:
-    """The memory of an archive, its pickle and its table."""
+def _mapped(fd: int) -> tuple[mmap.mmap, memoryview, list[list[int]]]:
+    """An archive as a file that begins with its pickle, its memory and its table."""
     mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     with contextlib.suppress(
         OSError, ValueError, AttributeError
     ):  # an older kernel; then pages come when they are read
         mapped.madvise(MADV_POPULATE_READ)
     memory = memoryview(mapped)
-    pickled, end = TRAILER.unpack(memory[-TRAILER.size :])
+    _, end = TRAILER.unpack(memory[-TRAILER.size :])
     table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2)
-    return memory, memory[:pickled], table.tolist()
+    return mapped, memory, table.tolist()
 
 
 def _nameless_file() -> int:

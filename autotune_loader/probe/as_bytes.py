@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from autotune_loader.pipeline.batches import tensors_in
-from autotune_loader.pipeline.tracing import dumps, loads
+from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.transforms import (
     Transform,
     members_of,

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.gpus import Gpus
+from autotune_loader.machine.inherited import file_positions, moved_files
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.by_value import why_not_pickled
+from autotune_loader.pipeline.handles import bound_to_process, held_by
 from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
@@ -49,6 +53,23 @@ MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
 READS_BY_ITSELF = (
     "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
     "num_workers to try is the dataset's own"
+)
+OTHER_SAMPLES = (
+    "{dataset}: two workers read other samples than one process does, at the same indices, so none are tried (num_workers=0). "
+    "Most often they share a file or database handle that was opened before they were started (open(), h5py, LMDB); open it on "
+    "first use in each worker, or in worker_init_fn"
+)
+SHARED_FILE = (
+    "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
+    "samples without a word, so none are tried (num_workers=0); open it on first use in each worker, or in worker_init_fn"
+)
+BOUND = (
+    "{path} is a {kind}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
+    "first use in each worker, or in worker_init_fn"
+)
+UNPICKLABLE_BATCH = (
+    "a batch cannot be pickled ({fault}), so no worker could hand it over and none are tried (num_workers=0); tensors, "
+    "numbers, and objects of classes at the top level of a module can be"
 )
 BATCHES_COUNTED = (
     "how many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension; "
@@ -161,6 +182,8 @@ class Bench:
         self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._notebook = Notebook(folder)
         self._is_paced = True
+        self._moved_files: list[str] = []
+        """Files that were open before the first batch was read from them: workers would share their positions."""
         self._changes: dict[DataChangeKind, PreparedChange] = {}
         self._bad_samples: dict[str, BadSample] = {}
         self._raised_alone: set[str] = set()
@@ -172,8 +195,10 @@ class Bench:
         try:
             announce(phase)
             private = self._private_data()
+            positions = file_positions()
             batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
             first_batch_s, times = self._fetch_first(private, batches)
+            self._moved_files = moved_files(positions)
             self._judge(self._notebook.taken())
             if goes_on(private.dataset, self._private_data):
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
@@ -219,7 +244,9 @@ class Bench:
         repeats = data.is_iterable and not alone and workers_repeat_each_other(data, times[0].wall_s)
         # The first fetch may have opened a file, or imported what decodes it.
         sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
-        differs = not alone and workers_read_otherwise(data, private, sample_s)
+        why_none = [] if alone else self._against_workers(data)
+        if not alone and not why_none and workers_read_otherwise(data, private, sample_s):
+            why_none = [OTHER_SAMPLES.format(dataset=type(data.dataset).__qualname__)]
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
         return WarmupReport(
@@ -233,7 +260,7 @@ class Bench:
             counts_batches=counts_batches,
             reads_by_itself=reads_by_itself,
             shardable=not repeats,
-            same_in_workers=not differs,
+            same_in_workers=not why_none,
             default_threads=torch.get_num_threads(),
             device_uuid=_uuid_of(step.device),
             notes=(
@@ -241,9 +268,21 @@ class Bench:
                 *_clock_notes(step.device, self._timeline),
                 *([BATCHES_COUNTED] if counts_batches else []),
                 *([READS_BY_ITSELF] if reads_by_itself else []),
+                *why_none,
             ),
             bad_samples=tuple(self._bad_samples.values()),
         )
+
+    def _against_workers(self, data: DataSide) -> list[str]:
+        """Why workers would get other samples, or none, as far as that is known without any; empty where nothing is."""
+        dataset, found = type(data.dataset).__qualname__, list[str]()
+        if start_method() == "fork":
+            found += [SHARED_FILE.format(dataset=dataset, file=file) for file in self._moved_files[:1]]
+            held = held_by("dataset", data.dataset, bound_to_process)
+            found += [BOUND.format(path=held[0], kind=type(held[1]).__name__)] if held is not None else []
+        fault = why_not_pickled(self._batch)
+        found += [UNPICKLABLE_BATCH.format(fault=fault)] if fault is not None else []
+        return found[:1]
 
     def burst(
         self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None

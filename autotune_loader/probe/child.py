@@ -1,7 +1,7 @@
-"""The probe process: `python -m autotune_loader.probe.child <four descriptors> <scratch folder>`.
+"""The probe process: it loads the workload, answers requests until the connection closes, and prints for nobody.
 
-It is started fresh, never forked: a forked child of a process that has run a multi-threaded torch step hangs at its first
-parallel region. It loads the workload, answers requests until the connection closes, and prints nothing that anyone parses.
+It is started fresh: a forked child of a process that has run a multi-threaded torch step hangs at its first parallel region.
+Only what cannot be pickled is run in a fork, and there by one thread.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import shutil
 import signal
 import sys
 import threading
+import types
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from autotune_loader.pipeline.workload import DataSide, Workload
     from autotune_loader.probe.bench import Bench, WarmupReport
     from autotune_loader.probe.burst_loop import Announce
     from autotune_loader.probe.wire import Message, Request
     from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
     from autotune_loader.values.trial import Acceleration
 
-# A data side that takes more than this beyond its buffers is not read anew for bursts that fetch in the main process: they use
-# the one that workers inherit.
-PRIVATE_COPY_BYTES = 256 << 20
+# Copies of the data side, and the caches that bursts fill in them, may take so much; then the last one is used again.
+MOST_COPIED_BYTES = 1 << 30
 
 
-def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, scratch: str) -> None:
+def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, scratch: str) -> NoReturn:
     """Serve requests over an inherited connection until the parent, which removes the scratch folder, closes it or dies.
 
     Args:
@@ -38,29 +40,49 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
         training_fd: of the archive of the training side.
         scratch: a folder for sockets, and for what workers note.
     """
-    for descriptor in (
-        connection_fd,
-        lifeline_fd,
-        data_fd,
-        training_fd,
-    ):  # private: no program that the dataset starts may have them
-        os.set_inheritable(descriptor, False)
+    from autotune_loader.probe.leaving import leave
+
+    for descriptor in (connection_fd, lifeline_fd, data_fd, training_fd):
+        os.set_inheritable(descriptor, False)  # private: no program that the dataset starts may have them
+    sys.modules["__main__"] = types.ModuleType("__main__")  # for the classes of the caller's script
+    code = 1
+    try:
+        _settle(lifeline_fd, scratch)
+        with (
+            Connection(connection_fd) as connection,
+            contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError),
+        ):
+            _greet(connection)
+            _serve(connection, lambda: _bench_of_archives(data_fd, training_fd, scratch))
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(code)
+
+
+def serve_forked(connection_fd: int, lifeline_fd: int, workload: Workload, scratch: str) -> None:
+    """The same in a fork of the caller's process, with the caller's objects as the fork has them; it leaves afterwards."""
+    from autotune_loader.machine.inherited import own_shared_memory
+
+    own_shared_memory()
+    vars(multiprocessing.current_process()).get("_config", {}).pop("daemon", None)  # it may have workers
+    _settle(lifeline_fd, scratch)
+    connection = Connection(connection_fd)
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        _serve(connection, lambda: _bench_of(lambda: workload.data, lambda: workload.data, workload, scratch))
+
+
+def _settle(lifeline_fd: int, scratch: str) -> None:
     _die_with_parent(lifeline_fd, scratch)
     _keep_sockets_in(scratch)
-    connection = Connection(connection_fd)
-    _greet(connection)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _serve(connection, data_fd, training_fd, scratch)
 
 
 def _greet(connection: Connection) -> None:
-    """Make this interpreter find what the parent's finds, before torch or any user module is imported."""
+    """Set what the parent has set, before any user module is imported."""
     from autotune_loader.probe.wire import Hello, receive
 
     hello = receive(connection, Hello)
-    sys.path[:] = hello.sys_path
-    with contextlib.suppress(OSError):
-        os.chdir(hello.working_directory)
     multiprocessing.set_start_method(hello.start_method, force=True)
     import torch
 
@@ -70,16 +92,21 @@ def _greet(connection: Connection) -> None:
     set_torch_state(hello.torch_state)
 
 
-def _serve(connection: Connection, data_fd: int, training_fd: int, scratch: str) -> None:
+def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
+    from autotune_loader.probe.failures import failure_of_reading
     from autotune_loader.probe.wire import Message, Request, receive, send
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
         send(connection, Message(phase=phase))
 
-    bench, warmup = _load(data_fd, training_fd, scratch, announce)
-    if bench is None or isinstance(warmup, Failure):
-        assert isinstance(warmup, Failure)
+    try:
+        bench = make_bench()
+    except Exception as error:
+        send(connection, Message(failure=failure_of_reading(error)))
+        return
+    warmup: WarmupReport | Failure = bench.prepare(announce)
+    if isinstance(warmup, Failure):
         send(connection, Message(failure=warmup))
         return
     send(connection, Message(ready=warmup))
@@ -107,24 +134,54 @@ def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _load(
-    data_fd: int, training_fd: int, scratch: str, announce: Announce
-) -> tuple[Bench | None, WarmupReport | Failure]:
-    """Read the workload and warm it up; one that cannot be read here is a failure like any other."""
-    from autotune_loader.probe.archive import pickled_bytes, read_archive
-    from autotune_loader.probe.bench import Bench
-    from autotune_loader.probe.failures import failure_of_reading
-    from autotune_loader.values.measurement import Failure
+def _bench_of_archives(data_fd: int, training_fd: int, scratch: str) -> Bench:
+    from autotune_loader.pipeline.workload import Workload
+    from autotune_loader.probe.archive import read_archive
+    from autotune_loader.probe.leaving import held
 
-    try:
-        shared = read_archive(data_fd)
-        small = pickled_bytes(data_fd) <= PRIVATE_COPY_BYTES
-        private = (lambda: read_archive(data_fd)) if small else (lambda: shared)
-        bench = Bench(lambda: shared, private, lambda: read_archive(training_fd), scratch)
-    except Exception as error:
-        return None, failure_of_reading(error)
-    warmup = bench.prepare(announce)
-    return (None if isinstance(warmup, Failure) else bench), warmup
+    shared: DataSide = held(read_archive(data_fd, held))
+    private = _Copies(data_fd)
+    workload = Workload(data=shared, training=held(read_archive(training_fd, held)))
+    return _bench_of(lambda: shared, private.fresh, workload, scratch)
+
+
+def _bench_of(data: Callable[[], DataSide], private: Callable[[], DataSide], workload: Workload, scratch: str) -> Bench:
+    from dataclasses import replace
+
+    from autotune_loader.probe.bench import Bench
+    from autotune_loader.probe.leaving import BurstWorkerInit
+
+    def for_workers() -> DataSide:
+        return replace(data(), worker_init_fn=BurstWorkerInit(data().worker_init_fn))
+
+    return Bench(for_workers, private, lambda: workload.training, scratch)
+
+
+class _Copies:
+    """Copies of the data side for bursts that fetch in this process: each begins without what others have cached or opened.
+
+    All of them are kept, since their end may be the end of something that is the user's.
+    """
+
+    def __init__(self, data_fd: int) -> None:
+        self._data_fd = data_fd
+        self._last: DataSide | None = None
+        self._begun_bytes = _resident_bytes()
+
+    def fresh(self) -> DataSide:
+        """Another copy, or the last one where copies take too much memory already."""
+        from autotune_loader.probe.archive import read_archive
+        from autotune_loader.probe.leaving import held
+
+        if self._last is None or _resident_bytes() - self._begun_bytes < MOST_COPIED_BYTES:
+            self._last = held(read_archive(self._data_fd, held))
+        return self._last
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def _keep_sockets_in(folder: str) -> None:
@@ -148,7 +205,3 @@ def _die_with_parent(lifeline_fd: int, scratch: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

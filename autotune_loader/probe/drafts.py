@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.pipeline.tracing import Wrapped, dumps, loads
+from autotune_loader.pipeline.by_value import dumps, loads
+from autotune_loader.pipeline.tracing import Wrapped
 from autotune_loader.pipeline.transforms import with_seed
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.prepared_change import PreparedChange

@@ -1,7 +1,7 @@
 """The same burst in the caller's own process: for debugging, and for workloads that cannot travel.
 
-Here the user's objects are within reach, so they are protected: model and optimizer are copied, the dataset is copied where
-that is possible, and every piece of global state that a DataLoader or a training step touches is put back.
+Here the user's objects are within reach. The dataset is used as it is: the end of a copy may be the end of what it holds. Model
+and optimizer are copied, and every piece of global state that a DataLoader or a training step touches is put back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.processes import ProcessTree, die_with_parent
+from autotune_loader.machine.processes import ProcessTree
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
+from autotune_loader.probe.leaving import BurstWorkerInit
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -39,8 +40,6 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
-# A data side larger than this is not copied: bursts without workers then use it as it is.
-MAX_COPY_BYTES = 256 << 20
 # Wakes the main thread where it hangs; the user's own handler is put back afterwards.
 STOP_SIGNAL = signal.SIGUSR2
 
@@ -74,11 +73,10 @@ class InlineProbe:
         self._warmup: WarmupReport | None = None
         self._user_data = workload.data
         self.notes: list[str] = []
-        data = self._copied_data(workload.data)
-        for_workers = replace(data, worker_init_fn=DyingWithParent(data.worker_init_fn))
+        for_workers = replace(workload.data, worker_init_fn=BurstWorkerInit(workload.data.worker_init_fn))
         self._bench = Bench(
             data=lambda: for_workers,
-            private_data=lambda: self._copied_data(data),
+            private_data=lambda: workload.data,
             training=lambda: self._copied_training(workload.training),
         )
 
@@ -141,24 +139,6 @@ class InlineProbe:
         self._bench.close()
         _stop_servers(except_for=self._servers_before)
 
-    def _copied_data(self, data: DataSide) -> DataSide:
-        """A copy of the data side; what cannot be copied is used as it is, and that is noted."""
-        beside = {name: getattr(data, name) for name in ("sampler", "batch_sampler", "generator")}
-        names = ("dataset", "collate_fn", "worker_init_fn")
-        try:
-            if data.reads_by_itself:  # the end of a copy of its loader would be the end of its workers
-                raise NotCopiedError("because it reads by a loader of its own")
-            parts, shared = copied({**beside, **{name: getattr(data, name) for name in names}}, MAX_COPY_BYTES)
-        except NotCopiedError as error:
-            self._note(f"inline: the dataset is used as it is, {error}; bursts without workers may fill its caches")
-            try:
-                parts, shared = copied(beside, MAX_COPY_BYTES, keep=[data.dataset])
-            except NotCopiedError:
-                return data  # its generators' states are put back
-        for path in shared:
-            self._note(f"inline: {path} cannot be copied, so the bursts share it with you")
-        return replace(data, **parts)
-
     def _copied_training(self, training: TrainingSide) -> TrainingSide:
         names = ("model", "optimizer", "train_step", "loss_fn")
         try:
@@ -172,22 +152,6 @@ class InlineProbe:
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-
-
-class DyingWithParent:
-    """Runs in each new worker before the user's own `worker_init_fn`: it must not outlive this process, not even in a hang.
-
-    Torch's workers look for their parent every 5 s, and only between batches; a group of their own, as the probe process
-    has, they cannot have here: Ctrl-C on the terminal has to reach them.
-    """
-
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self._inner = inner
-
-    def __call__(self, worker: int) -> None:
-        die_with_parent()
-        if self._inner is not None:
-            self._inner(worker)
 
 
 class _Stop:

@@ -12,6 +12,7 @@ import torch
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.gpus import Gpus
+from autotune_loader.pipeline.handles import bound_to_process, held_by
 from autotune_loader.pipeline.workload import StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.device import held_bytes
@@ -30,16 +31,21 @@ from autotune_loader.values.plan import CEILING_BURST, Isolation
 PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
 # Large models take minutes, and a search among kernels more. A step that hangs is then found out late.
 COMPILE_DEADLINE_S = 900.0
+# A fork that hangs on a lock or a thread of this process does so at once.
+FORK_DEADLINE_S = 15.0
+FORKED = (
+    "{reason}; the bursts run in forks of this process instead, where a step on the CPU has one intra-op thread, and caches "
+    "that bursts fill stay filled"
+)
+NOT_FORKED = (
+    "{reason}; nor can the bursts run in a fork of this process ({fork}), so they run inside this process, on your own "
+    "objects: the dataset may have cached or counted, and not every hang can be broken (isolation='inline')"
+)
 GIVE_STEP_TIME = "train_step=0.05, the seconds of one step, tunes the loader against those"
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
     "make that part of the seed)"
-)
-OTHER_SAMPLES = (
-    "{dataset}: two workers read other samples than one process does, at the same indices. Most often they share a file or "
-    "database handle that was opened before they were started (open(), h5py, LMDB), and training gets wrong data without a "
-    "word; open it on first use in each worker, or in worker_init_fn"
 )
 
 
@@ -98,8 +104,6 @@ def open_probe(
                 workload, probe, warmup, notes = _against_step_time(start, workload, machine, reason)
         if not warmup.shardable:
             notes = [*notes, REPEATED_SAMPLES]
-        if not warmup.same_in_workers:
-            notes = [*notes, OTHER_SAMPLES.format(dataset=type(workload.data.dataset).__qualname__)]
         notes = [*notes, *warmup.notes, *note_of(read_torch_state())]
         yield OpenProbe(probe=probe, workload=workload, warmup=warmup, notes=notes)
 
@@ -166,31 +170,61 @@ def _start(
 ) -> tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]:
     """A warm probe, closed with `exits`; inline, with a note, where the workload cannot travel to a process of its own."""
     notes = model_on_device_notes(workload.training)
-    if isolation != "inline":
-        try:
-            with contextlib.ExitStack() as attempt:
-                payload = attempt.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
-                process = ProcessProbe(
-                    payload,
-                    machine,
-                    memory_budget_bytes=memory_budget_bytes,
-                    start_deadline_s=start_deadline_s,
-                    gpu_held_bytes=held_bytes(workload.training.device),
-                )
-                attempt.callback(process.close)
-                warmup = process.start()
-                exits.push(attempt.pop_all())
-                return process, warmup, notes
-        except (UnpicklableError, PayloadTooLargeError) as error:
-            if isolation == "process":
-                raise ValueError(f"isolation='process', but {error}; isolation='inline' would work") from error
-            notes = [
-                f"{error}; the bursts run inside this process instead (isolation='inline'), where not every hang can be broken"
-            ]
+    if isolation == "inline":
+        return _inline(exits, workload, machine, memory_budget_bytes, start_deadline_s, notes)
+    gpu_held_bytes = held_bytes(workload.training.device)
+
+    def in_process(source: Payload | Workload, deadline_s: float) -> tuple[ProcessProbe, WarmupReport]:
+        probe = ProcessProbe(
+            source,
+            machine,
+            memory_budget_bytes=memory_budget_bytes,
+            start_deadline_s=deadline_s,
+            gpu_held_bytes=gpu_held_bytes,
+        )
+        with contextlib.ExitStack() as attempt:
+            attempt.callback(probe.close)
+            warmup = probe.start()
+            exits.push(attempt.pop_all())
+        return probe, warmup
+
+    try:
+        payload = exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
+        return *in_process(payload, start_deadline_s), notes
+    except (UnpicklableError, PayloadTooLargeError) as error:
+        unsent = str(error)
+    try:
+        reason = not_for_a_fork(workload)
+        if reason is None:
+            probe, warmup = in_process(workload, min(start_deadline_s, FORK_DEADLINE_S))
+            return probe, warmup, [*notes, FORKED.format(reason=unsent)]
+    except (UnpicklableError, WorkloadError) as error:
+        reason = str(error).splitlines()[0]
+    if isolation == "process":
+        raise ValueError(f"isolation='process', but {unsent}, and in a fork: {reason}; isolation='inline' would work")
+    notes.append(NOT_FORKED.format(reason=unsent, fork=reason))
+    return _inline(exits, workload, machine, memory_budget_bytes, start_deadline_s, notes)
+
+
+def _inline(
+    exits: contextlib.ExitStack,
+    workload: Workload,
+    machine: Machine,
+    memory_budget_bytes: int | None,
+    start_deadline_s: float,
+    notes: list[str],
+) -> tuple[InlineProbe, WarmupReport, list[str]]:
     inline = InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
     exits.callback(inline.close)
-    warmup = inline.start()
-    return inline, warmup, [*notes, *inline.notes]
+    return inline, inline.start(), [*notes, *inline.notes]
+
+
+def not_for_a_fork(workload: Workload) -> str | None:
+    """Why a workload cannot run in a fork of this process, as far as that is known beforehand."""
+    if torch.cuda.is_initialized():
+        return "this process uses CUDA, which no fork of it can"
+    held = held_by("dataset", workload.data.dataset, bound_to_process)
+    return None if held is None else f"{held[0]} is a {type(held[1]).__name__}, which works in this process only"
 
 
 def model_on_device_notes(training: TrainingSide) -> list[str]:

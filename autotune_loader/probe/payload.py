@@ -13,11 +13,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.archive import Archive, TooLargeError, size_of
-from autotune_loader.values.secrets import cause_without_secrets, without_secrets
+from autotune_loader.probe.forking import in_fork
+from autotune_loader.values.secrets import without_secrets
+
+# A fork inherits locks that other threads hold; the largest payload takes about 10 s.
+PICKLING_DEADLINE_S = 40.0
 
 
 class UnpicklableError(Exception):
@@ -43,14 +50,24 @@ class Payload:
     def of(cls, workload: Workload, max_bytes: int) -> Payload:
         """Archive both halves, of `max_bytes` each at most.
 
+        Pickling runs code of the user's (`__getstate__` may close a file), so it runs in a fork, which is then gone. A process
+        that uses CUDA cannot do so; there it runs in this one.
+
         Raises:
             UnpicklableError: naming the attribute at fault, such as `dataset.lock`.
             PayloadTooLargeError: naming the half that is larger.
         """
-        return cls(
-            data=_archived(workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes),
-            training=_archived(workload.training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes),
-        )
+        payload = cls(data=Archive(), training=Archive())
+
+        def write() -> bytes:
+            return msgspec.json.encode(_write(workload, payload, max_bytes))
+
+        answer = write() if torch.cuda.is_initialized() else in_fork(write, PICKLING_DEADLINE_S)
+        fault = _Fault("the workload", answer) if isinstance(answer, str) else msgspec.json.decode(answer, type=_Answer)
+        if fault is None:
+            return payload
+        payload.close()
+        raise PayloadTooLargeError(fault.reason) if fault.is_too_large else UnpicklableError(fault.part, fault.reason)
 
     def close(self) -> None:
         """Free the files; the processes that have them mapped keep what they have."""
@@ -58,14 +75,33 @@ class Payload:
         self.training.close()
 
 
-def _archived(side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> Archive:
+class _Fault(NamedTuple):
+    """Why a part is not in its file."""
+
+    part: str
+    reason: str
+    is_too_large: bool = False
+
+
+_Answer: TypeAlias = _Fault | None
+
+
+def _write(workload: Workload, payload: Payload, max_bytes: int) -> _Fault | None:
+    data, training = workload.data, workload.training
+    return _written(payload.data, data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes) or _written(
+        payload.training, training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes
+    )
+
+
+def _written(archive: Archive, side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> _Fault | None:
     with _unimportable_modules_by_value(getattr(side, part) for part in parts):
         try:
-            return Archive(side, max_bytes)
+            archive.write(side, max_bytes)
         except TooLargeError as error:
-            raise PayloadTooLargeError(f"the {parts[0]} is {error}") from error
+            return _Fault(parts[0], f"the {parts[0]} is {error}", is_too_large=True)
         except Exception as error:
-            raise UnpicklableError(_part_at_fault(side, parts), str(error)) from cause_without_secrets(error)
+            return _Fault(_part_at_fault(side, parts), str(error))
+    return None
 
 
 @contextlib.contextmanager

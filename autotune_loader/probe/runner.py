@@ -19,17 +19,21 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.shm import remove_segments_of, segments
+from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe import wire
 from autotune_loader.probe.bench import WarmupReport, gpus_of
+from autotune_loader.probe.child import serve_forked
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
+from autotune_loader.probe.forking import Fork
 from autotune_loader.probe.payload import Payload, UnpicklableError
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
@@ -53,7 +57,8 @@ class ProcessProbe:
     """A `Probe` that runs every burst in a fresh process of its own.
 
     Args:
-        payload: the archived workload; it is used again for each new process, and is the caller's to close.
+        source: the archived workload, which is the caller's to close, for processes that are started fresh; or the workload
+            itself, for forks of this one.
         machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
@@ -62,7 +67,7 @@ class ProcessProbe:
 
     def __init__(
         self,
-        payload: Payload,
+        source: Payload | Workload,
         machine: Machine,
         *,
         memory_budget_bytes: int | None = None,
@@ -70,7 +75,7 @@ class ProcessProbe:
         gpu_held_bytes: int = 0,
     ) -> None:
         self._gpu_held_bytes = gpu_held_bytes
-        self._payload = payload
+        self._source = source
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._start_deadline_s = start_deadline_s
@@ -116,7 +121,7 @@ class ProcessProbe:
     def _started_child(self) -> _Child | Failure:
         if self._child is not None:
             return self._child
-        child = self._child = _Child(self._payload)
+        child = self._child = _Child(self._source)
         try:
             failure = child.wait_until_ready(self._start_deadline_s)
         except BaseException:
@@ -172,22 +177,19 @@ def _rate(outcome: Measurement | Acceleration | Failure) -> Measurement | Failur
 class _Child:
     """One probe process and the connection to it."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, source: Payload | Workload) -> None:
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
-        descriptors = (theirs.fileno(), lifeline_read, payload.data.fd, payload.training.fd)
         self._segments_before = segments()
+        self._is_forked = isinstance(source, Workload)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune_loader.probe.child", *map(str, descriptors), self._scratch],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env=_child_environment(),
-                start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+            ends = _Ends(theirs.fileno(), lifeline_read, (ours.fileno(), self._lifeline))
+            self._process = (
+                _forked(source, ends, self._scratch, self._output)
+                if isinstance(source, Workload)
+                else _spawned(source, ends, self._scratch, self._output)
             )
         os.close(lifeline_read)
         # Without a timeout a process that hangs before it reads would block us.
@@ -203,7 +205,8 @@ class _Child:
 
     def wait_until_ready(self, deadline_s: float) -> Failure | None:
         try:
-            wire.send(self._connection, _hello())
+            if not self._is_forked:
+                wire.send(self._connection, _hello())
         except BlockingIOError:
             return self._hang(SEND_DEADLINE_S)
         except OSError:
@@ -297,22 +300,47 @@ class _Child:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
+class _Ends(NamedTuple):
+    """Descriptors of a new child."""
+
+    connection: int
+    lifeline: int
+    ours: tuple[int, ...]
+    """Other ends, which a fork must not keep open."""
+
+
+def _spawned(payload: Payload, ends: _Ends, scratch: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A fresh interpreter with the flags of this one, which finds what this one finds."""
+    descriptors = (ends.connection, ends.lifeline, payload.data.fd, payload.training.fd)
+    path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
+    # Set before anything is imported: a `dataclasses.py` beside the script is none of ours.
+    run = f"from autotune_loader.probe.child import main; main(*{descriptors}, {scratch!r})"
+    return subprocess.Popen(
+        [sys.executable, *util._args_from_interpreter_flags(), "-c", f"import sys; sys.path[:] = {path!r}; {run}"],  # type: ignore[attr-defined]
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+    )
+
+
+def _forked(workload: Workload, ends: _Ends, scratch: str, output: IO[bytes]) -> Fork:
+    def live() -> None:
+        for descriptor in ends.ours:
+            os.close(descriptor)
+        serve_forked(os.dup(ends.connection), ends.lifeline, workload, scratch)
+
+    return Fork(live, output.fileno())
+
+
 def _hello() -> wire.Hello:
     import torch
 
     from autotune_loader.probe.torch_state import read_torch_state
 
     return wire.Hello(
-        sys_path=tuple(sys.path),
-        working_directory=str(Path.cwd()),
         threads=torch.get_num_threads(),
         start_method=multiprocessing.get_start_method(allow_none=True),
         torch_state=read_torch_state(),
     )
-
-
-def _child_environment() -> dict[str, str]:
-    """This environment, in which `python -m autotune_loader...` finds the very package that is running now."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, *([inherited] if inherited else [])])}

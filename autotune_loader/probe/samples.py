@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate
 
-from autotune_loader.pipeline.tracing import Wrapped, batch_begun, dumps, loads, note_unread
+from autotune_loader.pipeline.by_value import dumps, loads
+from autotune_loader.pipeline.tracing import Wrapped, batch_begun, note_unread
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.values.measurement import BadSample

@@ -25,10 +25,8 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What the child needs before it can import the user's classes."""
+    """What the child sets before it imports the user's classes."""
 
-    sys_path: tuple[str, ...]
-    working_directory: str
     threads: int
     """The parent's intra-op threads, so that the child trains as the parent would."""
     start_method: str | None = None

@@ -1,17 +1,13 @@
-"""What speed costs in cores and memory: points from the table, the twin's between them, and which of them nothing beats."""
+"""What about half of the cores would do, in one sentence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from autotune_loader.report.standings import standings
 from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FEWER_CORES = 0.6
 """Of the cores: what is told in one sentence is about half of them ..."""
@@ -31,7 +27,6 @@ class Point:
     samples_per_s: float
     cores: float
     """Kept busy on average."""
-    memory_bytes: int | None
     is_measured: bool
 
 
@@ -39,11 +34,6 @@ def frontier_points(result: TuningResult) -> tuple[Point, ...]:
     """Every measured configuration, and other numbers of workers as the twin has them; the fewest cores first."""
     points = [*_measured(result), *_predicted(result)]
     return tuple(sorted(points, key=lambda each: (each.cores, -each.samples_per_s)))
-
-
-def on_frontier(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """Those that nothing beats: no other is as fast with no more cores and no more memory."""
-    return tuple(each for each in points if not any(_beats(other, each) for other in points))
 
 
 def frontier_sentence(result: TuningResult) -> str:
@@ -63,41 +53,6 @@ def frontier_sentence(result: TuningResult) -> str:
     )
 
 
-def frontier_frame(result: TuningResult) -> pd.DataFrame:
-    """One row per point, the fewest cores first."""
-    import pandas as pd
-
-    points = frontier_points(result)
-    unbeaten = on_frontier(points)
-    best = next((each.samples_per_s for each in points if each.is_measured and each.config == result.best), None)
-    rows = [
-        {
-            "num_workers": each.config.num_workers,
-            "prefetch_factor": each.config.prefetch_factor,
-            "samples_per_s": each.samples_per_s,
-            "rate_share": each.samples_per_s / best if best else None,
-            "cores": each.cores,
-            "memory_bytes": each.memory_bytes,
-            "source": "measured" if each.is_measured else "predicted",
-            "on_frontier": each in unbeaten,
-        }
-        for each in points
-    ]
-    types = {"num_workers": "int64", "prefetch_factor": "Int64", "samples_per_s": "float64", "rate_share": "float64"}
-    types |= {"cores": "float64", "memory_bytes": "Int64", "source": "object", "on_frontier": "bool"}
-    frame: pd.DataFrame = pd.DataFrame(rows, columns=list(types)).astype(types)
-    return frame
-
-
-def _beats(one: Point, other: Point) -> bool:
-    if one is other or one.samples_per_s < other.samples_per_s * (1 - CLOSE) or one.cores > other.cores * (1 + CLOSE):
-        return False
-    if one.memory_bytes is not None and other.memory_bytes is not None and one.memory_bytes > other.memory_bytes:
-        return False
-    saves = one.cores < other.cores * (1 - CLOSE) or (one.memory_bytes or 0) < (other.memory_bytes or 0)
-    return saves or one.samples_per_s > other.samples_per_s * (1 + CLOSE)
-
-
 def _measured(result: TuningResult) -> list[Point]:
     if result.twin is None:
         return []
@@ -106,7 +61,6 @@ def _measured(result: TuningResult) -> list[Point]:
             config=row.config,
             samples_per_s=row.rate.value,
             cores=row.measurement.cpu_share * result.twin.usable_cores,
-            memory_bytes=None if row.measurement.memory is None else row.measurement.memory.taken_bytes,
             is_measured=True,
         )
         for row in standings(result)
@@ -126,7 +80,6 @@ def _predicted(result: TuningResult) -> list[Point]:
             config=each.config,
             samples_per_s=each.samples_per_s.value,
             cores=each.cores,
-            memory_bytes=each.pss_bytes,
             is_measured=False,
         )
         for each in result.predict_all(configs)

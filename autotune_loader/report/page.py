@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from autotune_loader.report import plots
-from autotune_loader.report.frontier import frontier_points
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.tables import render_findings, render_trials
 from autotune_loader.report.units import bytes_text, counted
@@ -28,13 +27,8 @@ _PICTURES: dict[Callable[[TuningResult], Figure], str] = {
     plots.plot_stages: "What takes the longest is worth making cheaper first.",
     plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
     plots.plot_heatmap: "Each cell is the fastest of that pair; hatched ones were predicted and not worth a burst.",
-    plots.plot_memory: "The cheapest point close to the top is the one to want.",
-    plots.plot_frontier: "Left of the chosen one: what fewer cores would do.",
     plots.plot_history: "The line shows what would have been found had the search stopped there.",
-    plots.plot_failures: "Configurations that cannot be used here, and why.",
 }
-FEW_FAILURES = 2
-"""So many are told by the table; a picture of them says nothing more."""
 # One column that is read on a screen and on paper.
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -119,10 +113,6 @@ def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: Tunin
         chosen = result.finals.measurement_of(result.best)
         bursts = [chosen, *(trial.measurement for trial in result.trials)]
         return any(burst is not None and burst.traces for burst in bursts)
-    if draw is plots.plot_failures:  # the table has the few
-        return sum(trial.failure is not None for trial in result.trials) > FEW_FAILURES
-    if draw is plots.plot_frontier:
-        return bool(frontier_points(result))
     if draw is plots.plot_stages:
         return bool(result.stage_times)
     if draw is plots.plot_speedup:

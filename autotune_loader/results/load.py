@@ -11,8 +11,7 @@ from typing import Literal
 
 from autotune_loader.machine.comparison import differences
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
-from autotune_loader.results.fleet import entry_for
-from autotune_loader.results.loader_file import config_in
+from autotune_loader.results.loader_file import config_in, read_loader_file
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 
@@ -59,8 +58,8 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     """The configuration of a `loader.json`, checked against the machine it is loaded on.
 
     Args:
-        path: the file that `tune()` or `result.save()` wrote, or a collection (see `fleet`), of which the entry nearest to
-            this machine is taken. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`, else the user's own.
+        path: the file that `tune()` or `result.save()` wrote. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else
+            `./loader.json`, else the user's own.
         on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters. `"warn"` about
             it; where it has fewer cores, and fewer than there are workers or step threads, these are reduced as well, and the
             warning says so. `"clamp"` also takes away what needs an accelerator where there is none. `"raise"`.
@@ -74,12 +73,12 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
         raise ValueError(
             f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work"
         )
-    path, machine = find_loader_file() if path is None else path, inspect_machine()
-    file = entry_for(path, machine)
+    path = find_loader_file() if path is None else path
+    file = read_loader_file(path)
     config = config_in(file)
     if file.fingerprint is None:
         return config
-    here = machine.fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
+    here = inspect_machine().fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
     found = [difference.sentence for difference in differences(file.fingerprint, here) if difference.matters]
     if not found:
         return config

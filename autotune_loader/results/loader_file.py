@@ -7,6 +7,7 @@ Schema) from them. The file is data only: nothing in it is executed or unpickled
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,6 +154,8 @@ class Finals:
     def __post_init__(self) -> None:
         if any(len(rates) != len(self.configs) for rates in self.rounds):
             raise ValueError(f"every round of the finals needs {len(self.configs)} rates, one for each configuration")
+        if any(rate is not None and not 0 < rate < math.inf for rates in self.rounds for rate in rates):
+            raise ValueError("a rate of the finals is a positive number, or null where the burst failed")
         if len(self.measurements) not in (0, len(self.configs)):
             raise ValueError(f"the finals need {len(self.configs)} measurements or none, one for each configuration")
 

@@ -95,7 +95,7 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, setting
     # A worker beyond the batches of an epoch never gets one.
     useful = min(useful, max(1, data.batches_per_epoch() or useful))
     caps = [settings.max_workers, data.shards]
-    caps += [0] if warmup.on_accelerator or warmup.reads_by_itself else []
+    caps += [0] if warmup.on_accelerator or warmup.reads_by_itself or not warmup.same_in_workers else []
     caps += [] if warmup.shardable else [1]
     cap = least(*caps)
     if cap is None:

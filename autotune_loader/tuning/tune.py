@@ -87,7 +87,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
 ) -> TuningResult:
     """Find the cheapest DataLoader configuration that is as fast as anything this machine can do.
 
-    Short bursts of real training run in a process of their own; nothing of the caller's is changed. Ctrl-C returns the best
+    Short bursts of real training run in a process of their own; nothing of the caller's is changed, and no copy of it is
+    finalised there. Ctrl-C returns the best
     found so far, with `status="partial"`.
 
     Args:
@@ -112,7 +113,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         max_trials: most configurations to try.
         max_workers: most workers to try.
         max_cores: most cores that workers and a step on the CPU may keep busy together, such as 2 or 1.5: what kept more of
-            them busy in its burst is not chosen. `result.frontier()` says what fewer cores would do.
+            them busy in its burst is not chosen.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
@@ -124,7 +125,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
-        isolation: "process", "inline" (in this process, for debugging) or "auto".
+        isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
         storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that

@@ -16,6 +16,17 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _DEMO = _PACKAGE + "demo"
 
 
+def _folder() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:  # it is gone
+        return os.sep
+
+
+_STARTED_IN = _folder()
+"""Where this process was started: a loader keeps its name where its script changes the folder."""
+
+
 class Line(NamedTuple):
     """A line of code."""
 
@@ -26,9 +37,13 @@ class Line(NamedTuple):
         """As people name it: "train.py:41", "src/data.py:12", "cell:3"."""
         if "ipykernel" in self.file or self.file.startswith("<"):
             return f"cell:{self.number}"
-        relative = os.path.relpath(self.file)
-        name = os.path.basename(self.file) if relative.startswith("..") else relative  # noqa: PTH119
-        return f"{name}:{self.number}"
+        relative = os.path.relpath(os.path.join(_STARTED_IN, self.file), _STARTED_IN)  # noqa: PTH118
+        return f"{self.base if relative.startswith('..') else relative}:{self.number}"
+
+    @property
+    def base(self) -> str:
+        """The file's name without its folders."""
+        return os.path.basename(self.file)  # noqa: PTH119
 
 
 def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | None:

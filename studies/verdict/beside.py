@@ -3,8 +3,8 @@
     python -m studies.verdict.beside                            # 9 workloads x 0, 1, 2 neighbours x 2 seeds, 54 runs
     python -m studies.verdict.beside --neighbours 2 --workloads jpeg,text --seeds 1
 
-A neighbour is a process that keeps one core busy. What is asked of each result is `report.invariants`; those that break one are
-kept whole beside the records, so that they can be looked into. What was run before is not run again.
+A neighbour is a process that keeps one core busy. Each result is checked with `tests.support.invariants`; those that break one
+are kept whole beside the records, so that they can be looked into. What was run before is not run again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from autotune_loader import TuningResult, tune
-from autotune_loader.report.invariants import contradictions
 from studies.regret.load import BUSY, beside
 from studies.workloads import WORKLOADS
+from tests.support.invariants import contradictions
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "beside.jsonl"

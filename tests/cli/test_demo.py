@@ -203,19 +203,3 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     # WHEN the demo is imported THEN the error says what to install
     with pytest.raises(MissingExtraError, match=r"pip install 'autotune-loader\[demo\]'"):
         importlib.import_module("autotune_loader.demo")
-
-
-@pytest.mark.process
-def test_the_demo_trains_with_a_loader_that_tunes_itself(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from autotune_loader.cli.demonstration import train_live
-    from autotune_loader.results.result import TuningResult
-
-    monkeypatch.setattr(demo, "cache_folder", lambda: pictures)
-    monkeypatch.setattr(demo, "make_jpegs", lambda folder: sorted(folder.glob("*.jpg")))
-    monkeypatch.chdir(tmp_path)
-
-    assert train_live("loader.json", seconds=1.0) == 0
-    assert "samples/s with" in capsys.readouterr().out
-    assert TuningResult.load("loader.json").origin == "live"

@@ -18,8 +18,14 @@ MIB = 1 << 20
 ROOM = 256 * MIB
 
 
+def written(value: Any, max_bytes: int = ROOM) -> Archive:
+    archive = Archive()
+    archive.write(value, max_bytes)
+    return archive
+
+
 def sent(value: Any, max_bytes: int = ROOM) -> Any:
-    return Archive(value, max_bytes).read()
+    return written(value, max_bytes).read()
 
 
 def bytes_of(archive: Archive) -> int:
@@ -54,7 +60,7 @@ def an_array_and_a_tensor_of_it() -> tuple[list[Any], int]:
 def test_memory_that_values_share_is_in_the_file_once(make: Any) -> None:
     values, own_bytes = make()
 
-    archive = Archive(values, ROOM)
+    archive = written(values, ROOM)
 
     assert bytes_of(archive) < own_bytes + MIB
     assert size_of(values) < own_bytes + MIB
@@ -74,7 +80,7 @@ def test_views_of_one_memory_are_views_of_one_memory_afterwards() -> None:
 
 
 def test_each_reading_has_memory_of_its_own() -> None:
-    archive = Archive(torch.zeros(MIB), ROOM)
+    archive = written(torch.zeros(MIB), ROOM)
     first, second = archive.read(), archive.read()
 
     first += 1
@@ -156,7 +162,7 @@ def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path: Path) -
     np.arange(MIB, dtype=np.int64).tofile(path)
     tokens = np.memmap(path, dtype=np.int64, mode="r+")
 
-    archive = Archive([tokens, tokens[1000:2000]], ROOM)
+    archive = written([tokens, tokens[1000:2000]], ROOM)
 
     assert bytes_of(archive) < MIB // 8
     whole, part = archive.read()
@@ -184,13 +190,13 @@ def test_what_is_in_no_file_any_more_is_copied(tmp_path: Path) -> None:
 )
 def test_what_is_too_large_is_refused_with_its_limit(held: Any) -> None:
     with pytest.raises(TooLargeError, match="larger than 1 MiB"):
-        Archive(held, MIB)
+        written(held, MIB)
     with pytest.raises(TooLargeError):
         size_of(held, MIB)
 
 
 def test_the_file_is_closed_when_it_is_done_with() -> None:
-    archive = Archive(torch.zeros(MIB), ROOM)
+    archive = written(torch.zeros(MIB), ROOM)
     value, fd = archive.read(), archive.fd
     archive.close()
     archive.close()
@@ -199,7 +205,7 @@ def test_the_file_is_closed_when_it_is_done_with() -> None:
         os.fstat(fd)
     assert value.sum() == 0
 
-    dropped = Archive(torch.zeros(3), ROOM)
+    dropped = written(torch.zeros(3), ROOM)
     fd = dropped.fd
     del dropped
     with pytest.raises(OSError, match="Bad file descriptor"):

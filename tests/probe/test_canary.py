@@ -172,8 +172,9 @@ def test_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any
         Records(path), batch_size=4, budget=1, max_trials=1, max_workers=1, isolation=isolation, progress=False
     )
 
-    (warning,) = [warning for warning in result.warnings if "at the same indices" in warning]
-    assert warning.startswith("Records: ")
+    (warning,) = [warning for warning in result.warnings if str(path) in warning]
+    assert warning.startswith("Records reads from ")
+    assert result.best.num_workers == 0
     assert "worker_init_fn" in warning
 
 

@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+
 MIB = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """What no result may break: its figures and sentences agree with one another. `contradictions()` names those that do not.
 
-`autotune-loader show --check` runs them on any `loader.json`, a property test on simulated and kept results. What a figure that
+What a figure that
 is not there would say is not asked: None means "not measured".
 """
 

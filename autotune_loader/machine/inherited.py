@@ -1,0 +1,137 @@
+"""What a forked process shares with its parent, and how it gets its own: the positions of open files, and shared memory.
+
+    file       parent and child read at one position          ─► opened once more: a position of its own
+    memory     what one writes to a shared mapping, both see  ─► mapped once more: the same bytes at the same address
+
+Linux only, by /proc; elsewhere nothing is done. A `multiprocessing.Value`, a tensor after `share_memory_()` and a
+`numpy.memmap` are shared mappings, and so are the semaphores of `multiprocessing`: each stays shared among the child and its
+own children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_OWN_FD = 3
+"""Below are stdin, stdout and stderr."""
+MOST_COPIED_BYTES = 1 << 30
+"""A larger mapping is made private to each process instead: pages are then copied when they are written to."""
+MAP_FIXED = 0x10  # linux/mman.h; Python's mmap has no name for it
+CHUNK_BYTES = 1 << 24
+
+
+def file_positions() -> dict[int, tuple[str, int]]:
+    """Path and position of every regular file that this process has open for reading, by descriptor."""
+    found = {}
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if stat.S_ISREG(os.fstat(fd).st_mode) and not flags & (os.O_APPEND | os.O_WRONLY):
+                found[fd] = (str(Path(f"/proc/self/fd/{fd}").readlink()), os.lseek(fd, 0, os.SEEK_CUR))
+    return found
+
+
+def moved_files(before: Mapping[int, tuple[str, int]]) -> list[str]:
+    """Paths of the files that were open `before` and whose position has moved since: forked workers would share it."""
+    now = file_positions()
+    return sorted({path for fd, (path, position) in before.items() if fd in now and now[fd] not in [(path, position)]})
+
+
+def own_positions() -> None:
+    """Give this process positions of its own in the regular files that it has inherited."""
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                continue
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
+            again = os.open(f"/proc/self/fd/{fd}", flags)  # also a file that has been unlinked
+            os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(again, fd, inheritable=os.get_inheritable(fd))
+            os.close(again)
+
+
+def own_shared_memory() -> None:
+    """Replace each shared mapping that this process may write to, so that its parent no longer sees what is written."""
+    if not Path("/proc/self/maps").exists():
+        return
+    mappings = list(_writable_shared_mappings(Path("/proc/self/maps").read_text()))
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for mapping in mappings:
+            with contextlib.suppress(OSError):
+                _replace(mapping, memory.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """One line of /proc/self/maps."""
+
+    begin: int
+    size: int
+    offset: int
+    protection: int
+    path: str
+
+
+def _writable_shared_mappings(text: str) -> Iterator[_Mapping]:
+    """Those of memory and of regular files, from /proc/self/maps; devices (a GPU's, say) are left alone.
+
+    `address perms offset dev inode pathname`, where the last of perms is `s` for shared (proc(5)):
+
+        7f3c4e1d2000-7f3c4e1d3000 rw-s 00000000 00:1b 42   /dev/shm/pym-4711-x (deleted)
+    """
+    for line in text.splitlines():
+        address, permissions, offset, _, _, *path = line.split(maxsplit=5)
+        if permissions[1] != "w" or permissions[3] != "s" or not path or not _is_memory_or_file(path[0]):
+            continue
+        begin, end = (int(each, 16) for each in address.split("-"))
+        protection = sum(flag for letter, flag in zip(permissions, (1, 2, 4), strict=False) if letter != "-")
+        yield _Mapping(begin, end - begin, int(offset, 16), protection, path[0])
+
+
+def _is_memory_or_file(path: str) -> bool:
+    if path.startswith(("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")):  # noqa: S108 - names of mappings
+        return True
+    return path.startswith("/") and not path.startswith("/dev/") and Path(path.removesuffix(" (deleted)")).is_file()
+
+
+def _replace(mapping: _Mapping, memory_fd: int) -> None:
+    is_file = not mapping.path.startswith(("/dev/", "/memfd:", "/SYSV")) and not mapping.path.endswith(" (deleted)")
+    if is_file or mapping.size > MOST_COPIED_BYTES:
+        fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
+        _map(mapping, mmap.MAP_PRIVATE, fd, mapping.offset)
+    else:
+        fd = os.memfd_create("autotune-loader")
+        _copy(mapping, memory_fd, fd)
+        _map(mapping, mmap.MAP_SHARED, fd, 0)
+    os.close(fd)
+
+
+def _copy(mapping: _Mapping, memory_fd: int, fd: int) -> None:
+    os.ftruncate(fd, mapping.size)
+    for at in range(0, mapping.size, CHUNK_BYTES):
+        # Read by the kernel: pages behind the end of a file would end this process by SIGBUS.
+        data = os.pread(memory_fd, min(CHUNK_BYTES, mapping.size - at), mapping.begin + at)
+        os.pwrite(fd, data, at)
+
+
+def _map(mapping: _Mapping, kind: int, fd: int, offset: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    place = libc.mmap(mapping.begin, mapping.size, mapping.protection, MAP_FIXED | kind, fd, offset)
+    if place != mapping.begin:
+        raise OSError(ctypes.get_errno(), f"mmap of {mapping.path}")
+
+
+def _descriptors() -> list[int]:
+    with contextlib.suppress(OSError):
+        return sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) >= FIRST_OWN_FD)  # noqa: PTH208
+    return []

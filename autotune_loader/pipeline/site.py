@@ -1,0 +1,61 @@
+"""Which loader it is: by the line of code that makes it and what it reads, however often a script makes it anew.
+
+People read a loader's name and contents, AutoLoader finds what an earlier loader of the same place has learnt, and the ranks of
+a job find each other's. None of them counts loaders: a rank that validates alone would be one ahead of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from autotune_loader.pipeline.workload import length_of
+from autotune_loader.values.lines import Line
+
+NOWHERE = Line("?", 0)
+"""Stands for a line that cannot be told."""
+
+
+class Site(NamedTuple):
+    """Where a loader is made, and what it reads; two loaders of one site do the same work. Nothing is read from the dataset."""
+
+    line: Line
+    dataset: str
+    """Its class."""
+    samples: int | None
+    """Of the dataset; None where it has no length."""
+    batch_size: int | None
+    is_shuffled: bool
+
+    @classmethod
+    def of(cls, loader: Any, line: Line | None) -> Site:
+        """The site of a loader that was made at this line; None where no line is known."""
+        dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+        return cls(
+            line=line or NOWHERE,
+            dataset=type(dataset).__name__,
+            samples=length_of(dataset),
+            batch_size=size if isinstance(size, int) else None,
+            is_shuffled=_is_shuffled(loader, batches),
+        )
+
+    @property
+    def contents(self) -> str:
+        """What it reads, for people: "Images[1200], batches of 32, shuffled"."""
+        length = "" if self.samples is None else f"[{self.samples}]"
+        size = "" if self.batch_size is None else f", batches of {self.batch_size}"
+        return f"{self.dataset}{length}{size}{', shuffled' if self.is_shuffled else ''}"
+
+    @property
+    def key(self) -> str:
+        """The same on all ranks of a job, whose folders and shards of the data may differ."""
+        return f"{self.line.base}:{self.line.number}/{self.dataset}/{self.batch_size}/{'shuffled' if self.is_shuffled else ''}"
+
+
+def _is_shuffled(loader: Any, batches: Any) -> bool:
+    from torch.utils.data import RandomSampler
+
+    while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
+        batches = inner
+    sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    return isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True

@@ -1,0 +1,57 @@
+"""How processes of bursts end: without finalising a copy of anything of the user's, which may remove a folder or a table.
+
+A copy's `__del__`, a `weakref.finalize` and what a module has registered with `atexit` were written for the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import util
+from typing import Any, NoReturn, TypeVar
+
+from autotune_loader.machine.processes import die_with_parent
+
+T = TypeVar("T")
+_held: list[Any] = []
+
+
+def held(copy: T) -> T:
+    """The copy, which is not finalised as long as this process lives."""
+    _held.append(copy)
+    return copy
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process at once, after what was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+class BurstWorkerInit:
+    """Runs in each new worker before the user's own `worker_init_fn`: it ends with its parent, and finalises nothing.
+
+    Torch's workers look for their parent every 5 s, and only between batches. A spawned worker would end as any interpreter
+    does, with finalisers and exit functions.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        die_with_parent()
+        # The last of multiprocessing's own finalisers: the queue's thread has written its batches by then.
+        util.Finalize(None, _leave_as_it_ended, exitpriority=-1_000_000)
+        if self._inner is not None:
+            self._inner(worker)
+        from torch.utils.data import get_worker_info
+
+        held(get_worker_info())
+
+
+def _leave_as_it_ended() -> None:
+    leave(0 if sys.exc_info()[0] is None else 1)
