@@ -20,23 +20,25 @@ from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
     from autotune_loader.live.loader import AutoLoader
-    from autotune_loader.pipeline.cached_prefix import CachedPrefix
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
+    from autotune_loader.report.comparison import Comparison
     from autotune_loader.results.load import load_config
     from autotune_loader.results.result import TuningResult
     from autotune_loader.scripts.enabling import enable
+    from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
     from autotune_loader.values.errors import TunerError
 
 __all__ = [
     "AutoLoader",
-    "CachedPrefix",
+    "Comparison",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",
     "TuningResult",
     "__version__",
+    "compare",
     "enable",
     "load_config",
     "tune",
@@ -44,11 +46,12 @@ __all__ = [
 
 _HOMES = {
     "AutoLoader": "live.loader",
-    "CachedPrefix": "pipeline.cached_prefix",
+    "Comparison": "report.comparison",
     "DevicePrefetcher": "pipeline.prefetch",
     "LoaderConfig": "values.config",
     "TunerError": "values.errors",
     "TuningResult": "results.result",
+    "compare": "tuning.compare",
     "enable": "scripts.enabling",
     "load_config": "results.load",
     "load_ipython_extension": "integrations.ipython",

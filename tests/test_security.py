@@ -34,7 +34,6 @@ UNPICKLING = {
     "pipeline/by_value.py": {"loads"},
     "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
     "probe/samples.py": {"load"},
-    "pipeline/cached_prefix.py": {"loads"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -12,12 +12,13 @@ import pytest
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
     "AutoLoader",
-    "CachedPrefix",
+    "Comparison",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",
     "TuningResult",
     "__version__",
+    "compare",
     "enable",
     "load_config",
     "tune",

@@ -1,32 +1,13 @@
-"""Paired rounds: everybody once in each, in turning or random order, so that whatever slows a round cancels in ratios."""
+"""What a paired round says, and what several bursts of one configuration say together."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import TypeVar
 
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import Round
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Outcome = TypeVar("_Outcome")
-
-
-def in_random_order(
-    entrants: Sequence[_Key], observe: Callable[[_Key], _Outcome], rng: random.Random
-) -> list[tuple[_Key, _Outcome]]:
-    """One round: what was observed of each, in the order in which it was."""
-    return [(entrant, observe(entrant)) for entrant in rng.sample(list(entrants), len(entrants))]
-
-
-def in_turning_order(
-    entrants: Sequence[_Key], observe: Callable[[_Key], _Outcome], number: int
-) -> list[tuple[_Key, _Outcome]]:
-    """One round of a few: A B, B A, A B ... by the number of the round, so that each is as often first."""
-    return [(entrant, observe(entrant)) for entrant in (entrants if number % 2 == 0 else reversed(entrants))]
 
 
 def averaged(bursts: Sequence[Measurement]) -> Measurement:

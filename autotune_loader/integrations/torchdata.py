@@ -1,9 +1,8 @@
-"""torchdata's StatefulDataLoader: the same arguments, and what resuming a checkpoint needs.
+"""torchdata's StatefulDataLoader takes the same arguments; a checkpoint from mid-epoch needs the same workers.
 
-    loader = StatefulDataLoader(dataset, batch_size=64, **load_config().to_kwargs(), snapshot_every_n_steps=100)
+    loader = StatefulDataLoader(dataset, batch_size=64, **for_resume(load_config(), state).to_kwargs())
 
-A checkpoint from the middle of an epoch holds the state of every worker, so it can only be resumed with the same
-`num_workers`, whatever has been tuned since: `for_resume()` sees to it. Between epochs any configuration will do.
+Such a checkpoint holds the state of every worker. Between epochs any configuration will do.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from autotune_loader.values.config import LoaderConfig
 
 
 def for_resume(config: LoaderConfig, state: Mapping[str, Any]) -> LoaderConfig:
-    """The configuration to resume a checkpoint with: as tuned, but with the workers that the checkpoint was made with.
+    """The configuration to resume a checkpoint with: as tuned, but with the checkpoint's number of workers.
 
     Args:
         config: as tuned, perhaps since.
@@ -26,8 +25,8 @@ def for_resume(config: LoaderConfig, state: Mapping[str, Any]) -> LoaderConfig:
     if workers is None or workers == config.num_workers:
         return config
     warnings.warn(
-        f"the checkpoint was made with num_workers={workers}, not {config.num_workers}, and can only be resumed so; "
-        "the tuned number holds from the next epoch on",
+        f"the checkpoint was made with num_workers={workers}, not {config.num_workers}, and can only be resumed with these; "
+        "use the tuned number from the next epoch on",
         stacklevel=2,
     )
     return config.with_workers(workers)
@@ -35,8 +34,7 @@ def for_resume(config: LoaderConfig, state: Mapping[str, Any]) -> LoaderConfig:
 
 def workers_in(state: Mapping[str, Any]) -> int | None:
     """Workers of the loader whose `state_dict()` this is; None for an epoch that had not begun."""
-    snapshot = state.get("_snapshot")
-    if isinstance(snapshot, Mapping):
-        main = snapshot.get("_main_snapshot", {})
+    main = state["_snapshot"].get("_main_snapshot", {}) if isinstance(state.get("_snapshot"), Mapping) else None
+    if main is not None:
         return int(main["_num_workers"]) if "_num_workers" in main else None
     return 0 if "_num_yielded" in state else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.result import LoaderFacts
+from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuning import LiveTuning
 from autotune_loader.results.loader_file import Verdict
@@ -24,6 +24,7 @@ class Findings:
     _state: LoaderState
     _tuning: LiveTuning | None
     config: Any
+    on_change: Any
     traces: Any
 
     @property
@@ -68,7 +69,7 @@ class Findings:
             tuning: of the other loader.
         """
         self._state, self._tuning = state, tuning
-        tuning.follow(self._change)
+        tuning.follow(self._change, self.on_change)
 
     @property
     def learnt(self) -> tuple[LoaderState, LiveTuning]:

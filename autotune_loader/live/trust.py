@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune_loader.live.look import Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.live.seeds import WorkerSeeds
 from autotune_loader.live.shadow import WORKERS, Shadow, become_torch_worker, sent
 from autotune_loader.pipeline.digest import Leaf, difference, digest
+from autotune_loader.pipeline.look import Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.values.config import LoaderConfig
 
 LOOKS = 4
@@ -196,10 +196,10 @@ class _Comparison:
 
     def ask(self, item: Item) -> None:
         """Have the shadow fetch an item, which the loop is about to fetch."""
-        self._began = time.monotonic()
         if self._shadow is None:
             self._start(item[1])
-        else:
+        self._began = time.monotonic()
+        if self._shadow is not None:
             self._hear()
         shadow = self._shadow
         if shadow is None or self.verdict is not None:

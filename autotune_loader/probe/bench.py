@@ -21,22 +21,18 @@ from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.handles import bound_to_process, held_by
 from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
-from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide
-from autotune_loader.probe.burst import run_burst, run_step_ceiling, step_threads
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.burst import run_burst, run_step_ceiling
 from autotune_loader.probe.burst_loop import Announce, BatchShape
-from autotune_loader.probe.data_changes import prepare
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.null_data import null_data, pausing_step
-from autotune_loader.probe.prepared_change import PreparedChange
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.samples import MOST_NOTED, BurstStep, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
-from autotune_loader.values.plan import BurstPlan, DataChangeKind
-from autotune_loader.values.trial import Acceleration, AccelerationKind
+from autotune_loader.values.plan import BurstPlan
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +180,6 @@ class Bench:
         self._is_paced = True
         self._moved_files: list[str] = []
         """Files that were open before the first batch was read from them: workers would share their positions."""
-        self._changes: dict[DataChangeKind, PreparedChange] = {}
         self._bad_samples: dict[str, BadSample] = {}
         self._raised_alone: set[str] = set()
         """Classes of what was raised for samples in this process, too."""
@@ -288,18 +283,10 @@ class Bench:
         self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
     ) -> Measurement | Failure:
         assert self._step is not None, "prepare() comes first"
-        if plan.null_dataset:
-            return run_burst(null_data(self._batch, self._samples), pausing_step(self._batch), config, plan, announce)
         failure = self._warm_again()
         if failure is not None:
             return failure
         data, step = (self._data if config.num_workers else self._private_data)(), self._step
-        change = self._prepared(plan.change)
-        if isinstance(change, Failure):
-            return change
-        if change is not None:
-            data = change.before(data) if plan.is_before else change.after(data)
-            step = step if plan.is_before else change.step(step)
         loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
         step = replace(step, train=BurstStep(step, self._batch, self._notebook))
         outcome = run_burst(loaded, step, config, plan, announce, self._timeline)
@@ -307,19 +294,7 @@ class Bench:
         if isinstance(outcome, Failure):
             return outcome
         failure = self._judge(raised, self._private_data if config.num_workers else None)
-        facts = change.facts if change is not None and not plan.is_before else None
-        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()), change=facts)
-
-    def _prepared(self, kind: DataChangeKind | None) -> PreparedChange | Failure | None:
-        """A change of the samples, tried once on a few; a failure where it cannot be made."""
-        if kind is None:
-            return None
-        try:
-            if kind not in self._changes:
-                self._changes[kind] = prepare(kind, self._private_data(), self._batch)
-            return self._changes[kind]
-        except Exception as error:
-            return failure_of(error, "first_batch")
+        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()))
 
     def _for_bursts(self, data: DataSide, *, is_paced: bool = True) -> DataSide:
         return for_bursts(data, self._notebook, is_paced=is_paced)
@@ -375,17 +350,6 @@ class Bench:
             return failure_of(error, "step")
         self._timeline.is_cold = False
         return None
-
-    def acceleration(
-        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
-    ) -> Acceleration | Failure:
-        from autotune_loader.probe.acceleration import measure_acceleration
-
-        assert self._step is not None, "prepare() comes first"
-        if isinstance(self._training.train_step, StepTime):
-            return Acceleration(kind=kind, name=kind, note=f"not measured: {self._step.description}")
-        with step_threads(consumer_threads):
-            return measure_acceleration(kind, self._fresh_training, self._batch, self._step, plan)
 
     def close(self) -> None:
         """Let go of model, optimizer and batch, and of the device memory that they took."""

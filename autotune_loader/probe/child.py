@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from autotune_loader.probe.burst_loop import Announce
     from autotune_loader.probe.wire import Message, Request
     from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
-    from autotune_loader.values.trial import Acceleration
 
 # Copies of the data side, and the caches that bursts fill in them, may take so much; then the last one is used again.
 MOST_COPIED_BYTES = 1 << 30
@@ -118,19 +117,12 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
 def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     from autotune_loader.probe.wire import Message
     from autotune_loader.values.measurement import Failure
-    from autotune_loader.values.trial import Acceleration
 
-    outcome: Measurement | Acceleration | Failure
+    outcome: Measurement | Failure
     if request.what == "burst":
         outcome = bench.burst(request.config, request.plan, announce)
-    elif request.what == "step_ceiling":
-        outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
     else:
-        assert request.acceleration is not None
-        announce("step")
-        outcome = bench.acceleration(request.acceleration, request.config.consumer_threads, request.plan)
-    if isinstance(outcome, Acceleration):
-        return Message(acceleration=outcome)
+        outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 

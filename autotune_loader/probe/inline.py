@@ -37,7 +37,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
 # Wakes the main thread where it hangs; the user's own handler is put back afterwards.
@@ -120,16 +119,6 @@ class InlineProbe:
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_state(self._user_data):
             return self._bench.step_ceiling(consumer_threads, plan)
-
-    def acceleration(
-        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
-    ) -> Acceleration | Failure:
-        """Time the step with one change to it; compiling is left out, because here nothing could end it."""
-        if kind == "compile":
-            note = "compiling may take minutes, and inside this process nothing could end it; isolation='process' would work"
-            return Acceleration(kind=kind, name="torch.compile", note=note)
-        with untouched_state(self._user_data):
-            return self._bench.acceleration(kind, consumer_threads, plan)
 
     def close(self) -> None:
         """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.

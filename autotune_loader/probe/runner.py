@@ -40,7 +40,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
 # A process that has not read a byte for so long hangs before it serves (an import that waits, say).
@@ -97,20 +96,11 @@ class ProcessProbe:
         return outcome.warmup
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        return _rate(self._run(wire.Request(what="burst", plan=plan, config=config)))
+        return self._run(wire.Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         config = LoaderConfig(consumer_threads=consumer_threads)
-        return _rate(self._run(wire.Request(what="step_ceiling", plan=plan, config=config)))
-
-    def acceleration(
-        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
-    ) -> Acceleration | Failure:
-        """Time the step with one change to it against the step as it is; the loader plays no part."""
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        outcome = self._run(wire.Request(what="acceleration", plan=plan, config=config, acceleration=kind))
-        assert not isinstance(outcome, Measurement)
-        return outcome
+        return self._run(wire.Request(what="step_ceiling", plan=plan, config=config))
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -132,7 +122,7 @@ class ProcessProbe:
         self.close()
         return failure
 
-    def _run(self, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def _run(self, request: wire.Request) -> Measurement | Failure:
         child = self._started_child()
         if isinstance(child, Failure):
             return child
@@ -145,7 +135,7 @@ class ProcessProbe:
             self.close()
         return outcome
 
-    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Failure:
         over_budget = threading.Event()
 
         def on_memory_limit() -> None:
@@ -167,11 +157,6 @@ class ProcessProbe:
         if not isinstance(outcome, Measurement):
             return outcome
         return meter.reading.added_to(outcome, self._gpu_held_bytes)
-
-
-def _rate(outcome: Measurement | Acceleration | Failure) -> Measurement | Failure:
-    assert not isinstance(outcome, Acceleration)
-    return outcome
 
 
 class _Child:
@@ -217,7 +202,7 @@ class _Child:
         self.warmup = message.ready
         return message.failure
 
-    def ask(self, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def ask(self, request: wire.Request) -> Measurement | Failure:
         self._phase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
@@ -228,7 +213,7 @@ class _Child:
         message = self._answer(request.plan.deadline_s)
         if isinstance(message, Failure):
             return message
-        outcome = message.measurement or message.acceleration or message.failure
+        outcome = message.measurement or message.failure
         assert outcome is not None
         return outcome
 

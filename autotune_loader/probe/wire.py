@@ -18,7 +18,6 @@ from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 _Record = TypeVar("_Record")
 
@@ -39,11 +38,9 @@ class Hello:
 class Request:
     """One thing to run."""
 
-    what: Literal["burst", "step_ceiling", "acceleration"]
+    what: Literal["burst", "step_ceiling"]
     plan: BurstPlan
     config: LoaderConfig
-    acceleration: AccelerationKind | None = None
-    """What to change in the step, where that is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,6 @@ class Message:
     phase: FailurePhase | None = None
     ready: WarmupReport | None = None
     measurement: Measurement | None = None
-    acceleration: Acceleration | None = None
     failure: Failure | None = None
 
 

@@ -19,8 +19,7 @@ class Views:
 
         Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
         """
-        from autotune_loader.report.frame import trials_frame
-        from autotune_loader.report.rivals import rivals_frame
+        from autotune_loader.report.frame import rivals_frame, trials_frame
 
         frames = {"trial": trials_frame, "configuration": rivals_frame}
         if per not in frames:
@@ -65,7 +64,7 @@ class Views:
         """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
 
         Args:
-            trial: number of the trial; None takes the fastest.
+            trial: number of the trial; None takes the chosen configuration's last burst.
         """
         from autotune_loader.report.plots import plot_timeline
 

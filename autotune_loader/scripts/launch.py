@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -102,14 +103,13 @@ class _End:
 
 
 def _folder() -> str:
-    """Where the processes of this script leave notes for each other; the ranks that a launcher started share one."""
-    if rank_of_environment()[1] <= 1:
-        return tempfile.mkdtemp(prefix="autotune-loader-")
+    """Where the processes of this script leave notes for each other, made by the first; the ranks of a launcher share one."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    job = hashlib.sha256("-".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{job}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return str(folder)
+    is_rank = rank_of_environment()[1] > 1
+    job = "-".join(os.environ.get(name, "") for name in names) if is_rank else secrets.token_hex()
+    return os.path.join(  # noqa: PTH118
+        tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    )
 
 
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:

@@ -32,8 +32,6 @@ class ScriptLoader:
         self.log, self.own = BatchLog(), LoaderConfig.from_loader(loader)
         self.why_not: str | None = None
         """Why its workers stay as they are; None where they may be changed."""
-        self.mend: str | None = None
-        """What the user may do about it."""
         self.tuned: Any = None
         """What AutoLoader has learnt of it: (state, tuning)."""
         self._has_batched_fetch = hasattr(getattr(loader, "dataset", None), "__getitems__")
@@ -57,6 +55,12 @@ class ScriptLoader:
         """What it runs with now, or has settled on."""
         best: LoaderConfig = self.own if self.tuned is None else self.tuned[1].tuner.best
         return best
+
+    @property
+    def refusal(self) -> tuple[str | None, str | None]:
+        """Why no other number of workers is tried, and what would allow it; None where they are, or nobody knows."""
+        refused = None if self.tuned is None else getattr(self.tuned[0], "refusal", None)
+        return (self.why_not, None) if refused is None else (refused.reason, refused.mend)
 
     @property
     def is_settled(self) -> bool:

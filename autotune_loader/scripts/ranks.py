@@ -21,6 +21,7 @@ ALIKE = 0.05
 def leave(folder: str, rank: int, share: float | None) -> None:
     """Write what this rank's training loader was waited for, as a share of its time."""
     with contextlib.suppress(OSError):
+        Path(folder).mkdir(mode=0o700, exist_ok=True)
         part = Path(folder, f"rank-{rank}.part")
         part.write_text(json.dumps(share))
         part.replace(part.with_suffix(".json"))

@@ -137,6 +137,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     say(msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}")
     if plan.folder is not None:
         with contextlib.suppress(OSError):
+            Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
             Path(plan.folder, f"told-{os.getpid()}").touch()
 
 
@@ -159,16 +160,17 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
     result = found.result
     whole_s = sum(each.log.active_s for each in session.loaders)
     is_tried = session.plan.verb != "watch"
+    why_not, mend = loader.refusal
     facts = Facts(
         batches=log.batches,
         wait_share=log.wait_share,
         script_share=log.waited_s / max(whole_s, 1e-9),
         starting_share=log.starting_share,
         now=loader.config,
-        is_tuned=loader.tuned is not None and loader.why_not is None,
+        is_tuned=loader.tuned is not None and why_not is None,
         is_settled=loader.is_settled,
-        why_not=loader.why_not,
-        mend=loader.mend if is_tried else None,
+        why_not=why_not,
+        mend=mend,
         binding=None if result is None else result.verdict,
         latest_share=None if result is None else result.measured.wait_share,
         advice=str(result.advice[0]) if result is not None and result.advice else None,
@@ -189,7 +191,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         settings=loader.own.to_kwargs(),
         settings_now=loader.config.to_kwargs(),
         gain=None if gain is None else replace(gain, value=gain.value - 1, low=gain.low - 1, high=gain.high - 1),
-        why_watched=loader.why_not if is_tried else None,
+        why_watched=why_not if is_tried else None,
         binding="unknown" if result is None else result.verdict.binding,
         verdict=verdict,
         next_step=next_step,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import random
 from collections.abc import Callable, Sequence
 
 from autotune_loader.decision.acquisition import shortlist
@@ -12,11 +10,11 @@ from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kin
 from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.posterior import Posterior
 from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
-from autotune_loader.decision.rounds import in_random_order
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.paired import paired
 from autotune_loader.tuning.schedule import (
     FINALS_PATIENCE_S,
     EpochLength,
@@ -173,13 +171,20 @@ def run_rounds(
         learn: told the evidence of each round, which the race has recorded.
         on_round: told its number from 1, its rates, and the seconds left.
     """
-    order = random.Random(seed)
-    while isinstance(todo := compare(race, seconds_left()), Compare):
-        begun_s, ask = seconds_left(), Ask(phase="compare", kind=kind, group=len(race.rounds))
-        gathered = in_random_order(todo.configs, functools.partial(source.gather, ask=ask), order)
-        done = race.record([(config, each.outcome) for config, each in gathered], begun_s - seconds_left())
+
+    def sides(_number: int) -> Sequence[LoaderConfig]:
+        todo = compare(race, seconds_left())
+        return todo.configs if isinstance(todo, Compare) else ()
+
+    def observe(config: LoaderConfig, number: int) -> Evidence:
+        return source.gather(config, Ask(phase="compare", kind=kind, group=number))
+
+    def record(gathered: Sequence[tuple[LoaderConfig, Evidence]], seconds: float) -> None:
+        done = race.record([(config, each.outcome) for config, each in gathered], seconds)
         learn([each for _, each in gathered])
         on_round(len(race.rounds), dict(done.rates), seconds_left())
+
+    paired(sides, observe, record, seed=seed, clock=lambda: -seconds_left())
     return race.outcome()
 
 

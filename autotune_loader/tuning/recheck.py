@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autotune_loader.decision.rounds import as_round, in_turning_order
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.paired import paired
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -120,40 +121,42 @@ def check(
     if veto is not None:
         seen.objection = veto.message
         return seen
-    plan, begun = replace(CHECK_BURST, whole_epochs=seen.whole_epochs), clock()
-    while len(seen.rounds) < MOST_ROUNDS:
-        failure = _run_round(probe, best, plan, seen)
-        seen.seconds = clock() - begun
-        if failure is not None:
-            seen.objection = f"it failed now ({failure.kind}): {failure.message}"
-            return seen
-        is_enough = len(seen.rounds) >= ROUNDS
-        if is_enough or seen.seconds + seen.round_s > CHECK_S:
-            seen.objection = _objection(seen, entry.result, tolerance)
-            if not seen.objection or (is_enough and _is_unanimous(seen, entry.result, tolerance)):
-                break
+    _run_rounds(probe, entry.result, seen, tolerance, clock)
     return seen
 
 
-def _run_round(probe: Probe, best: LoaderConfig, plan: BurstPlan, seen: Recheck) -> Failure | None:
-    """One burst of each side; the failure of the best, if it failed."""
-    sides = {_BEST: best} if seen.partner is None else {_BEST: best, _PARTNER: seen.partner}
-    number, failed = len(seen.rounds), list[Failure]()
+def _run_rounds(
+    probe: Probe, earlier: TuningResult, seen: Recheck, tolerance: float, clock: Callable[[], float]
+) -> None:
+    """Rounds until they say yes, or say no for sure; the first failure of the best is a no."""
+    best = earlier.best
+    configs = {_BEST: best} if seen.partner is None else {_BEST: best, _PARTNER: seen.partner}
+    failed, is_over = list[Failure](), False
 
-    def observe(side: str) -> Measurement | Failure:
+    def observe(side: str, number: int) -> Measurement | Failure:
         if failed:  # nothing more is to be learnt
             return failed[0]
         seen.bursts += 1
         # Without workers an epoch is nothing but its batches, so any burst will do.
-        whole = plan.whole_epochs and sides[side].num_workers > 0
-        outcome = probe.burst(sides[side], replace(plan, seed=number, whole_epochs=whole))
+        whole = seen.whole_epochs and configs[side].num_workers > 0
+        outcome = probe.burst(configs[side], replace(CHECK_BURST, seed=number, whole_epochs=whole))
         if side == _BEST and isinstance(outcome, Failure):
             failed.append(outcome)
         return outcome
 
-    outcomes = in_turning_order(list(sides), observe, number)
-    seen.rounds.append(as_round(outcomes))
-    return failed[0] if failed else None
+    def record(outcomes: Sequence[tuple[str, Measurement | Failure]], seconds: float) -> None:
+        nonlocal is_over
+        seen.rounds.append(as_round(outcomes))
+        seen.seconds += seconds
+        if failed:
+            seen.objection, is_over = f"it failed now ({failed[0].kind}): {failed[0].message}", True
+            return
+        is_enough = len(seen.rounds) >= ROUNDS
+        if is_enough or seen.seconds + seen.round_s > CHECK_S:
+            seen.objection = _objection(seen, earlier, tolerance)
+            is_over = not seen.objection or (is_enough and _is_unanimous(seen, earlier, tolerance))
+
+    paired(lambda number: () if is_over or number >= MOST_ROUNDS else tuple(configs), observe, record, clock=clock)
 
 
 def _is_unanimous(seen: Recheck, earlier: TuningResult, tolerance: float) -> bool:

@@ -426,6 +426,7 @@ def test_what_gives_something_else_is_refused_with_batch_and_place(kind: str) ->
 
 def test_a_worker_that_never_answers_ends_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_loader.live.trust.SHORTEST_WAIT_S", 0.5)
+    monkeypatch.setattr("autotune_loader.live.trust.WAIT_FETCHES", 0.0)
 
     verdict = prove(_in_worker(lambda: 1, lambda: time.sleep(1000))())
 

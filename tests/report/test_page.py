@@ -76,7 +76,7 @@ def test_shows_table_verdict_advice_and_configuration(page: Reader, result: Tuni
     text = "".join(page.blocks)
     assert "Verdict: Decoding binds" in text
     assert "Implement __getitems__" in text
-    assert "> chosen   = as fast" in text
+    assert "> chosen   = equally fast" in text
     found = json.loads(re.search(r"\{\n.*\n\}", text, flags=re.S)[0])
     assert found["dataloader_kwargs"] == result.best.to_kwargs()
 
@@ -104,7 +104,7 @@ def test_a_notebook_shows_what_was_found_the_table_and_two_pictures(result: Tuni
     reader = read(result._repr_html_())
     assert len([tag for tag, _ in reader.tags if tag == "img"]) == 2
     assert result.summary[0] in "".join(reader.blocks)
-    assert "> chosen   = as fast" in "".join(reader.blocks)
+    assert "> chosen   = equally fast" in "".join(reader.blocks)
 
 
 def test_the_page_names_machine_dataset_date_and_version_and_says_nothing_twice(result: TuningResult) -> None:

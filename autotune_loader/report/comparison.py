@@ -1,0 +1,254 @@
+"""What `compare()` found: sides, their rates in paired rounds, who is faster and what binds each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autotune_loader.report.units import bytes_text, counted, ratio_text, seconds_text, share_text
+from autotune_loader.results.loader_file import RateUnit, Verdict
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval, paired_ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from autotune_loader.report.plots.canvas import Axes, Figure
+
+SURE = 0.95
+"""Confidence with which all intervals of a comparison hold together."""
+COLUMNS = (
+    "side",
+    "config",
+    "batch_size",
+    "rate",
+    "rate_low",
+    "rate_high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "wait_share",
+    "cpu_share",
+    "gpu_busy_share",
+    "memory_bytes",
+    "binding",
+    "error",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    config: LoaderConfig
+    """As its loader is set."""
+    measurement: Measurement | None = None
+    """Mean of its bursts in the rounds; None where it failed."""
+    verdict: Verdict | None = None
+    """What binds it; None where it failed."""
+    error: str | None = None
+    """Why it has no rate."""
+    traceback: str | None = None
+    """The user's own, where user code raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Sides of a comparison, the first of which the others are compared with.
+
+    All intervals together hold with 95 % confidence: with m sides beside the first, each has an error of 5 % / m (Bonferroni).
+    How many rounds there are depends on time alone, never on who is ahead.
+    """
+
+    sides: tuple[Side, ...]
+    rounds: tuple[Round, ...] = ()
+    """Rates by the name of the side, without rounds in which other processes kept the cores busy."""
+    rate_unit: RateUnit = "samples/s"
+    whole_epochs: bool = False
+    """Whether epochs were run whole, as they are short: rates then include start-up."""
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Side:
+        """The side of this name.
+
+        Raises:
+            KeyError: there is none; the message names those that are.
+        """
+        for side in self.sides:
+            if side.name == name:
+                return side
+        raise KeyError(f"{name!r} is no side; {', '.join(repr(side.name) for side in self.sides)} would work")
+
+    @property
+    def rates(self) -> dict[str, Interval]:
+        """Mean rate of each side that worked."""
+        found = {}
+        for side in self.sides:
+            values = [each.rates[side.name] for each in self.rounds if side.name in each.rates]
+            if values and side.error is None:
+                found[side.name] = mean_interval(values)
+        return found
+
+    @property
+    def ratios(self) -> dict[str, Interval]:
+        """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
+        first = self.sides[0].name
+        others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
+        return {name: paired_ratio(self.rounds, name, first, self._confidence) for name in others}
+
+    @property
+    def fastest(self) -> str | None:
+        """The side that is shown to be faster than every other one that worked; None where none is."""
+        for name in self.rates:
+            others = [other for other in self.rates if other != name]
+            shown = [
+                log_ratios(self.rounds, name, other)
+                and paired_ratio(self.rounds, name, other, self._confidence).low > 1
+                for other in others
+            ]
+            if others and all(shown):
+                return name
+        return None
+
+    @property
+    def _confidence(self) -> float:
+        return 1 - (1 - SURE) / max(1, len(self.sides) - 1)
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """One sentence for each side beside the first, what failed, and what else is to be known."""
+        return (*self._sentences(), *self.notes)
+
+    def _sentences(self) -> Iterator[str]:
+        first, ratios = self.sides[0], self.ratios
+        for side in self.sides:
+            if side.error is not None:
+                yield f"{side.name} failed: {side.error}"
+        for name, ratio in ratios.items():
+            yield f"{_ratio_sentence(name, ratio, first.name)}{_binds(self[name])}."
+        if len(self.rates) == 1:
+            (alone,) = self.rates
+            yield f"{alone} is the only side that worked{_binds(self[alone])}."
+
+    def report(self) -> str:
+        """A table of the sides and the sentences."""
+        from autotune_loader.report.tables import render_table
+
+        headers = ("", f"{self.rate_unit}", "times", "waits", "workers", "memory", "binds")
+        table = render_table(headers, [[self._row(side) for side in self.sides]], numeric=(1, 3, 4, 5))
+        return "\n".join([table, "", *self.summary, f"{self._how()}."])
+
+    def _row(self, side: Side) -> Sequence[str]:
+        measured, rate = side.measurement, self.rates.get(side.name)
+        if measured is None or rate is None:
+            return (side.name, "failed", "", "", str(side.config.num_workers), "", "")
+        memory = None if measured.memory is None else measured.memory.taken_bytes
+        return (
+            side.name,
+            f"{rate.value:,.0f}" if rate.value >= 100 else f"{rate.value:.3g}",
+            "1" if side is self.sides[0] else ratio_text(self.ratios.get(side.name)),
+            share_text(measured.wait_share),
+            str(side.config.num_workers),
+            bytes_text(memory),
+            "" if side.verdict is None else side.verdict.binding,
+        )
+
+    def _how(self) -> str:
+        what = "whole epochs, as these are short" if self.whole_epochs else "bursts of training"
+        return f"{counted(len(self.rounds), 'paired round')} of {what}, in {seconds_text(self.seconds)}"
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each side: configuration, rate and ratio with their 95 % intervals, shares, bytes, what binds, error."""
+        import pandas as pd
+
+        frame: pd.DataFrame = pd.DataFrame([self._record(side) for side in self.sides], columns=list(COLUMNS))
+        return frame
+
+    def _record(self, side: Side) -> tuple[object, ...]:
+        """In the order of `COLUMNS`."""
+        measured, rate, ratio = side.measurement, self.rates.get(side.name), self.ratios.get(side.name)
+        figures: tuple[object, ...] = (None, None, None, None)
+        if measured is not None:
+            memory = None if measured.memory is None else measured.memory.taken_bytes
+            figures = (measured.wait_share, measured.cpu_share, measured.gpu.busy_share, memory)
+        return (
+            side.name,
+            str(side.config),
+            None if measured is None else measured.batch_size,
+            *_limits(rate),
+            *_limits(ratio),
+            *figures,
+            None if side.verdict is None else side.verdict.binding,
+            side.error,
+        )
+
+    def plot(self) -> Figure:
+        """How many times as fast as the first side each other one is: every paired round, with mean and interval."""
+        from autotune_loader.report.plots import canvas
+
+        nothing = "No two sides worked, so there is nothing to compare."
+        content = self._draw if self.ratios else nothing
+        return canvas.picture(f"Times as fast as {self.sides[0].name}", content, height=3.4, legend_columns=2)
+
+    def _draw(self, axes: Axes) -> None:
+        from autotune_loader.report.plots import canvas
+
+        first, names = self.sides[0].name, list(self.ratios)
+        axes.axhline(1, color=canvas.BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
+        for place, name in enumerate(names):
+            ratio, label = self.ratios[name], place == 0
+            points = [
+                each.rates[name] / each.rates[first] for each in self.rounds if {name, first} <= each.rates.keys()
+            ]
+            rounds_label = "paired round" if label else None
+            axes.plot([place] * len(points), points, "o", color=canvas.SKY, alpha=0.6, label=rounds_label)
+            if ratio.is_telling:
+                ends = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
+                mean_label = "mean, 95 %" if label else None
+                axes.errorbar([place], [ratio.value], ends, fmt="s", color=canvas.BLUE, capsize=6, label=mean_label)
+        axes.set(ylabel="times as fast", xlim=(-0.5, len(names) - 0.5))
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylim(bottom=0)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.report())}</pre>"
+
+
+def about_batch_sizes(sides: Sequence[Side]) -> Iterator[str]:
+    """That sides of different batch sizes are compared by samples/s; nothing where they are of one size."""
+    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
+    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
+        told = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
+        yield (
+            f"Batch sizes differ ({told}), so the sides are compared by samples/s; what a batch size does to learning, "
+            "no rate tells."
+        )
+
+
+def _ratio_sentence(name: str, ratio: Interval, first: str) -> str:
+    if ratio.count < 2:
+        return f"{name} took {ratio.value:.2f}x the rate of {first} in one round, which decides nothing"
+    limits = f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.low > 1 or ratio.high < 1:
+        return f"{name} is {limits} as fast as {first}"
+    return f"{name} is not shown to be faster or slower than {first}: {limits} as fast"
+
+
+def _binds(side: Side) -> str:
+    if side.verdict is None or side.verdict.binding == "unknown":
+        return ""
+    what, separator, _ = side.verdict.sentence.partition(" binds")
+    return f"; {what[:1].lower() + what[1:] if not what.startswith('CPU') else what} binds then" if separator else ""
+
+
+def _limits(interval: Interval | None) -> tuple[float | None, float | None, float | None]:
+    return (None, None, None) if interval is None else (interval.value, interval.low, interval.high)

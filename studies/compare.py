@@ -1,0 +1,31 @@
+"""`python -m studies.compare`: the code of docs/how-to/compare.md as it is, with its own budgets, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GIVEN = """
+import torch
+dataset = torch.utils.data.TensorDataset(torch.rand(4096, 8), torch.randint(0, 2, (4096,)))
+model = torch.nn.Linear(8, 2)
+"""
+
+
+def main() -> None:
+    text = (ROOT / "docs" / "how-to" / "compare.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "page.py"
+        script.write_text(GIVEN + "\n".join(blocks), encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, script], cwd=folder, check=True, env=environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""`compare()`: ratios from paired rounds, a side that fails as an answer, and one loop for all paired rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from autotune_loader import Comparison, LoaderConfig, TuningResult, compare
+from autotune_loader import __main__ as cli
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.probe.opening import OpenProbe
+from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.paired import paired
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+
+
+@pytest.mark.parametrize(
+    ("sides", "orders"),
+    [(["A", "B"], ["AB", "BA", "AB"]), (["A"], ["A", "A", "A"])],
+)
+def test_two_sides_take_turns_in_being_first(sides: list[str], orders: list[str]) -> None:
+    seen: list[str] = []
+    paired(
+        lambda number: sides if number < 3 else (),
+        lambda side, number: side,
+        lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
+    )
+    assert seen == orders
+
+
+def test_more_than_two_sides_run_once_a_round_in_an_order_that_the_seed_decides() -> None:
+    def orders(seed: int) -> list[str]:
+        seen: list[str] = []
+        paired(
+            lambda number: "ABCD" if number < 20 else (),
+            lambda side, number: side,
+            lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
+            seed=seed,
+        )
+        return seen
+
+    assert all(sorted(each) == list("ABCD") for each in orders(0))
+    assert orders(0) == orders(0) != orders(1)
+
+
+# On simulated machines
+
+FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s=0.04, noise_sd=0.02)
+BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | str) -> Comparison:
+    """A comparison of one worker on each machine; a text is what the first batch of a side raises."""
+    workloads = {
+        name: Workload(
+            data=DataSide(dataset=range(10**6), batch_size=getattr(machine, "batch_size", 32)),
+            training=TrainingSide(train_step=print, device="cuda"),
+            own_config=LoaderConfig(num_workers=1),
+        )
+        for name, machine in machines.items()
+    }
+    machine_of = {id(workloads[name].data): machine for name, machine in machines.items()}
+
+    @contextlib.contextmanager
+    def opened(workload: Workload, *_: Any, **__: Any) -> Iterator[OpenProbe]:
+        machine = machine_of[id(workload.data)]
+        if isinstance(machine, str):
+            raise WorkloadError(machine, "the traceback")
+        warmup = WarmupReport(
+            step="simulated",
+            samples=machine.batch_size,
+            batch_bytes=machine.batch_bytes,
+            batch_tensors=2,
+            on_accelerator=False,
+            first_fetch_s=machine.cpu_s,
+            first_fetch_cpu_s=machine.cpu_s,
+            default_threads=4,
+        )
+        probe: Any = SimulatedProbe(machine, FakeClock(), seed=len(machine_of))
+        yield OpenProbe(probe=probe, workload=workload, warmup=warmup)
+
+    monkeypatch.setattr("autotune_loader.tuning.compare.open_probe", opened)
+    return compare_workloads(workloads, TuneOptions(budget_s=30.0, progress="off"))
+
+
+def test_the_faster_side_is_told_with_its_interval_and_what_binds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = simulated(monkeypatch, now=SLOW, cached=FAST)
+    ratio = found.ratios["cached"]
+    assert ratio.low < 2 < ratio.high * 1.05
+    assert (found.fastest, len(found.rounds)) == ("cached", MOST_ROUNDS)
+    assert (
+        f"cached is {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) as fast as now; the CPU binds then."
+        in str(found)
+    )
+    frame = found.to_frame().set_index("side")
+    assert frame.loc["cached", "ratio"] == pytest.approx(ratio.value)
+    assert frame.loc["cached", "binding"] == "cpu"
+
+
+def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = simulated(monkeypatch, now=SLOW, other=SLOW)
+    assert found.fastest is None
+    assert "other is not shown to be faster or slower than now" in found.report()
+
+
+@pytest.mark.parametrize("broken", [BROKEN, "the first batch failed"], ids=["in a burst", "at once"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_side_that_fails_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, broken: SimulatedMachine | str, first: bool
+) -> None:
+    sides: dict[str, SimulatedMachine | str] = (
+        {"broken": broken, "works": FAST} if first else {"works": FAST, "broken": broken}
+    )
+    found = simulated(monkeypatch, **sides)
+    assert found["broken"].error is not None
+    assert "broken failed:" in found.summary[0]
+    assert "works is the only side that worked; the CPU binds then." in found.summary
+    assert found["works"].measurement is not None
+    assert (found.ratios, found.fastest) == ({}, None)
+    assert found.plot() is not None
+
+
+def test_intervals_of_three_sides_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = simulated(monkeypatch, now=SLOW, cached=FAST).ratios["cached"]
+    three = simulated(monkeypatch, now=SLOW, cached=FAST, broken=BROKEN).ratios["cached"]
+    assert three.high - three.low > two.high - two.low
+
+
+def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = simulated(
+        monkeypatch, small=SimulatedMachine(batch_size=16, cpu_s=0.02), large=SimulatedMachine(batch_size=32)
+    )
+    assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
+    assert "Batch sizes differ (small 16, large 32), so the sides are compared by samples/s" in found.report()
+
+
+# Arguments
+
+
+class Rows(Dataset[Any]):
+    """Rows that take a while."""
+
+    def __init__(self, seconds: float = 0.0, broken: bool = False) -> None:
+        self.seconds, self.broken = seconds, broken
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Any:
+        if self.broken:
+            raise KeyError("pixels")
+        time.sleep(self.seconds)
+        return torch.zeros(4), 0
+
+
+LOADER = DataLoader(Rows(), batch_size=8)
+WRONG = [
+    (LOADER, TypeError, "is not a dict of loaders by name"),
+    ({"a": LOADER}, ValueError, "holds 1 of the two sides"),
+    ({"a": LOADER, 2: LOADER}, TypeError, "the name 2, which is not a text"),
+    ({"a": LOADER, "b": "path"}, TypeError, r"sides\['b'\]: dataset_or_loader='path' is a path"),
+    ({"a": LOADER, "b": (LOADER,)}, TypeError, r"sides\['b'\] is a tuple of 1; \(loader, train_step\)"),
+    ({"a": LOADER, "b": (LOADER, "step")}, TypeError, r"sides\['b'\]: train_step='step' is not callable"),
+]
+
+
+@pytest.mark.parametrize(("sides", "error", "message"), WRONG)
+def test_wrong_sides_are_named(sides: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare(sides)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"budget": "soon"}, "budget='soon'"), ({"isolation": "vm"}, "isolation='vm'")]
+)
+def test_wrong_options_are_named(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare({"a": LOADER, "b": LOADER}, **given)
+
+
+# In processes
+
+
+def step(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.process
+def test_loaders_steps_and_models_are_compared_as_they_are() -> None:
+    slow, fast = DataLoader(Rows(0.03), batch_size=4), DataLoader(Rows(0.003), batch_size=4)
+    model = torch.nn.Linear(4, 2)
+    sides = {
+        "now": slow,
+        "step": (fast, step),
+        "model": (fast, torch.nn.Linear(4, 2)),
+        "broken": DataLoader(Rows(broken=True), batch_size=8),
+    }
+    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=4, progress=False)
+    assert set(found.ratios) == {"step", "model"}
+    assert all(ratio.value > 1.3 for ratio in found.ratios.values())
+    assert found["broken"].error == "KeyError: 'pixels'"
+    assert "KeyError" in (found["broken"].traceback or "")
+
+
+JOB = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.zeros(4), 0
+
+def make():
+    return {"dataset_or_loader": DataLoader(Rows(), batch_size=8), "model": torch.nn.Linear(4, 2)}
+"""
+
+
+@pytest.mark.process
+def test_the_command_compares_two_files_of_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("compared_job.py").write_text(JOB)
+    for name, workers in (("alone", 0), ("three", 3)):
+        TuningResult(best=LoaderConfig(num_workers=workers), status="complete").save(f"{name}.json")
+    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "5s", "--quiet"]
+    assert cli.main([*arguments, "--json"]) == 0
+    alone, three = json.loads(capsys.readouterr().out)
+    assert (alone["side"], three["side"], alone["ratio"]) == ("alone", "three", None)
+    assert three["ratio"] > 1.3
+    assert cli.main(["compare", "alone.json", "alone.json", "--job", "compared_job.py:make"]) == 2
+    assert "is one file, and a comparison takes two" in capsys.readouterr().err
