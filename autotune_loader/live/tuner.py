@@ -10,6 +10,7 @@ little to begin with. No workers at all are tried where the arithmetic does not 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import continuous, start_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -214,6 +216,8 @@ class Tuner:
         is_known = self.gain is not None and self.gain.config.key() == chosen.key()
         if is_known or not self.is_confirmed or chosen.key() == start.key() or start.key() in self._training.failures:
             return
+        if not self._expects_gain(beliefs, start, chosen):
+            return  # it was chosen because it takes less, and no gain is told
         price_s = ROUNDS * (self._price_s(start, beliefs) + self._price_s(chosen, beliefs))
         if price_s > min(ROUNDS_SHARE * self.spending.trained_s, self.spending.affordable_s):
             self._compare_from_s = price_s / ROUNDS_SHARE
@@ -232,6 +236,15 @@ class Tuner:
             yield from self._change_to(start)
             self._settled()
 
+    @staticmethod
+    def _expects_gain(beliefs: Beliefs, start: LoaderConfig, chosen: LoaderConfig) -> bool:
+        """Whether what was chosen is believed to be faster than what was asked for; so is one that nothing is known of."""
+        posterior = beliefs.posterior()
+        if posterior is None or not {start.key(), chosen.key()} <= set(posterior.configs):
+            return True
+        gain, _ = posterior.ratio(posterior.configs.index(chosen.key()), posterior.configs.index(start.key()))
+        return gain >= LEAST_GAIN
+
     def _begin(self, seen: Evidence, step_cores: float) -> None:
         measured = seen.measurement
         assert measured is not None
@@ -240,12 +253,32 @@ class Tuner:
             step_cores = _step_cores_alone(seen, job.usable_cores, step_cores)
         context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
         useful = useful_workers(job.usable_cores, [measured])
-        space = self._space(useful if job.max_workers is None else min(useful, job.max_workers))
+        worth = useful if job.start.persistent_workers else self._worth_starting(measured)
+        space = self._space(min(useful, worth, useful if job.max_workers is None else job.max_workers))
+        if worth < useful:
+            space = replace(space, workers_are_capped=True)
         if step_cores >= CORES_OF_A_SERIAL_STEP or self._training.config.consumer_threads is not None:
             space = replace(space, consumer_threads=job.step_threads)
         self.beliefs = Beliefs(space, context)
         self.beliefs.log.add(seen)
         self._base = measured.samples_per_s.value
+
+    def _worth_starting(self, measured: Measurement) -> int:
+        """Most workers that an epoch is worth, where each epoch starts its own.
+
+        With W workers fetching an epoch takes E / W seconds and starting them W * s, whose sum is least at W = sqrt(E / s).
+        """
+        batches = self._job.epoch_batches
+        if batches is None:
+            return sys.maxsize
+        return max(1, math.ceil(math.sqrt(batches * measured.service_s / self._worker_start_s())))
+
+    def _worker_start_s(self) -> float:
+        """Seconds for which starting a worker holds up the loop."""
+        log = self._training.traces
+        took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
+        starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
+        return max(sum(starts) / len(starts), 1e-6) if starts else WORKER_START_S
 
     def _next(self, beliefs: Beliefs) -> LoaderConfig | None:
         """What to try next; None where nothing is worth it, or can be paid for."""
@@ -308,14 +341,10 @@ class Tuner:
 
     def _price_s(self, config: LoaderConfig, beliefs: Beliefs) -> float:
         """What a trial is expected to cost: the start, and a slower block."""
-        log = self._training.traces
-        took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
-        starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
-        worker_s = sum(starts) / len(starts) if starts else WORKER_START_S
         best = max(math.exp(each.log_rate) for each in beliefs.log)
         predicted = beliefs.predicted(config)
         slower = 0.5 if predicted is None else max(0.0, 1.0 - predicted / best)
-        return config.num_workers * worker_s + slower * max(1.0, self._source.cost_s(config, Ask()))
+        return config.num_workers * self._worker_start_s() + slower * max(1.0, self._source.cost_s(config, Ask()))
 
     def _decide(self, beliefs: Beliefs) -> Steps:
         """Run what is believed to be the best of what was observed, once nothing that read better denies it."""

@@ -58,6 +58,10 @@ class MemoryModel:
     def peak_bytes(self, config: LoaderConfig) -> int:
         """Peak PSS that is expected of a configuration, with its queue as full as it may get."""
         each = UNSEEN_WORKER_BYTES if self.worker_bytes is None else self.worker_bytes
+        in_flight = config.batches_in_flight * self.batch_bytes_of(config)
+        return round(self.base_bytes + config.num_workers * each + in_flight)
+
+    def batch_bytes_of(self, config: LoaderConfig) -> int:
+        """Of one batch of this configuration's size; of the largest that is known where its own is not."""
         known = self.batch_bytes
-        batch = known.get(config.batch_size, known.get(None, max(known.values())))
-        return round(self.base_bytes + config.num_workers * each + config.batches_in_flight * batch)
+        return known.get(config.batch_size, known.get(None, max(known.values())))
