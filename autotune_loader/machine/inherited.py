@@ -16,7 +16,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,22 @@ def moved_files(before: Mapping[int, tuple[str, int]]) -> list[str]:
     """Paths of the files that were open `before` and whose position has moved since: forked workers would share it."""
     now = file_positions()
     return sorted({path for fd, (path, position) in before.items() if fd in now and now[fd] not in [(path, position)]})
+
+
+@contextlib.contextmanager
+def nudged(paths: Collection[str]) -> Iterator[Mapping[int, tuple[str, int]]]:
+    """Within the block these files are one byte off, so that whoever reads them leaves them elsewhere; put back afterwards.
+
+    Gives their positions, for `moved_files`.
+    """
+    before = {fd: each for fd, each in file_positions().items() if each[0] in paths}
+    for fd, (_, position) in before.items():
+        os.lseek(fd, position + 1, os.SEEK_SET)
+    try:
+        yield {fd: (path, position + 1) for fd, (path, position) in before.items()}
+    finally:
+        for fd, (_, position) in before.items():
+            os.lseek(fd, position, os.SEEK_SET)
 
 
 def own_positions() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 
 def fields_of(batch: Any) -> dict[Any, Any]:
@@ -41,6 +42,21 @@ def bytes_of(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
+
+
+def record_of(batch: Any) -> list[bytes]:
+    """Its values in order: the same of equal batches, whatever process made them; of objects without a value their type."""
+    return [_record(leaf) for leaf in _pytree.tree_leaves(batch)]
+
+
+def _record(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous().flatten()
+        return repr((value.dtype, value.shape)).encode() + plain.view(torch.uint8).numpy().tobytes()
+    if hasattr(value, "tobytes") and not getattr(getattr(value, "dtype", None), "hasobject", False):
+        return bytes(value.tobytes())
+    shows_address = getattr(type(value), "__repr__", None) == object.__repr__
+    return repr(type(value) if shows_address else value).encode()
 
 
 def samples_in(batch: Any) -> int | None:

@@ -45,8 +45,7 @@ def _put(made: type, owner: Any) -> None:
         if not hasattr(owner, name):
             setattr(owner, name, types.SimpleNamespace())
         owner = getattr(owner, name)
-    if not hasattr(owner, last):
-        setattr(owner, last, made)
+    setattr(owner, last, made)  # also over the one of a script that a spawned worker has imported
 
 
 def why_not_pickled(batch: Any) -> str | None:

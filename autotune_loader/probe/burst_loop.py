@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
-from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
 from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import REPORTED, History
@@ -98,19 +97,17 @@ class Run:
         now = self._clock()
         if now < self._next_check or not self._settled():
             return False
-        if self._history[-1].unread_s:  # one such batch of each worker took seconds, and tells all
-            return len(self._history) >= self._workers
         enough = is_enough(self._history, self._plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
         return enough
 
     def _settled(self) -> bool:
         """Whether there is a window to judge by, be its steps as long as they may."""
-        return len(self._history) >= FEWEST_BATCHES or are_cut_short(self._history[:1])
+        return len(self._history) >= FEWEST_BATCHES
 
     def measurement(self) -> Measurement:
         """What the run amounts to."""
-        traces, shape = as_whole(self._history, self._workers), self._shape or BatchShape()
+        traces, shape = list(self._history), self._shape or BatchShape()
         measured, end = summarise(traces, workers=self._workers, started=self._started), self._history[-1].step_end
         return replace(
             measured,
@@ -181,6 +178,7 @@ class DeviceRun(Run):
         return replace(
             super().gpu_use(start, end),
             busy_share=self._times.busy_share(start, end),
+            memory_bytes=self._timeline.peak_bytes(),
             allocated_bytes=self._timeline.peak_bytes(),
             copy_s=self._times.copy_s(self._lane),
         )

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from autotune_loader.pipeline.workload import DataSide, Workload
     from autotune_loader.probe.bench import Bench, WarmupReport
     from autotune_loader.probe.burst_loop import Announce
-    from autotune_loader.probe.wire import Message, Request
+    from autotune_loader.probe.wire import Hello, Message, Request
     from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
-    from autotune_loader.values.trial import Acceleration
 
 # Copies of the data side, and the caches that bursts fill in them, may take so much; then the last one is used again.
 MOST_COPIED_BYTES = 1 << 30
@@ -38,7 +37,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
         lifeline_fd: closed when the parent ends.
         data_fd: of the archive of the data side.
         training_fd: of the archive of the training side.
-        scratch: a folder for sockets, and for what workers note.
+        scratch: a folder for sockets.
     """
     from autotune_loader.probe.leaving import leave
 
@@ -52,8 +51,9 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
             Connection(connection_fd) as connection,
             contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError),
         ):
-            _greet(connection)
-            _serve(connection, lambda: _bench_of_archives(data_fd, training_fd, scratch))
+            hello = _greet(connection)
+            _set_as_in_parent(hello)
+            _serve(connection, lambda: _bench_of_archives(data_fd, training_fd, hello.usable_cores))
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -70,7 +70,8 @@ def serve_forked(connection_fd: int, lifeline_fd: int, workload: Workload, scrat
     _settle(lifeline_fd, scratch)
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _serve(connection, lambda: _bench_of(lambda: workload.data, lambda: workload.data, workload, scratch))
+        cores = _greet(connection).usable_cores
+        _serve(connection, lambda: _bench_of(workload.data, lambda: workload.data, workload, cores))
 
 
 def _settle(lifeline_fd: int, scratch: str) -> None:
@@ -78,11 +79,15 @@ def _settle(lifeline_fd: int, scratch: str) -> None:
     _keep_sockets_in(scratch)
 
 
-def _greet(connection: Connection) -> None:
-    """Set what the parent has set, before any user module is imported."""
+def _greet(connection: Connection) -> Hello:
     from autotune_loader.probe.wire import Hello, receive
 
-    hello = receive(connection, Hello)
+    return receive(connection, Hello)
+
+
+def _set_as_in_parent(hello: Hello) -> None:
+    """Set what the parent has set, before any user module is imported."""
+    vars(sys.modules["__main__"])["__file__"] = hello.main_path
     multiprocessing.set_start_method(hello.start_method, force=True)
     import torch
 
@@ -95,6 +100,7 @@ def _greet(connection: Connection) -> None:
 def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     from autotune_loader.probe.failures import failure_of_reading
     from autotune_loader.probe.wire import Message, Request, receive, send
+    from autotune_loader.values.errors import WorkloadError
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
@@ -105,7 +111,12 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     except Exception as error:
         send(connection, Message(failure=failure_of_reading(error)))
         return
-    warmup: WarmupReport | Failure = bench.prepare(announce)
+    try:
+        warmup: WarmupReport | Failure = bench.prepare(announce)
+    except WorkloadError as error:
+        warmup = Failure(
+            kind="user_exception", phase="first_batch", message=error.message, traceback=error.user_traceback
+        )
     if isinstance(warmup, Failure):
         send(connection, Message(failure=warmup))
         return
@@ -117,44 +128,39 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
 
 def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
     from autotune_loader.probe.wire import Message
+    from autotune_loader.values.errors import WorkloadError
     from autotune_loader.values.measurement import Failure
-    from autotune_loader.values.trial import Acceleration
 
-    outcome: Measurement | Acceleration | Failure
-    if request.what == "burst":
-        outcome = bench.burst(request.config, request.plan, announce)
-    elif request.what == "step_ceiling":
-        outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
-    else:
-        assert request.acceleration is not None
-        announce("step")
-        outcome = bench.acceleration(request.acceleration, request.config.consumer_threads, request.plan)
-    if isinstance(outcome, Acceleration):
-        return Message(acceleration=outcome)
+    outcome: Measurement | Failure
+    try:
+        if request.what == "burst":
+            outcome = bench.burst(request.config, request.plan, announce)
+        else:
+            outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+    except WorkloadError as error:
+        failure = Failure(kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback)
+        return Message(failure=failure, ends_run=True)
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _bench_of_archives(data_fd: int, training_fd: int, scratch: str) -> Bench:
+def _bench_of_archives(data_fd: int, training_fd: int, usable_cores: int) -> Bench:
     from autotune_loader.pipeline.workload import Workload
     from autotune_loader.probe.archive import read_archive
     from autotune_loader.probe.leaving import held
 
-    shared: DataSide = held(read_archive(data_fd, held))
-    private = _Copies(data_fd)
-    workload = Workload(data=shared, training=held(read_archive(training_fd, held)))
-    return _bench_of(lambda: shared, private.fresh, workload, scratch)
+    data: DataSide = held(read_archive(data_fd, held))
+    workload = Workload(data=data, training=held(read_archive(training_fd, held)))
+    return _bench_of(data, _Copies(data_fd).fresh, workload, usable_cores)
 
 
-def _bench_of(data: Callable[[], DataSide], private: Callable[[], DataSide], workload: Workload, scratch: str) -> Bench:
+def _bench_of(data: DataSide, private: Callable[[], DataSide], workload: Workload, usable_cores: int) -> Bench:
     from dataclasses import replace
 
     from autotune_loader.probe.bench import Bench
     from autotune_loader.probe.leaving import BurstWorkerInit
 
-    def for_workers() -> DataSide:
-        return replace(data(), worker_init_fn=BurstWorkerInit(data().worker_init_fn))
-
-    return Bench(for_workers, private, lambda: workload.training, scratch)
+    for_workers = replace(data, worker_init_fn=BurstWorkerInit(data.worker_init_fn))
+    return Bench(lambda: for_workers, private, workload.training, usable_cores)
 
 
 class _Copies:

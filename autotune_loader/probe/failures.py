@@ -18,24 +18,25 @@ DEVICE_TAKEN_ADVICE = (
     "tunes the loader against those"
 )
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
-IN_FORKED = "re-initialize cuda in forked"
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("bus error", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("unable to write to file </torch_", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
     ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device: '/dev/shm", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device", "user_exception", "a disk is full, such as that of the temporary folder"),
     ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
+    ("raises memoryerror", "out_of_memory", "use a smaller batch or fewer workers"),
     ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("killed by signal: killed", "oom_killed", "a worker was killed, most likely by the OOM killer: use fewer workers"),
-    (IN_FORKED, "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
+    ("re-initialize cuda in forked", "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
     ("can't pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
@@ -47,16 +48,11 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 
 
+_OF_SAMPLE = re.compile(r"^([\w.]+\.)?SampleError: ")
+
+
 class StoppedError(RuntimeError):
     """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
-
-
-def is_of_dataset(error: Exception) -> bool:
-    """Whether an exception may be the fault of a sample: not of a lack of memory, say, which depends on the workers."""
-    if isinstance(error, StoppedError):
-        return False
-    kind, text, _ = _diagnosis(error)
-    return kind == "user_exception" and IN_FORKED not in text.lower()
 
 
 def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:
@@ -127,6 +123,7 @@ def _first_sentence(text: str, limit: int = 600) -> str:
         return "unknown error"
     wrapped = "Caught " in lines[0] and "Original Traceback" in text
     line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
+    line = _OF_SAMPLE.sub("", line)  # it says itself what was raised
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

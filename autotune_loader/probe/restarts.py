@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autotune_loader.pipeline.batches import record_of
 from autotune_loader.pipeline.build import seed_everything
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.worker_checks import digest
 from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ def goes_on(dataset: Any, fresh: Callable[[], DataSide]) -> bool:
     try:
         seed_everything(0)
         in_one_go = iter(fresh().dataset)
-        expected = [digest(next(in_one_go)) for _ in range(2)]
+        expected = [record_of(next(in_one_go)) for _ in range(2)]
         seed_everything(0)
         other: Any = fresh().dataset
-        seen = [digest(next(iter(other))) for _ in range(2)]
+        seen = [record_of(next(iter(other))) for _ in range(2)]
     except Exception as error:
         log.info("whether the dataset begins again was not found out: %s", without_secrets(str(error)))
         return False

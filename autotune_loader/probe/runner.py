@@ -6,6 +6,7 @@ descendants, what happened is told as a `Failure`, and the next request starts a
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import multiprocessing
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe import wire
@@ -40,7 +41,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 log = logging.getLogger(__name__)
 # A process that has not read a byte for so long hangs before it serves (an import that waits, say).
@@ -59,10 +59,9 @@ class ProcessProbe:
     Args:
         source: the archived workload, which is the caller's to close, for processes that are started fresh; or the workload
             itself, for forks of this one.
-        machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
+        machine: limits of this machine; its usable cores are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
-        gpu_held_bytes: what this process holds on the GPU: the job will not need it twice.
     """
 
     def __init__(
@@ -72,11 +71,9 @@ class ProcessProbe:
         *,
         memory_budget_bytes: int | None = None,
         start_deadline_s: float = START_DEADLINE_S,
-        gpu_held_bytes: int = 0,
     ) -> None:
-        self._gpu_held_bytes = gpu_held_bytes
+        self._usable_cores = machine.usable_cores
         self._source = source
-        self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
@@ -97,20 +94,11 @@ class ProcessProbe:
         return outcome.warmup
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        return _rate(self._run(wire.Request(what="burst", plan=plan, config=config)))
+        return self._run(wire.Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         config = LoaderConfig(consumer_threads=consumer_threads)
-        return _rate(self._run(wire.Request(what="step_ceiling", plan=plan, config=config)))
-
-    def acceleration(
-        self, kind: AccelerationKind, consumer_threads: int | None, plan: BurstPlan
-    ) -> Acceleration | Failure:
-        """Time the step with one change to it against the step as it is; the loader plays no part."""
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        outcome = self._run(wire.Request(what="acceleration", plan=plan, config=config, acceleration=kind))
-        assert not isinstance(outcome, Measurement)
-        return outcome
+        return self._run(wire.Request(what="step_ceiling", plan=plan, config=config))
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -121,7 +109,7 @@ class ProcessProbe:
     def _started_child(self) -> _Child | Failure:
         if self._child is not None:
             return self._child
-        child = self._child = _Child(self._source)
+        child = self._child = _Child(self._source, self._usable_cores)
         try:
             failure = child.wait_until_ready(self._start_deadline_s)
         except BaseException:
@@ -132,7 +120,7 @@ class ProcessProbe:
         self.close()
         return failure
 
-    def _run(self, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def _run(self, request: wire.Request) -> Measurement | Failure:
         child = self._started_child()
         if isinstance(child, Failure):
             return child
@@ -145,7 +133,7 @@ class ProcessProbe:
             self.close()
         return outcome
 
-    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Failure:
         over_budget = threading.Event()
 
         def on_memory_limit() -> None:
@@ -154,7 +142,6 @@ class ProcessProbe:
 
         meter = TreeMeter(
             child.pid,
-            usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
             on_memory_limit=on_memory_limit,
             gpus=gpus_of(child.warmup),
@@ -166,24 +153,19 @@ class ProcessProbe:
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if not isinstance(outcome, Measurement):
             return outcome
-        return meter.reading.added_to(outcome, self._gpu_held_bytes)
-
-
-def _rate(outcome: Measurement | Acceleration | Failure) -> Measurement | Failure:
-    assert not isinstance(outcome, Acceleration)
-    return outcome
+        return meter.added_to(outcome)
 
 
 class _Child:
     """One probe process and the connection to it."""
 
-    def __init__(self, source: Payload | Workload) -> None:
+    def __init__(self, source: Payload | Workload, usable_cores: int) -> None:
+        self._usable_cores = usable_cores
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         self._segments_before = segments()
-        self._is_forked = isinstance(source, Workload)
         with theirs:
             ends = _Ends(theirs.fileno(), lifeline_read, (ours.fileno(), self._lifeline))
             self._process = (
@@ -205,8 +187,7 @@ class _Child:
 
     def wait_until_ready(self, deadline_s: float) -> Failure | None:
         try:
-            if not self._is_forked:
-                wire.send(self._connection, _hello())
+            wire.send(self._connection, _hello(self._usable_cores))
         except BlockingIOError:
             return self._hang(SEND_DEADLINE_S)
         except OSError:
@@ -217,7 +198,7 @@ class _Child:
         self.warmup = message.ready
         return message.failure
 
-    def ask(self, request: wire.Request) -> Measurement | Acceleration | Failure:
+    def ask(self, request: wire.Request) -> Measurement | Failure:
         self._phase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
@@ -228,7 +209,9 @@ class _Child:
         message = self._answer(request.plan.deadline_s)
         if isinstance(message, Failure):
             return message
-        outcome = message.measurement or message.acceleration or message.failure
+        if message.ends_run and message.failure is not None:
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
+        outcome = message.measurement or message.failure
         assert outcome is not None
         return outcome
 
@@ -334,13 +317,28 @@ def _forked(workload: Workload, ends: _Ends, scratch: str, output: IO[bytes]) ->
     return Fork(live, output.fileno())
 
 
-def _hello() -> wire.Hello:
+def _hello(usable_cores: int) -> wire.Hello:
     import torch
 
     from autotune_loader.probe.torch_state import read_torch_state
 
     return wire.Hello(
+        usable_cores=usable_cores,
+        main_path=_guarded_main(),
         threads=torch.get_num_threads(),
         start_method=multiprocessing.get_start_method(allow_none=True),
         torch_state=read_torch_state(),
     )
+
+
+def _guarded_main() -> str | None:
+    """The path of the caller's script, where what it runs stands behind `if __name__ == "__main__"`."""
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None  # else `python -m`
+    try:
+        tree = ast.parse(Path(path or "").read_text())
+    except (OSError, ValueError, SyntaxError):
+        return None
+    tests = [node.test for node in tree.body if isinstance(node, ast.If)]
+    names = {name.id for test in tests for name in ast.walk(test) if isinstance(name, ast.Name)}
+    return str(Path(path or "").resolve()) if "__name__" in names else None

@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from autotune_loader.pipeline.batches import tensors_in
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.probe.inference import UNUSED_LOSS, Form, StepInferenceError, infer
@@ -50,7 +51,7 @@ class TrainingStep:
     """What is done with a batch, in words: the inference is never silent. It is complete once a batch was trained on."""
     device: torch.device
     moves: bool = True
-    """Whether batches are brought to the device; without a model on a CPU they stay where the dataset put them."""
+    """Whether batches are brought to the device; those that are on the CPU already are not even walked."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of it, such as that nothing is trained; complete once a batch was trained on."""
 
@@ -88,7 +89,8 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         ready_model(side.model, device, side.compiled)
     form = infer(side, first_batch)
     # Whether a step of the user's own moves its batch is found out on the first one.
-    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own or device.type == "cpu")
+    moves = not form.is_own if device.type != "cpu" else any(t.device != device for t in tensors_in(first_batch))
+    step = TrainingStep(lambda batch: None, form.name, device, moves)
     if form.ignores:
         step.notes.append(form.ignores)
     step.train = _Training(side, form, step)

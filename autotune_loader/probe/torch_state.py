@@ -78,6 +78,7 @@ def _settings() -> dict[str, _Setting]:
             lambda name: torch.set_default_dtype(getattr(torch, name)),
             "float32",
         ),
+        "default_device": _Setting(lambda: str(torch.get_default_device()), torch.set_default_device, "cpu"),
         "sharing_strategy": _Setting(
             sharing.get_sharing_strategy, sharing.set_sharing_strategy, _default_sharing_strategy()
         ),

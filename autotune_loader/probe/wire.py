@@ -18,7 +18,6 @@ from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Acceleration, AccelerationKind
 
 _Record = TypeVar("_Record")
 
@@ -27,8 +26,12 @@ _Record = TypeVar("_Record")
 class Hello:
     """What the child sets before it imports the user's classes."""
 
+    usable_cores: int
+    """What CPU use is a share of."""
     threads: int
     """The parent's intra-op threads, so that the child trains as the parent would."""
+    main_path: str | None = None
+    """The script that spawned workers import first, as in training; None where importing it would run more than it defines."""
     start_method: str | None = None
     """How the parent starts workers, where it has settled that."""
     torch_state: dict[str, bool | int | str] = field(default_factory=dict)
@@ -39,22 +42,21 @@ class Hello:
 class Request:
     """One thing to run."""
 
-    what: Literal["burst", "step_ceiling", "acceleration"]
+    what: Literal["burst", "step_ceiling"]
     plan: BurstPlan
     config: LoaderConfig
-    acceleration: AccelerationKind | None = None
-    """What to change in the step, where that is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of the child; exactly one field is set."""
+    """One message of the child; one of the first four fields is set."""
 
     phase: FailurePhase | None = None
     ready: WarmupReport | None = None
     measurement: Measurement | None = None
-    acceleration: Acceleration | None = None
     failure: Failure | None = None
+    ends_run: bool = False
+    """Whether the failure is one that no other burst would be without."""
 
 
 def send(connection: Connection, record: Hello | Request | Message) -> None:

@@ -12,7 +12,7 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.samples import SLOW_FETCH_S
+from autotune_loader.probe.bench import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
@@ -331,23 +331,20 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
         sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts took another "
-            "in its place)"
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will stop there (bursts leave it out)"
         )
     return sentences
 
 
 def _about_slow_batches(state: SearchState, context: RunContext) -> list[str]:
     """What must be said of rates where a batch takes seconds."""
-    whole_s, seen_s = context.warmup.first_fetch_s, context.warmup.first_batch_s
-    reasons = []
-    if whole_s > seen_s + SLOW_FETCH_S:
-        reasons.append("bursts read parts of batches and their rates are extrapolated")
-    if whole_s > SLOW_FETCH_S and state.finals is None:
-        reasons.append("there was no time for paired rounds (a larger budget has some)")
-    return (
-        [f"a batch takes about {whole_s:.0f} s to fetch in one process, so {' and '.join(reasons)}"] if reasons else []
-    )
+    fetch_s = context.warmup.first_fetch_s
+    if fetch_s <= SLOW_FETCH_S / 2 or state.finals is not None:
+        return []
+    return [
+        f"a batch takes about {fetch_s:.0f} s to fetch in one process, so there was no time for paired rounds (a larger budget "
+        "has some)"
+    ]
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:

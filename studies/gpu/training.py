@@ -72,14 +72,14 @@ class Loop:
             self._take(next(endless), with_step)
         self._synchronize()
         gpus = Gpus(cuda_uuids=_uuids(self.device)) if self.device.type == "cuda" else None
-        with TreeMeter(os.getpid(), usable_cores=self.cores, gpus=gpus) as meter:
-            samples, begun = 0, time.perf_counter()
+        with TreeMeter(os.getpid(), gpus=gpus) as meter:
+            samples, begun, opened = 0, time.perf_counter(), time.monotonic()
             while time.perf_counter() - begun < self.seconds:
                 samples += self._take(next(endless), with_step)
             self._synchronize()
             rate = samples / (time.perf_counter() - begun)
         del endless
-        gpu = meter.reading.gpu
+        gpu = meter.util_since(opened)
         return Rate(samples_per_s=rate, gpu_util=gpu.util, gpu_reason=gpu.reason)
 
     def _take(self, batch: Any, with_step: bool) -> int:

@@ -18,8 +18,8 @@ from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.processes import process_group_members
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe import runner
 from autotune_loader.probe.failures import failure_of

@@ -166,3 +166,47 @@ def test_the_start_method_of_the_program_is_the_one_that_is_measured(open_probe:
     # Python 3.14 starts workers through a fork server unless told otherwise.
     plan = replace(SHORT, deadline_s=60.0)
     assert measured(open_probe(FromForkServer()), LoaderConfig(num_workers=1), plan).samples > 0
+
+
+class Holding(Dataset[Any]):
+    """Each worker holds so many MiB of its own."""
+
+    def __init__(self, mib: int) -> None:
+        self.mib = mib
+        self.held: Any = None
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.held is None and get_worker_info() is not None:
+            self.held = torch.ones(self.mib << 18)  # floats
+        time.sleep(0.0005)
+        return torch.zeros(4)
+
+
+def test_memory_is_that_of_the_workers_too(open_probe: Any) -> None:
+    # GIVEN workers that hold 50 MiB each, and the same ones without
+    taken = {
+        (mib, workers): measured(probe, LoaderConfig(num_workers=workers)).memory
+        for mib in (0, 50)
+        for probe in [open_probe(Holding(mib))]
+        for workers in (1, 3)
+    }
+    pss = {key: (memory.pss_bytes or 0) / 2**20 for key, memory in taken.items() if memory is not None}
+    # THEN a burst of half a second says so
+    assert pss[50, 1] - pss[0, 1] == pytest.approx(50, rel=0.1)
+    assert pss[50, 3] - pss[0, 3] == pytest.approx(150, rel=0.1)
+
+
+def busy_start(worker: int) -> None:
+    until = time.process_time() + START_NAP_S
+    while time.process_time() < until:
+        pass
+
+
+def test_cpu_of_starting_workers_is_no_part_of_the_share(open_probe: Any) -> None:
+    asleep = measured(open_probe(Holding(0), worker_init_fn=busy_start), LoaderConfig(num_workers=1))
+
+    assert asleep.cpu_share is not None
+    assert asleep.cpu_share * inspect_machine().usable_cores < 0.6  # a busy start would be most of the burst
