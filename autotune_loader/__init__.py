@@ -20,7 +20,6 @@ from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
     from autotune_loader.live.loader import AutoLoader
-    from autotune_loader.pipeline.cached_prefix import CachedPrefix
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.results.load import load_config
     from autotune_loader.results.result import TuningResult
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoLoader",
-    "CachedPrefix",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",
@@ -44,7 +42,6 @@ __all__ = [
 
 _HOMES = {
     "AutoLoader": "live.loader",
-    "CachedPrefix": "pipeline.cached_prefix",
     "DevicePrefetcher": "pipeline.prefetch",
     "LoaderConfig": "values.config",
     "TunerError": "values.errors",

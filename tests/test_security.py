@@ -32,8 +32,6 @@ PACKAGE = ROOT / "autotune_loader"
 UNPICKLING = {
     "probe/archive.py": {"Unpickler"},
     "pipeline/by_value.py": {"loads"},
-    "probe/samples.py": {"load"},
-    "pipeline/cached_prefix.py": {"loads"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

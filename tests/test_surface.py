@@ -12,7 +12,6 @@ import pytest
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
     "AutoLoader",
-    "CachedPrefix",
     "DevicePrefetcher",
     "LoaderConfig",
     "TunerError",

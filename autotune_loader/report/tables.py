@@ -9,8 +9,6 @@ import io
 import textwrap
 from collections.abc import Sequence
 
-from autotune_loader.report.advice.acceleration import acceleration_sentence
-from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.frontier import frontier_sentence
 from autotune_loader.report.standings import Standing, standings
 from autotune_loader.report.units import (
@@ -160,8 +158,6 @@ def _facts(result: TuningResult) -> list[str]:
         nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
     facts += [sentence] if (sentence := frontier_sentence(result)) else []
-    facts += [f"Step with {acceleration_sentence(each)}." for each in result.accelerations]
-    facts += [f"{change_sentence(each)}." for each in result.data_changes]
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts

@@ -21,7 +21,7 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import from_plain
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from autotune_loader.values.trial import Trial
 from autotune_loader.version import __version__
 
 # 1.0  first release
@@ -205,12 +205,8 @@ class LoaderFile:
     warnings: tuple[str, ...] = ()
     verdict: Verdict | None = None
     advice: tuple[Advice, ...] = ()
-    accelerations: tuple[Acceleration, ...] = ()
-    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; empty where that was not watched."""
-    data_changes: tuple[DataChange, ...] = ()
-    """What `allow=("cache", "uint8", "draft")` asked about samples: measured where it may help, else why it was not."""
     measured: Measured = field(default_factory=Measured)
     predicted: Predicted = field(default_factory=Predicted)
     budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))

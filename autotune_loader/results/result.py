@@ -32,7 +32,7 @@ from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import optuna
@@ -72,12 +72,8 @@ class TuningResult(Views):
         default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
     )
     advice: tuple[Advice, ...] = ()
-    accelerations: tuple[Acceleration, ...] = ()
-    """What `allow=("compile", "amp")` asked about the step: measured where the step binds, else with the reason why not."""
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; `stages()` has it as a frame."""
-    data_changes: tuple[DataChange, ...] = ()
-    """What `allow=("cache", "uint8", "draft")` asked about samples: measured where it may help, else why it was not."""
     summary: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     finals: Finals = field(default_factory=Finals)

@@ -14,9 +14,7 @@ from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
-from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
-from autotune_loader.report.advice.steps import change_sentence
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
@@ -81,8 +79,6 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         twin=replace(state.context, epoch_batches=data.batches_per_epoch(best.batch_size)),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
-        accelerations=state.accelerations,
-        data_changes=state.data_changes,
         study=state.study,
         parts=loader_parts(context.workload),
     )
@@ -197,9 +193,7 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         twin=_twin(state),
         cached_steps=_cached_steps(best, state),
         space=context.space,
-        accelerations=state.accelerations,
         stage_times=found.stage_times,
-        data_changes=state.data_changes,
         held=largest_held(data.dataset),
     )
 
@@ -295,8 +289,6 @@ def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context:
     sentences.append(speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
     sentences.append(verdict.sentence)
     sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
-    sentences += [f"{acceleration_sentence(each)}." for each in state.accelerations]
-    sentences += [f"{change_sentence(each)}." for each in state.data_changes]
     if state.finals is not None and state.whole_epochs:
         sentences.append(
             "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."

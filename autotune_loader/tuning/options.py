@@ -21,11 +21,6 @@ ALLOWABLE = (
     "multiprocessing_context",
     "sharing_strategy",
     "drop_last",
-    "compile",
-    "amp",
-    "cache",
-    "uint8",
-    "draft",
 )
 Search = Literal["auto", "tpe", "grid", "random"]
 SEARCHES: tuple[Search, ...] = get_args(Search)  # for the check of an argument

@@ -19,7 +19,7 @@ from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import optuna
@@ -108,10 +108,6 @@ class SearchState:
     stop_reason: StopReason | None = None
     bursts: int = 0
     study: optuna.Study | None = None
-    accelerations: tuple[Acceleration, ...] = ()
-    """What allowed changes of the step would bring, measured after the rounds."""
-    data_changes: tuple[DataChange, ...] = ()
-    """What other ways to make samples would bring, measured after the rounds."""
 
     @property
     def kind(self) -> Kind:

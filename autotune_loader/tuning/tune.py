@@ -1,7 +1,7 @@
 """`tune()`: the story of one tuning run, from the caller's objects to a `TuningResult`.
 
 options and workload ─► probe ─► space ─► an earlier result that still holds, or
-a session of trials ─► experiments with the step ─► result ─► loader.json and the cache
+a session of trials ─► result ─► loader.json and the cache
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
 from autotune_loader.tuning.assemble import assemble, loader_parts
 from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.experiments import budget_of_search, try_changed_steps, try_data_changes
 from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.lockstep import (
     common_space,
@@ -118,10 +117,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
             "persistent_workers" (where the dataset knows its epoch), "multiprocessing_context", "sharing_strategy",
-            "drop_last". "compile" and "amp" change nothing: where the step binds, they have torch.compile and autocast
-            timed against it, with a check that the losses stay the same; "cache", "uint8" and "draft" have bursts run
-            with another way to make the same samples, where fetching binds: from a `CachedPrefix`, with pixels as bytes that
-            become floats in the step, and with JPEGs decoded to the size that is needed.
+            "drop_last".
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
@@ -197,15 +193,13 @@ def _tuned(
         session = TuningSession(
             probe,
             space,
-            replace(options, budget_s=budget_of_search(options.budget_s, options.allow)),
+            options,
             Job.of(context, earlier.suggestions, options.study_name or name_of_study(space, context.fingerprint)),
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
         )
         state = session.run()
-        try_changed_steps(state, told, options, opened.probe if ranks is None else None, begun)
-        try_data_changes(state, told, options, opened.probe if ranks is None else None, begun)
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
     session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)

@@ -83,18 +83,6 @@ class BadSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeFacts:
-    """What is known of another way to make samples, beside how fast it is."""
-
-    code: str
-    """The lines to write for it."""
-    sample_bytes: float | None = None
-    """Bytes that one sample takes in a cache."""
-    difference: float | None = None
-    """How far pixels differ, on average, as a share of their range; None where samples are the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
@@ -134,8 +122,6 @@ class Measurement:
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
-    change: ChangeFacts | None = None
-    """What was changed in how samples are made; None where nothing was."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and had others in their place, in this burst and in those before."""
 

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "process", "inline"]
 """Where bursts run: in a process of their own, in this one (for debugging), or in whichever works."""
-DataChangeKind = Literal["cache", "uint8", "draft"]
-"""Other ways to make the same samples: once (`CachedPrefix`), as bytes, JPEGs decoded to the size that is needed."""
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)  # for the check of an argument
 
 
@@ -30,14 +28,8 @@ class BurstPlan:
     """Run the epochs as training does, with an end and a new start: the rate then includes start-up and the gaps between."""
     batch_size: int | None = None
     """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
-    null_dataset: bool = False
-    """Hand over copies of one batch instead of fetching, to a step that only pauses: what remains is transport."""
     stages: bool = False
     """Watch in the workers where the time of a sample goes."""
-    change: DataChangeKind | None = None
-    """Another way to make the samples, which are then the few that it was prepared for."""
-    is_before: bool = False
-    """Make those as they are without the change, to compare with."""
     prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
 

@@ -2,9 +2,8 @@
 
     python -m studies.fidelity.limits
 
-Every workload's limits from its step on a cached batch, two bursts, copies of one batch for which nothing is fetched, and
-for files a first and a second reading. "seconds" is the time from the ready child to the verdict: the step's ceiling and
-one burst. Goal: 3 s.
+Every workload's limits from its step on a cached batch, two bursts, and for files a first and a second reading. "seconds" is
+the time from the ready child to the verdict: the step's ceiling and one burst. Goal: 3 s.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from studies.quiet import QuietTurns
 from studies.workloads import WORKLOADS
 
 RAW = RESULTS / "limits.jsonl"
-NULL_BURST = replace(SEARCH_BURST, null_dataset=True)
 TOUCH_BURST = replace(SEARCH_BURST, min_s=1.0, max_s=1.5, relative_error=0.0, seed=4711)
 STEP_USES_CORES = 0.5
 """A step that keeps fewer cores busy than this computes elsewhere."""
@@ -62,7 +60,6 @@ def _one(name: str, opened: OpenProbe) -> None:
     limits = [
         ceilings.step_limit(max(steps, key=lambda step: step.samples_per_s.value)),
         ceilings.cpu_limit(bursts, float(cores), steps if uses_cores else ()),
-        _transport(opened),
         _storage(name, opened),
         ceilings.in_process_limit(alone),
     ]
@@ -71,12 +68,6 @@ def _one(name: str, opened: OpenProbe) -> None:
     _tell(name, known, best.value, is_compute_bound, seconds)
     busy = ceilings.step_beside(bursts[-1])
     print(f"  step beside {cores} workers {busy.value:.0f}/s [{busy.low:.0f}, {busy.high:.0f}]")
-
-
-def _transport(opened: OpenProbe) -> Limit | None:
-    """From copies of one batch, for which nothing is fetched."""
-    measured = opened.probe.burst(LoaderConfig(num_workers=2, prefetch_factor=4), NULL_BURST)
-    return ceilings.transport_limit(_certain(measured))
 
 
 def _storage(name: str, opened: OpenProbe) -> Limit | None:

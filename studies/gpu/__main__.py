@@ -2,7 +2,6 @@
 
     python -m studies.gpu                              # a GPU, about two minutes a job
     python -m studies.gpu --only transformer --budget 20
-    python -m studies.gpu.gains                        # torch.compile and autocast: promised against measured
     python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
 
 Files go to `$OUT` where that is set, else to `studies/gpu/results`; they are written after every job, so a run that is cut

@@ -5,7 +5,6 @@
 #     sh studies/gpu/run.sh first        # the tests marked gpu, then resnet_jpeg
 #     sh studies/gpu/run.sh second       # transformer, large_batches
 #     sh studies/gpu/run.sh third        # resnet_compute, Lightning and the HF Trainer
-#     sh studies/gpu/run.sh gains        # torch.compile and autocast, promised against measured
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
@@ -34,16 +33,14 @@ limited() {
 }
 tests() {
     limited 200 gpu-tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 \
-        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py tests/probe/test_acceleration.py
+        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py
 }
 study_of() { limited "$1" "$2.txt" -W ignore -m studies.gpu --only "$2" --out "$OUT/$2"; }
 frameworks() { limited 200 frameworks.txt -W ignore -m studies.frameworks --device cuda --only Lightning,"HF Trainer" --out "$OUT/frameworks.md"; }
-gains() { limited 460 gains.txt -W ignore -m studies.gpu.gains; }
 check() {
     limited 400 check.txt -W ignore -m studies.gpu --device cpu --quick --out "$OUT/check"
-    limited 100 check-gains.txt -W ignore -m studies.gpu.gains --device cpu --quick --kinds amp --only transformer
     limited 60 check-tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider --collect-only -q \
-        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py tests/probe/test_acceleration.py
+        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py
 }
 
 part=${1:-all}
@@ -54,8 +51,8 @@ case $part in
 first) tests && study_of 270 resnet_jpeg ;;
 second) study_of 235 transformer && study_of 235 large_batches ;;
 third) study_of 270 resnet_compute && frameworks ;;
-all) tests && study_of 270 resnet_jpeg && study_of 235 transformer && study_of 235 large_batches && study_of 270 resnet_compute && frameworks && gains ;;
-tests | gains | frameworks | check) "$part" ;;
-*) echo "$part is no part; first, second, third, gains, tests, frameworks, check or all would work" >&2 && exit 2 ;;
+all) tests && study_of 270 resnet_jpeg && study_of 235 transformer && study_of 235 large_batches && study_of 270 resnet_compute && frameworks ;;
+tests | frameworks | check) "$part" ;;
+*) echo "$part is no part; first, second, third, tests, frameworks, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

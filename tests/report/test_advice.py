@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,7 @@ from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice import Evidence, advise, judge
-from autotune_loader.report.advice.acceleration import acceleration_sentence
 from autotune_loader.report.advice.memory import growth_warning
-from autotune_loader.results.loader_file import Verdict
-from autotune_loader.tuning.experiments import budget_of_search, measure_allowed
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
@@ -22,7 +18,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from autotune_loader.values.trial import Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BEST = LoaderConfig(num_workers=4)
@@ -183,120 +179,6 @@ def test_advice_is_sentences_with_reasons(binding, found, words):
     for advice in advise(found, judge(found)):
         assert advice.action.endswith((".", ")."))
         assert advice.reason
-
-
-# What a change of the step brings
-
-
-def accelerated(**changes):
-    values = {
-        "kind": "amp",
-        "name": "autocast(bfloat16)",
-        "speedup": Interval(value=1.31, low=1.25, high=1.38, count=12),
-        "loss_difference": 0.002,
-        "loss_noise": 0.0,
-        "is_same_loss": True,
-        "warm_up_s": 0.4,
-        **changes,
-    }
-    return Acceleration(**values)
-
-
-class ChangingProbe:
-    """A probe that answers with what it is given, and remembers what it was asked."""
-
-    def __init__(self, answer):
-        self.answer = answer
-        self.asked = []
-
-    def acceleration(self, kind, consumer_threads, plan):
-        self.asked.append((kind, consumer_threads, plan.deadline_s))
-        return self.answer
-
-
-STEP = Verdict(binding="step", sentence="The step binds.")
-
-
-def test_what_is_allowed_is_measured_where_the_step_binds_each_under_its_deadline():
-    probe = ChangingProbe(accelerated())
-    found = measure_allowed({"compile", "amp", "in_order"}, STEP, probe, 2, lambda: 100.0)
-    assert found == (probe.answer, probe.answer)
-    assert probe.asked == [("amp", 2, 60.0), ("compile", 2, 100.0)]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "probe", "seconds_left", "reason"),
-    [
-        (Verdict(binding="cpu", sentence=""), ChangingProbe(None), 60.0, "does not bind (the verdict is 'cpu')"),
-        (STEP, None, 60.0, "several ranks tune together"),
-        (STEP, ChangingProbe(None), 3.0, "3 s were left of the budget, and it takes at least 4 s"),
-    ],
-)
-def test_what_is_not_measured_says_why(verdict, probe, seconds_left, reason):
-    (found,) = measure_allowed({"amp"}, verdict, probe, None, lambda: seconds_left)
-    assert found.speedup is None
-    assert reason in acceleration_sentence(found)
-
-
-def test_the_search_leaves_time_for_what_is_allowed():
-    assert budget_of_search(60.0, {"in_order"}) == 60.0
-    assert budget_of_search(60.0, {"amp"}) == 52.0
-    assert budget_of_search(10.0, {"amp", "compile"}) == 6.0
-
-
-def test_a_change_that_fails_is_a_note():
-    failure = Failure(kind="user_exception", phase="step", message="InvalidCxxCompiler: No working C++ compiler\nmore")
-    (found,) = measure_allowed({"compile"}, STEP, ChangingProbe(failure), None, lambda: 60.0)
-    assert acceleration_sentence(found) == "torch.compile: it failed: InvalidCxxCompiler: No working C++ compiler"
-
-
-SENTENCES = [
-    ({}, "autocast(bfloat16): 1.31x (1.25x to 1.38x) the rate of the step alone, loss differs by 0.2 %"),
-    ({"loss_noise": 0.01}, "loss differs by 0.2 % (other random numbers: 1 %)"),
-    ({"loss_difference": 0.3, "is_same_loss": False}, "loss differs by 30 %, which is more than rounding explains"),
-    ({"loss_difference": math.inf, "is_same_loss": False}, "the loss is no number any more"),
-    ({"loss_difference": None, "is_same_loss": None}, "the step returns none"),
-    ({"warm_up_s": 12.4}, "the first steps took 12 s"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), SENTENCES)
-def test_what_a_change_brings_is_one_sentence(changes, words):
-    assert words in acceleration_sentence(accelerated(**changes))
-
-
-def test_a_change_that_is_faster_and_trains_the_same_is_advised_as_far_as_the_loader_keeps_up():
-    # GIVEN workers that fetch 20 % more than the step takes, and a step that autocast makes 31 % faster
-    found = evidence(
-        measured(service_s=4 * 32 / 1200.0, wait_share=0.02), ceiling=exactly(1020.0), accelerations=(accelerated(),)
-    )
-    # WHEN the user asks what to do
-    (advice, *_) = advise(found, judge(found))
-    # THEN it is autocast, and no more is promised than the workers deliver
-    assert advice.action == (
-        "Train in mixed precision: with torch.autocast(device_type, dtype=torch.bfloat16) around the forward pass and the loss."
-    )
-    assert "1.31x" in advice.reason
-    assert "then the loader binds" in advice.reason
-    assert advice.expected_gain == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"is_same_loss": False, "loss_difference": 0.3},
-        {"speedup": Interval(value=1.3, low=0.9, high=1.9, count=4)},
-        {"speedup": Interval(value=1.02, low=1.01, high=1.03, count=12)},
-    ],
-)
-def test_a_change_that_is_not_shown_to_help_is_not_advised(changes):
-    found = evidence(measured(wait_share=0.02), ceiling=exactly(1020.0), accelerations=(accelerated(**changes),))
-    assert advise(found, judge(found))[0].action.startswith("Leave the step as it is")
-
-
-def test_a_step_that_binds_points_to_what_may_be_allowed():
-    found = evidence(measured(wait_share=0.02), ceiling=exactly(1020.0))
-    assert "allow=('compile', 'amp')" in advise(found, judge(found))[0].reason
 
 
 def test_headroom_is_the_ceiling_over_the_rate():
@@ -658,37 +540,6 @@ def test_advice_on_stages_is_ordered_by_what_the_twin_says_of_them():
     # half of 60 % of what binds
     assert advice[0].expected_gain == pytest.approx(1 / 0.7 - 1, rel=0.15)
     assert advice[1].expected_gain < advice[0].expected_gain
-
-
-def changed(**changes):
-    values = {"kind": "cache", "speedup": Interval(value=2.0, low=1.8, high=2.2, count=4), "code": "CODE", **changes}
-    return DataChange(**values)
-
-
-def test_changes_of_the_samples_come_first_the_best_of_them_before_the_others():
-    found = evidence(
-        ceiling=exactly(9000.0),
-        data_changes=(
-            changed(dataset_bytes=float(1 << 30)),
-            changed(kind="draft", speedup=Interval(value=3.0, low=2.5, high=3.5, count=4), difference=0.006),
-        ),
-    )
-    first, second, *_ = advise(found, judge(found))
-    assert first.action == "Decode JPEGs no larger than they are needed: CODE."
-    assert "3.00x" in first.reason
-    assert first.reason.endswith("pixels differ by 0.6 % of their range")
-    assert first.expected_gain == pytest.approx(2.0)
-    assert second.reason.endswith("from the second epoch on; all samples take 1 GiB")
-
-
-@pytest.mark.parametrize(
-    "speedup",
-    [None, Interval(value=1.03, low=1.02, high=1.04, count=4), Interval(value=1.3, low=0.8, high=1.8, count=2)],
-    ids=["not measured", "little", "not shown"],
-)
-def test_a_change_of_the_samples_that_is_not_shown_to_help_is_not_advised(speedup):
-    found = evidence(data_changes=(changed(speedup=speedup),))
-    assert not [each for each in advise(found, judge(found)) if "CODE" in each.action]
 
 
 def test_memory_that_grows_names_the_list_that_is_copied():

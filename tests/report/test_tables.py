@@ -13,7 +13,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import DataChange, Trial
+from autotune_loader.values.trial import Trial
 
 FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
 
@@ -181,14 +181,3 @@ def test_a_configuration_has_one_row_whether_or_not_workers_live_on(small_result
     live = replace(small_result, best=ran[1], baseline=ran[3], trials=trials, finals=Finals(), origin="live")
     assert [row.config for row in standings(live)].count(two) == 0
     assert len(standings(live)) == 3
-
-
-def test_what_was_allowed_is_told_whatever_came_of_it(small_result: TuningResult) -> None:
-    faster = Interval(value=1.31, low=1.25, high=1.38, count=4)
-    changes = (
-        DataChange(kind="uint8", speedup=faster),
-        DataChange(kind="draft", note="not measured: no JPEG is large"),
-    )
-    text = render_report(replace(small_result, data_changes=changes))
-    assert "allow='uint8': 1.31x (1.25x to 1.38x) the rate, in 4 paired rounds." in text
-    assert "allow='draft': not measured: no JPEG is large." in text

@@ -3,14 +3,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from studies import frameworks
-from studies.gpu import gains
 from studies.gpu.__main__ import main, table
 from studies.gpu.study import Findings
 
@@ -86,24 +84,21 @@ def test_every_script_of_the_run_is_there_and_each_part_ends_within_eight_minute
     script = (ROOT / "studies" / "gpu" / "run.sh").read_text()
     # THEN what it starts can be found
     modules, files = set(re.findall(r"-m (studies[.\w]+)", script)), set(re.findall(r"tests/\S+\.py", script))
-    assert {"studies.gpu", "studies.gpu.gains", "studies.frameworks"} <= modules
-    assert len(files) == 3
+    assert {"studies.gpu", "studies.frameworks"} <= modules
+    assert len(files) == 2
     assert all(importlib.util.find_spec(module) for module in modules)
     assert all((ROOT / file).exists() for file in files)
     # THEN a part is ended before a command of ten minutes is
     limits = {name: int(most) for name, most in re.findall(r"^(\w+)\(\) \{\s+limited (\d+)", script, re.MULTILINE)}
     parts = dict(re.findall(r"^(first|second|third)\) (.+) ;;$", script, re.MULTILINE))
     assert len(parts) == 3
-    for part in [*parts.values(), "gains"]:
+    for part in parts.values():
         seconds = [int(most) for most in re.findall(r"study_of (\d+)", part)]
-        seconds += [limits[name] for name in re.findall(r"\b(tests|frameworks|gains)\b", part)]
+        seconds += [limits[name] for name in re.findall(r"\b(tests|frameworks)\b", part)]
         assert 0 < sum(seconds) < 8 * 60, part
 
 
-@pytest.mark.parametrize("main", [main, gains.main])
-def test_without_a_gpu_the_study_says_which_command_works(
-    main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_the_study_says_which_command_works(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -129,13 +124,3 @@ def test_the_study_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     assert job["tuned_per_s"] > 0
     assert len(job["grid"]) == 2
     assert "transformer" in (tmp_path / "gpu.md").read_text()
-
-
-@pytest.mark.system
-def test_the_gains_run_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    gains.main(["--device", "cpu", "--quick", "--kinds", "amp", "--only", "transformer"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("RECORD")]
-    found = json.loads(line.removeprefix("RECORD"))
-    assert (found["job"], found["what"]) == ("transformer", "amp")
-    assert found["promised"]["speedup"] > 0
-    assert found["measured"]["speedup"] > 0

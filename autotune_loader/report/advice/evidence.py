@@ -16,7 +16,7 @@ from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
-from autotune_loader.values.trial import Acceleration, DataChange, Trial
+from autotune_loader.values.trial import Trial
 
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """What more memory, of either kind, would have prevented."""
@@ -48,12 +48,8 @@ class Evidence:
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
-    data_changes: Sequence[DataChange] = ()
-    """What other ways to make samples would bring, where that was asked."""
     held: HeldObjects | None = None
     """The largest list of Python objects that the dataset holds."""
-    accelerations: Sequence[Acceleration] = ()
-    """What allowed changes of the step would bring, where that was measured."""
 
     @property
     def period_s(self) -> float:
@@ -136,15 +132,6 @@ class Evidence:
         epoch_s = self.epoch_batches * self.period_s
         starting_s = max(0.0, self.measurement.first_batch_s - self.measurement.service_s)
         return starting_s / (starting_s + epoch_s)
-
-    def loaders_gain(self) -> float | None:
-        """Relative gain that the workers could keep up with, by what they fetched in any burst; None without workers."""
-        rates = [
-            config.num_workers * burst.batch_size / burst.service_s
-            for config, burst in self.measured_trials()
-            if config.num_workers and burst.service_s > 0
-        ]
-        return max(rates) / self.rate.value - 1 if rates else None
 
     def stopped_by_memory(self) -> list[Trial]:
         """Trials with more workers or a deeper queue that ran out of memory, and might have been faster."""

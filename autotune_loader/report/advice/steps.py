@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
-from autotune_loader.report.advice.acceleration import advise_on
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import bytes_text, counted, rate_text, ratio_text, share_text
+from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.loader_file import Advice, Verdict
-from autotune_loader.values.plan import DataChangeKind
 from autotune_loader.values.stages import HAND_OVER
-from autotune_loader.values.trial import DataChange
 
 # A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
@@ -35,11 +32,6 @@ CHEAPER = {
     "decode": ": smaller source images, a faster decoder, or decoded once and kept",
     "read": ": larger pieces, or files that need no parsing",
     "collate": ": fewer and larger tensors",
-}
-CHANGES: dict[DataChangeKind, str] = {
-    "cache": "Make once what is the same in each epoch",
-    "uint8": "Send pixels as bytes",
-    "draft": "Decode JPEGs no larger than they are needed",
 }
 NO_LINES = (HAND_OVER, OTHER_THREADS, REST)
 """Stages that are no lines of the user's."""
@@ -58,30 +50,15 @@ def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
         "in_memory": _batched_fetch,
     }
     first = by_verdict[verdict.binding](evidence) if verdict.binding in by_verdict else iter(())
-    measured = _measured_changes(evidence)
     also = _whatever_binds(evidence) if verdict.binding not in ("step", "unknown") else _memory_growth(evidence)
-    return tuple(dict.fromkeys([*measured, *first, *also]))
+    return tuple(dict.fromkeys([*first, *also]))
 
 
 def _on_step(evidence: Evidence) -> Iterator[Advice]:
-    waits = f"the loop waits for data only {share_text(evidence.measurement.wait_share)} of the time"
-    measured = [each for each in evidence.accelerations if each.speedup is not None]
-    worth = [advice for each in measured if (advice := advise_on(each, evidence.loaders_gain())) is not None]
-    yield from worth
-    if measured and not worth:
-        names = " and ".join(each.name for each in measured)
-        action = f"Leave the step as it is, or make the model smaller: {names} would not gain enough."
-        yield Advice(action=action, reason=waits)
-    elif not measured:
-        # Only tune() times the step alone, and has allow=.
-        is_timed = evidence.ceiling is not None or evidence.ceiling_doubt is not None
-        hint = (
-            ""
-            if evidence.accelerations or not is_timed
-            else "; allow=('compile', 'amp') measures what these would bring"
-        )
-        action = "Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is."
-        yield Advice(action=action, reason=waits + hint)
+    yield Advice(
+        action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
+        reason=f"the loop waits for data only {share_text(evidence.measurement.wait_share)} of the time",
+    )
 
 
 def _on_cpu(evidence: Evidence) -> Iterator[Advice]:
@@ -112,35 +89,6 @@ def _cheaper_stages(evidence: Evidence) -> Iterator[Advice]:
             + ("" if gain is None else f"; with half of that {_rise_words(gain)}"),
             expected_gain=gain,
         )
-
-
-def _measured_changes(evidence: Evidence) -> Iterator[Advice]:
-    """What other ways to make the samples were measured to bring, the best first; where one is no faster, nothing is said."""
-    measured = [(each.speedup, each) for each in evidence.data_changes if each.speedup is not None]
-    for speedup, change in sorted(measured, key=lambda pair: -pair[0].value):
-        if speedup.value - 1 < WORTH_S_TIME or speedup.low <= 1:
-            continue
-        known = ", from the second epoch on" if change.kind == "cache" else ""
-        if change.config is not None and change.config.num_workers < evidence.best.num_workers:
-            known += f", with {counted(change.config.num_workers, 'worker')}"
-        known += "" if change.dataset_bytes is None else f"; all samples take {bytes_text(change.dataset_bytes)}"
-        known += (
-            "" if change.difference is None else f"; pixels differ by {share_text(change.difference)} of their range"
-        )
-        yield Advice(
-            action=f"{CHANGES[change.kind]}: {change.code}.",
-            reason=f"measured: {ratio_text(speedup)} in {counted(speedup.count, 'paired round')}{known}",
-            expected_gain=_believable(evidence, speedup.value - 1),
-        )
-
-
-def change_sentence(found: DataChange) -> str:
-    """What one allowed change of the samples was measured to bring, or why it was not."""
-    if found.speedup is None:
-        return f"allow={found.kind!r}: {found.note or 'not measured'}"
-    return (
-        f"allow={found.kind!r}: {ratio_text(found.speedup)} the rate, in {counted(found.speedup.count, 'paired round')}"
-    )
 
 
 def _rise_words(gain: float) -> str:
@@ -197,8 +145,7 @@ def _on_wait(evidence: Evidence) -> Iterator[Advice]:
 def _on_transport(evidence: Evidence) -> Iterator[Advice]:
     measured = evidence.measurement
     seconds = receive_s(measured) if evidence.best.num_workers else 0.0
-    was_tried = any(each.kind == "uint8" and each.speedup is not None for each in evidence.data_changes)
-    if measured.batch_bytes >= LARGE_BATCH_BYTES and not was_tried:
+    if measured.batch_bytes >= LARGE_BATCH_BYTES:
         in_loop = seconds > TRANSPORT_SHARE * evidence.period_s
         whole_s, moved_s = (evidence.period_s, seconds) if in_loop else (measured.service_s, measured.service_s)
         yield Advice(
