@@ -1,8 +1,4 @@
-"""Draws the gallery, and prints what README and tutorial show: `python docs/make_gallery.py`, a minute on a quiet machine.
-
-All but the failures come from one real run, of the tutorial's job; nothing fails there, so that picture is drawn from the
-simulated run that the tests use.
-"""
+"""Draws the gallery, and prints what README and tutorial show: `python docs/make_gallery.py`, a minute on a quiet machine."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
     from autotune_loader import TuningResult
 
 DOCS = Path(__file__).parent
-PICTURES = ("workers", "heatmap", "memory", "history", "timeline", "speedup")
+PICTURES = ("workers", "heatmap", "history", "timeline", "speedup")
 
 
 class Slow(Dataset[tuple[torch.Tensor, int]]):
@@ -45,10 +41,6 @@ def main(budget: str) -> None:
     sys.stdout.write("\n\n".join(map(str, told)) + "\n")
     for name in PICTURES:
         draw(result, name)
-    sys.path.insert(0, str(DOCS.parent / "tests"))
-    from report.example import synthetic_result
-
-    draw(synthetic_result(), "failures")
 
 
 def draw(result: TuningResult, name: str) -> None:

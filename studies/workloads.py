@@ -49,6 +49,21 @@ class StudyWorkload:
         return {**kwargs, **{name: value for name, value in optional.items() if value is not None}}
 
 
+def workload_of(study: StudyWorkload) -> Any:
+    """The study's workload as `tune()` would make it, on the CPU."""
+    from autotune_loader.tuning.arguments import make_workload
+
+    workload, _ = make_workload(
+        study.dataset,
+        study.model,
+        batch_size=study.batch_size,
+        train_step=study.train_step,
+        device="cpu",
+        drop_last=True,
+    )
+    return workload
+
+
 class AccelStep:
     """A training step on an accelerator, seen from the host: the CPU is free while it lasts."""
 

@@ -14,6 +14,7 @@ Tests marked `gpu` are a kind of their own, for a machine with CUDA. Folders are
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import random
 import re
@@ -24,17 +25,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from preloaded import FRAMEWORKS, PreloadedPython
 
 KINDS = ("process", "system", "acceptance", "gpu")
+LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
-# A wall-clock limit per example fails on a machine that is busy with something else.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
+    import hypothesis
+
+    # A wall-clock limit per example fails on a machine that is busy with something else.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
@@ -170,12 +174,14 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
-        elif not item.get_closest_marker("acceptance"):
+        elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    # Longest first, so that no long one is left alone at the end; files stay together.
+    items.sort(key=lambda item: next(rank for rank, kind in enumerate(LONGEST_FIRST) if item.get_closest_marker(kind)))
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
 
 

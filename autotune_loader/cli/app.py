@@ -6,23 +6,22 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from autotune_loader.cli.collection import fleet_command
 from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
-from autotune_loader.cli.files import apply_command, report_command, schema_command, show_command
+from autotune_loader.cli.files import apply_command, show_command
 from autotune_loader.cli.scripts import Launch, run_command, watch_command
 from autotune_loader.cli.tuning import tune_command
 from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
-"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` bears it too."""
+"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
 
 
 @click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -41,8 +40,13 @@ def cli(traceback: bool) -> None:
       autotune-loader apply loader.json --to snippet     code for your training script
 
     \b
-    Exit codes: 0 fine, 1 a result that contradicts itself (show --check), 2 bad input, 3 nothing worked, 4 waits too long
-    (watch --fail-if-wait), 130 interrupted (the best so far is written). A script that is run ends with its own.
+    Exit codes:
+        0  fine
+        2  bad input
+        3  nothing worked; loader.json holds torch's defaults
+        4  a limit of yours was exceeded (--fail-if-wait, --fail-if-slower)
+      130  interrupted; the best so far is written
+    A script that is run ends with its own exit code.
 
     \b
     Completion of commands and options in your shell:
@@ -52,8 +56,7 @@ def cli(traceback: bool) -> None:
     """  # noqa: D301 - click's mark is the character itself
 
 
-_FILES = (show_command, report_command, apply_command, schema_command)  # what reads a loader.json
-for _command in (watch_command, run_command, tune_command, *_FILES, fleet_command, doctor_command, demo_command):
+for _command in (watch_command, run_command, tune_command, show_command, apply_command, doctor_command, demo_command):
     cli.add_command(_command)
 
 
@@ -63,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; `sys.argv[1:]` if None.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    returned = _parsed(arguments)
+    returned = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     if not isinstance(returned, Launch):
         return returned
     from autotune_loader.scripts.launch import launch
@@ -74,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str]) -> int | Launch:
-    """Do what is asked for, and return its exit code; a script is still to be run, where nothing of ours is in its way."""
-    with _surviving_any_encoding(), warnings.catch_warnings():
+    """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way."""
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        for stream in (sys.stdout, sys.stderr):
+            _survive_any_encoding(stream, stack)
         warnings.showwarning = _show_warning
         try:
             returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
@@ -102,15 +106,10 @@ def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
     click.echo(f"Warning: {message}", err=True)
 
 
-@contextlib.contextmanager
-def _surviving_any_encoding() -> Iterator[None]:
+def _survive_any_encoding(stream: Any, stack: contextlib.ExitStack) -> None:
     """Let an ASCII terminal show "?" for a table's line instead of ending in an exception."""
-    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
-    before = [stream.errors for stream in streams]
-    for stream in streams:
-        with contextlib.suppress(ValueError):
+    if hasattr(stream, "reconfigure"):
+        with contextlib.suppress(ValueError):  # closed
+            before = stream.errors
             stream.reconfigure(errors="replace")
-    yield
-    for stream, errors in zip(streams, before, strict=True):
-        with contextlib.suppress(ValueError):
-            stream.reconfigure(errors=errors)
+            stack.callback(stream.reconfigure, errors=before)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from typing import Any
 
 import click
 
@@ -15,65 +13,32 @@ from autotune_loader.cli.exits import FINE, exit_code_of
 @click.command("demo")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="loader.json", show_default=True)
 @click.option("--budget", default="60s", show_default=True, help="Wall time for tuning, such as 60s or 3m.")
-@click.option("--live", is_flag=True, help="Tune while training, by an AutoLoader, for as long as the budget.")
-def demo_command(output: str, budget: str, live: bool) -> int:
+def demo_command(output: str, budget: str) -> int:
     """Tune a small real training job, then train with the result.
 
-    The second process is one of its own, as your training job will be.
-
-    1,200 JPEG files are made once, in a cache folder; they are decoded, augmented and train a small CNN.
+    1,200 JPEG files are made once, in a cache folder. They are decoded, augmented and train a small CNN. A second
+    process then loads the result and trains with it, as your training job will.
 
     \b
     Examples:
       autotune-loader demo
       autotune-loader demo -o loader.json --budget 30s
-      autotune-loader demo --live
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader import demo
-    from autotune_loader.report.tables import stage_lines
     from autotune_loader.tuning import tune as tuner
-    from autotune_loader.tuning.options import parse_seconds
 
-    click.echo(
-        f"The training job: JPEG files in {demo.cache_folder()}, decoded and augmented, and a small CNN.", err=True
-    )
-    if live:
-        return train_live(output, parse_seconds("budget", budget))
+    folder = demo.cache_folder()
+    click.echo(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", err=True)
     result = tuner.tune(**demo.demo_factory(), budget=budget, output=output, reuse=False, progress="on")
     click.echo(result.report())
-    click.echo(f"\nWritten to {output}. Now a second process loads it and trains, as a training job would:\n")
-    sys.stdout.flush()  # or the other process' lines would come first
     code = exit_code_of(result)
     if code != FINE:
         return code
-    code = run_training_job(output)
-    lines = stage_lines(result.stage_times, most=3)
-    click.echo("\n".join(["\nWhat would make it faster still, the largest first:", *lines]) if lines else "")
-    return code
-
-
-def train_live(path: str, seconds: float) -> int:
-    """Train for so long with a loader that tunes itself, and tell what it found."""
-    from autotune_loader import AutoLoader, demo
-
-    folder = demo.cache_folder()
-    demo.make_jpegs(folder)
-    loader: AutoLoader[Any] = AutoLoader(
-        demo.JpegFolder(folder),
-        batch_size=demo.BATCH_SIZE,
-        shuffle=True,
-        on_change=lambda event: click.echo(f"{event.seconds:5.0f} s  settled on {event.config}"),
-    )
-    model, begun, epoch = demo.SmallCnn(), time.monotonic(), 0
-    while time.monotonic() - begun < seconds:
-        rate = demo.train_one_epoch(loader, model)
-        epoch += 1
-        click.echo(f"epoch {epoch}: {rate:,.0f} samples/s with {loader.config}")
-    loader.save(path)
-    click.echo(f"\n{loader.report()}\n\nWritten to {path}.")
-    return FINE
+    click.echo(f"\nWritten to {output}. Now a second process loads it and trains:\n")
+    sys.stdout.flush()  # or the other process' lines would come first
+    return run_training_job(output)
 
 
 def run_training_job(path: str) -> int:
-    """Train with the file in a process of its own, whose output is ours; its exit code."""
+    """Train with the file in a process of its own; its exit code."""
     return subprocess.run([sys.executable, "-m", "autotune_loader.demo", path], check=False).returncode

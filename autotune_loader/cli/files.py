@@ -1,113 +1,104 @@
-"""Commands that read a `loader.json`: `show`, `report`, `apply`; and `schema`, which describes it."""
+"""Commands that read a `loader.json`: `show` and `apply`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-
-from autotune_loader.cli.exits import CONTRADICTORY, FINE
-from autotune_loader.cli.recipes import RECIPES, env_recipe
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
 _FILE = click.Path(dir_okay=False)  # read and checked where its contents are
+# Without workers torch refuses or ignores them.
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "in_order", "multiprocessing_context")
+_SNIPPET = '''\
+# {config}; written by autotune-loader
+{imports}from torch.utils.data import DataLoader
+
+{settings}LOADER_ARGUMENTS = {arguments}
 
 
-def _load(path: str) -> TuningResult:
-    """The result in a file; of a collection, the one for this machine."""
-    from autotune_loader.machine.facts import inspect_machine
-    from autotune_loader.results.fleet import entry_for
-    from autotune_loader.results.result import TuningResult
-
-    return TuningResult.from_file(entry_for(path, inspect_machine()))
+def make_loader(dataset, **arguments):
+    """A tuned DataLoader; `arguments` such as batch_size and shuffle come on top and win."""
+    arguments = {{**LOADER_ARGUMENTS, **arguments}}
+    if arguments["num_workers"] == 0:  # options of workers go with the workers
+        arguments = {{name: value for name, value in arguments.items() if name not in {of_workers!r}}}
+    return DataLoader(dataset, **arguments)
+'''
 
 
 @click.command("show")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
-@click.option("--check", is_flag=True, help="Only check that no figure or sentence contradicts another.")
-def show_command(path: str, check: bool) -> int:
+@click.option("--html", "page", type=_FILE, help="Write an HTML page with all pictures here instead.")
+def show_command(path: str, page: str | None) -> None:
     """Print what was found, and whether this machine fits.
 
-    The machine that it was found on is shown beside this one. With --check, the exit code is 1 where the result
-    contradicts itself, which would be a mistake of ours.
+    The machine of the tuning is shown beside this one. With --html the result is written as one page that needs nothing
+    else and can be opened anywhere.
 
     \b
     Examples:
       autotune-loader show loader.json
-      autotune-loader show loader.json --check
+      autotune-loader show loader.json --html report.html
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.report.machines import render_machines
-
-    result = _load(path)
-    if check:
-        return _checked(result)
-    click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
-    return FINE
-
-
-def _checked(result: TuningResult) -> int:
-    from autotune_loader.report.invariants import contradictions
-
-    found = contradictions(result)
-    click.echo("\n".join(found) or "Nothing in it contradicts anything else in it.")
-    return CONTRADICTORY if found else FINE
-
-
-@click.command("report")
-@click.argument("path", metavar="LOADER.JSON", type=_FILE)
-@click.option("-o", "--output", type=_FILE, default="report.html", show_default=True, help="The page to write.")
-def report_command(path: str, output: str) -> None:
-    """Write an HTML page with table, pictures and verdict.
-
-    Everything is inside, so that it can be opened anywhere.
-
-    \b
-    Example:
-      autotune-loader report loader.json -o report.html
-    """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.report.page import render_html
+    from autotune_loader.results.result import TuningResult
 
-    page = render_html(_load(path))
+    result = TuningResult.load(path)
+    if page is None:
+        click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
+        return
+    text = render_html(result)
     try:
-        Path(output).write_text(page, encoding="utf-8")
+        Path(page).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"output={output!r} cannot be written ({error.strerror})") from error
-    click.echo(f"Written to {output}.")
+        raise ValueError(
+            f"--html={page!r} cannot be written ({error.strerror}); --html=report.html would work"
+        ) from error
+    click.echo(f"Written to {page}.")
 
 
 @click.command("apply")
 @click.argument("path", metavar="LOADER.JSON", type=_FILE)
-@click.option(
-    "--to", "form", type=click.Choice((*RECIPES, "env")), default="kwargs", show_default=True, help="What to print."
-)
+@click.option("--to", "form", type=click.Choice(("kwargs", "snippet")), default="kwargs", show_default=True)
 def apply_command(path: str, form: str) -> None:
     """Print the configuration in the form that a training job takes.
 
     \b
     Examples:
-      autotune-loader apply loader.json --to kwargs          JSON: arguments for DataLoader
-      eval "$(autotune-loader apply loader.json --to env)"   where load_config() finds the file
-      autotune-loader apply loader.json --to snippet         Python that makes the loader
-      autotune-loader apply loader.json --to hf              fields of transformers.TrainingArguments
-      autotune-loader apply loader.json --to lightning       for a LightningDataModule
-      autotune-loader apply loader.json --to accelerate      for accelerate's Accelerator
+      autotune-loader apply loader.json --to kwargs    JSON: arguments for DataLoader
+      autotune-loader apply loader.json --to snippet   Python that makes the loader
     """  # noqa: D301 - click's mark is the character itself
-    result = _load(path)
-    click.echo(env_recipe(result, path) if form == "env" else RECIPES[form](result))
+    from autotune_loader.results.result import TuningResult
+
+    result = TuningResult.load(path)
+    click.echo(json.dumps(_arguments(result), indent=2) if form == "kwargs" else snippet(result))
 
 
-@click.command("schema")
-def schema_command() -> None:
-    """Print the JSON Schema of loader.json.
+def snippet(result: TuningResult) -> str:
+    """Python that makes the tuned loader and needs nothing but torch."""
+    best, settings = result.best, []
+    if best.consumer_threads is not None:
+        settings.append(f"torch.set_num_threads({best.consumer_threads})  # once, before the training loop\n")
+    if best.sharing_strategy is not None:
+        settings.append(f"torch.multiprocessing.set_sharing_strategy({best.sharing_strategy!r})\n")
+    lines = "".join(f"    {json.dumps(name)}: {value!r},\n" for name, value in _arguments(result).items())
+    text = _SNIPPET.format(
+        config=best,
+        imports="import torch\n" if settings else "",
+        settings="".join([*settings, "\n"]) if settings else "",
+        arguments=f"{{\n{lines}}}",
+        of_workers=_OF_WORKERS,
+    )
+    depth = best.device_prefetch
+    ahead = f"\n\n# from autotune_loader import DevicePrefetcher\n# loader = DevicePrefetcher(loader, 'cuda', depth={depth})"
+    return text.rstrip() + (ahead if depth else "")
 
-    \b
-    Example:
-      autotune-loader schema > loader.schema.json
-    """  # noqa: D301 - click's mark is the character itself
-    from autotune_loader.results.loader_file import loader_schema
 
-    click.echo(json.dumps(loader_schema(), indent=2))
+def _arguments(result: TuningResult) -> dict[str, Any]:
+    size = {} if result.best.batch_size is None else {"batch_size": result.best.batch_size}
+    return {**size, **result.best.to_kwargs()}

@@ -28,19 +28,9 @@ class _TuneCommand(click.Command):
     """What follows a script is the script's own; options may follow a factory."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        flags = {
-            name
-            for each in self.params
-            if getattr(each, "is_flag", False)
-            for name in (*each.opts, *each.secondary_opts)
-        }
-        waiting = list(args)
-        while waiting and waiting[0].startswith("-"):
-            option = waiting.pop(0)
-            if option not in flags and "=" not in option and waiting:
-                waiting.pop(0)
-        if "-m" in args[: len(args) - len(waiting)] or (waiting and ":" not in waiting[0]):
-            ctx.allow_interspersed_args = False
+        ctx.allow_interspersed_args = False
+        typed, _, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.allow_interspersed_args = not typed.get("is_module") and ":" in str(typed.get("factory"))
         return super().parse_args(ctx, args)
 
 

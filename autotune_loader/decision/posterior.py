@@ -36,7 +36,7 @@ DEPTH_REFUTED = 1.5
 takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
 TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
 """Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything. Without it
-94.3 instead of 95.0 % of 300 simulated machines are within 2 % (studies/regret/ABLATION.md)."""
+94.3 instead of 95.0 % of 300 simulated machines are within 2 % (studies/regret/README.md)."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
 """How many times `MODEL_SD` the twin may err; the bursts show which."""
 PATHS = 256

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from autotune_loader.integrations import require
-from autotune_loader.integrations.watching import Watch
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
@@ -71,24 +70,6 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
         if is_data_module and getattr(type(source), name, None) is not getattr(lightning.LightningDataModule, name):
             setattr(TunedDataModule, name, lambda self, name=name: getattr(source, name)())
     return TunedDataModule()
-
-
-def loader_watch(path: str | None = None) -> Any:
-    """A callback that says after an epoch, once, where an AutoLoader no longer trains as `loader.json` says.
-
-    Args:
-        path: the file; by default the one that `load_config()` finds.
-
-    Raises:
-        MissingExtraError: Lightning is not installed.
-    """
-    lightning = require("lightning.pytorch", feature="Watching in Lightning", extra="lightning")
-
-    class LoaderWatch(Watch, lightning.Callback):  # type: ignore[misc, name-defined]
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
-            self.look_at(trainer.train_dataloader, path)
-
-    return LoaderWatch()
 
 
 def _train_loader(source: Any) -> Any:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from autotune_loader.integrations import require
-from autotune_loader.integrations.watching import Watch
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
@@ -90,22 +89,3 @@ def plain_loader(trainer: Any) -> Any:
         prefetch_factor=args.dataloader_prefetch_factor if workers else None,
         persistent_workers=args.dataloader_persistent_workers and workers > 0,
     )
-
-
-def loader_watch(path: str | None = None) -> Any:
-    """A callback that says after an epoch, once, where an AutoLoader no longer trains as `loader.json` says.
-
-    Args:
-        path: the file; by default the one that `load_config()` finds.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-    """
-    transformers = require("transformers", feature="Watching a Trainer", extra="transformers")
-
-    class LoaderWatch(Watch, transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-            prepared = given.get("train_dataloader")
-            self.look_at(getattr(prepared, "base_dataloader", prepared), path)
-
-    return LoaderWatch()

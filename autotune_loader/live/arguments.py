@@ -12,12 +12,18 @@ from torch.utils.data import DataLoader
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.values.config import LoaderConfig
 
-NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-"""Arguments that torch refuses without workers; for an AutoLoader the number of workers is only a start."""
+WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "in_order")
+"""Arguments of an existing loader that torch refuses, or ignores, without workers."""
+CONFIGURED = ("num_workers", "pin_memory", *WORKERS)
+"""Arguments that a configuration takes the place of."""
 
 
 def asked_for(
-    dataset: Any, args: tuple[Any, ...], arguments: dict[str, Any], own: Collection[str] = ()
+    dataset: Any,
+    args: tuple[Any, ...],
+    arguments: dict[str, Any],
+    config: LoaderConfig | None = None,
+    own: Collection[str] = (),
 ) -> dict[str, Any]:
     """Arguments of DataLoader by name.
 
@@ -25,6 +31,7 @@ def asked_for(
         dataset: any dataset, or a loader, which is only read.
         args: positional arguments after it.
         arguments: by name.
+        config: in place of what they say of workers.
         own: names of what AutoLoader takes beyond them; told to who mistypes one.
 
     Raises:
@@ -37,12 +44,19 @@ def asked_for(
             f"{name}={arguments[name]!r} is an argument of neither AutoLoader nor DataLoader; {' or '.join(near)} would work"
         )
     given = inspect.signature(DataLoader).bind(dataset, *args, **arguments).arguments
-    if not isinstance(dataset, DataLoader):
-        return given
-    return {**_arguments_of(dataset), **given, "dataset": dataset.dataset}
+    if isinstance(dataset, DataLoader):
+        given = {**_arguments_of(dataset, given), **given, "dataset": dataset.dataset}
+    if config is not None:
+        given = {name: value for name, value in given.items() if name not in CONFIGURED} | _of_workers(config)
+    return given
 
 
-def _arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-    asked = {name: getattr(loader, name) for name in (*names, *NEEDS_WORKERS, "in_order")}
-    return asked | batching_of(loader, LoaderConfig())
+def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
+    names: tuple[str, ...] = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+    if given.get("num_workers", loader.num_workers) and loader.num_workers:
+        names += WORKERS
+    return {name: getattr(loader, name) for name in names} | batching_of(loader, LoaderConfig())
+
+
+def _of_workers(config: LoaderConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}

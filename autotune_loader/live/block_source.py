@@ -43,8 +43,12 @@ class Training(Protocol):
     @property
     def failures(self) -> Mapping[LoaderConfig, Failure]: ...
     @property
-    def keeps_workers(self) -> bool:
-        """Whether workers are kept between epochs."""
+    def awaits_proof(self) -> bool:
+        """Whether it is not known yet whether workers may be tried."""
+        ...
+
+    def may_run(self, config: LoaderConfig) -> bool:
+        """Whether its batches are known to be those of the configuration asked for."""
         ...
 
     def change_to(self, config: LoaderConfig) -> None: ...

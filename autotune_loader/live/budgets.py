@@ -70,13 +70,6 @@ class Budgets:
             and _fits(space.memory_need(new), int(host * SAFE_SHARE / ranks) if host is not None else None)
         )
 
-    def fits_now(self, config: LoaderConfig, shape: BatchShape | None) -> bool:
-        """Whether shared memory and memory as they are free now would do for a pool."""
-        if shape is None or not config.num_workers:
-            return True
-        space = self.search_space(config.num_workers, config, shape)
-        return space.veto(config) is None
-
     def search_space(self, most_workers: int, like: LoaderConfig, shape: BatchShape | None) -> Space:
         """The configurations that may be tried, in what differs from `like` workers and prefetch.
 

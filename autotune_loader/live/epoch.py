@@ -8,19 +8,20 @@ worker lost ── pool closed ── what it had in hand is put back ── poo
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+import warnings
+import weakref
+from dataclasses import replace
 from typing import Any, Literal
 
-from autotune_loader.live import ledger
-from autotune_loader.live.budgets import Budgets
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from autotune_loader.live.numbered import Raised
 from autotune_loader.live.order import Order
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
-from autotune_loader.live.step_threads import StepThreads
-from autotune_loader.live.traces import Change, LiveTraces
-from autotune_loader.pipeline.stages import StageTally
+from autotune_loader.live.state import WORKER_READ, LoaderState
+from autotune_loader.live.traces import Change
+from autotune_loader.live.trust import Refusal, Trust
 from autotune_loader.pipeline.trace_log import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -28,105 +29,146 @@ from autotune_loader.values.measurement import Failure
 
 MOST_LOSSES = 3
 """After so many losses without a batch in between torch's error is raised: the next start would not help either."""
+CHANGED = Refusal(
+    reason="the training has changed the dataset, its sampler or collate_fn in mid-epoch, which workers would not see",
+    mend="num_workers=1 says that they need not",
+)
 
-logger = logging.getLogger(__name__)
-
-
-def _never(now: float) -> float:  # noqa: ARG001 - a tuner looks at the clock
-    return math.inf
-
-
-@dataclass(slots=True, kw_only=True)
-class LoaderState:
-    """What a loader and its running epochs share."""
-
-    config: LoaderConfig
-    """Wanted now; an epoch that finds another than its own changes to it."""
-    budgets: Budgets
-    traces: LiveTraces = field(default_factory=LiveTraces)
-    shape: BatchShape | None = None
-    """The largest batch seen at the start of an epoch."""
-    losses: int = 0
-    """Pools that were started anew because workers were lost."""
-    stages: StageTally | None = None
-    """What watched workers were at lately; None where they are not watched."""
-    threads: StepThreads | None = None
-    """Sets those of the step; None leaves them alone."""
-    own: LoaderConfig | None = None
-    """What the user would have: where another configuration raises, this one tries the same batch. None: no other runs."""
-    failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
-    """Configurations that raised where the user's own did not."""
-    wake: float = math.inf
-    """When `look` is to be called next, in seconds of the traces' clock."""
-    look: Callable[[float], float] = _never
-    """Thinks between two batches; returns when to be called again."""
+logger = logging.getLogger("autotune_loader.live")
 
 
-class EpochIterator(Iterator[Any]):
+class EpochIterator(_BaseDataLoaderIter):
     """The batches of an epoch, in order, whatever happens to the workers. With persistent workers it begins again.
 
-    It does not know the loader, so that both go, and the workers with them, when the last reference does.
+    To whoever looks it is torch's iterator. It does not know the loader, so that both go, and the workers with them, when
+    the last reference does. Its batches are noted, and tuned, while it is the only one of the loader that runs.
+
+    Args:
+        loader: whose names are shown.
+        state: shared by all iterators of the loader.
+        parts: of the user.
+        order: of the epoch.
+        trust: kept alive as long as batches are wanted.
     """
 
-    def __init__(self, state: LoaderState) -> None:
-        self._state = state
-        self._note = state.traces.note
+    def __init__(self, loader: Any, state: LoaderState, parts: Parts, order: Order, trust: Trust | None) -> None:
+        self._trust = trust
+        self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
+        self._num_workers, self._persistent_workers = loader.num_workers, loader.persistent_workers
+        self._shared, self._state = state, state.aside()
+        self._note = self._state.traces.note
         self._pool: Pool | None = None
         self._next_pool: Pool | None = None
+        self._begin(loader, parts, order)
 
-    def begin(self, parts: Parts, order: Order) -> None:
-        """Start an epoch, with the workers of the one before where they were kept and fit."""
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: ARG002 - torch's signature
+        """Start another epoch, with the workers of the one before where they are kept and fit."""
+        if self._state is not self._shared:
+            self._state = self._shared.aside()
+        self._begin(loader, *loader._next_epoch())
+
+    def _begin(self, loader: Any, parts: Parts, order: Order) -> None:
         self._parts, self.order, self._in_hand = parts, order, order.in_hand
+        self._expected: int | None = loader._IterableDataset_len_called
+        self._base_seed, self._num_yielded = order.seed, 0
         self._pools, self._losses, self._delivered = 0, 0, -1
         self._last: tuple[Fetch, float, float] | None = None
         self._suspect: tuple[LoaderConfig, int] | None = None
         self._is_measured = False
-        self._first = self._state.traces.end
-        self._close_next()
-        ledger.is_busy(self)
+        self._close(self._next_pool)
+        self._next_pool = None
+        trust = self._trust
+        if trust is not None and self._is_alone:
+            trust.begun()
+        elif trust is not None and not trust.still_holds():  # since the workers of another iterator began
+            self._state.config = self._state.asked
         if not self._took_up():
-            if self._pool is not None:
-                self._pool.close()  # first, so that the old workers are gone before new ones come
-                self._pool = None
-            self._pool = self._started("epoch" if self._first else "start")
+            self._close(self._pool)  # first, so that the old workers are gone before new ones come
+            self._pool = None
+            self._pool = self._started("epoch" if self._shared.traces.end else "start")
+        while order.skip:  # a stream that is resumed
+            order.skip -= 1
+            next(self)
+
+    @property
+    def _workers(self) -> list[Any]:
+        return [process for pool in (self._pool, self._next_pool) if pool is not None for process in pool.processes]
+
+    def _shutdown_workers(self) -> None:
+        for pool in (self._pool, self._next_pool):
+            self._close(pool)
+        self._pool = self._next_pool = None
 
     def __next__(self) -> Any:
         requested = time.monotonic()
+        state = self._state
         if self._last is not None:
             fetch, asked, received = self._last
             self._last = None
             self._note((fetch, asked, received, requested))
-        if requested >= self._state.wake:
-            self._state.wake = self._state.look(requested)
-        if self._state.config is not self._config:
+        elif state is not self._shared and not self._num_yielded:
+            state = self._claim()
+        if requested >= state.wake:
+            state.think(requested)
+        if self._is_on_trust and not state.still_holds():
+            self._give_back()
+        if state.config is not self._config:
             self._change()
         while True:
             pool = self._pool
-            if pool is None:  # asked once more after its end, when its workers had been let go
+            if pool is None:  # shut down
                 raise StopIteration
             try:
-                pool.is_waiting = True
-                batch, fetch, number = pool.receive()
+                pool.is_waiting = pool.is_in_main
+                batch, fetch, number, reads = pool.receive()
                 pool.is_waiting = False
-                break
             except StopIteration:
                 pool.is_waiting = False
                 self._go_on()
+                continue
             except BaseException as error:
                 pool.is_waiting = False
                 if not self._recovered(error):
                     raise
+                continue
+            if reads and state.is_tuned and state.asked.num_workers:
+                state.refuse(WORKER_READ)
+            if not isinstance(batch, Raised):
+                break
+            if not self._is_tried_again(number, batch):
+                self._in_hand.pop(number, None)
+                batch.reraise()
         if number is None:
             self.order.received += 1
         else:
             self._in_hand.pop(number, None)
+        self._num_yielded += 1
         if not self._is_measured:
             self._measure(batch)
-        if len(fetch) == REPORTED and self._state.stages is not None:
-            self._state.stages.add(fetch[-1])
+        if self._expected is not None and self._num_yielded > self._expected:
+            self._warn_of_length()
+        if len(fetch) == REPORTED and state.stages is not None:
+            state.stages.add(fetch[-1])
             fetch = fetch[:-1]  # the log need not keep it
         self._last = (fetch, requested, time.monotonic())
         return batch
+
+    @property
+    def _is_alone(self) -> bool:
+        holder = None if self._shared.tuned is None else self._shared.tuned()
+        return holder is None or holder is self or holder.order.is_over
+
+    def _claim(self) -> LoaderState:
+        """Become the iterator that is tuned, where no other one runs."""
+        shared = self._shared
+        if not self._is_alone:
+            return self._state
+        end, mine = shared.traces.end, self._state.traces.changes
+        shared.traces.changes += [replace(c, batch=c.batch + end, serves_from=c.serves_from + end) for c in mine]
+        if shared.threads is not None:
+            shared.threads.set(self._config)
+        shared.tuned, self._state, self._note = weakref.ref(self), shared, shared.traces.note
+        return shared
 
     def _took_up(self) -> bool:
         pool = self._pool
@@ -146,12 +188,11 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def _started(self, reason: Literal["start", "change", "loss", "epoch"]) -> Pool:
-        begun, before = time.monotonic(), len(self._in_hand)
+        begun, before, state = time.monotonic(), len(self._in_hand), self._state
         while True:
-            self._config = self._carefully(self._state.config)
-            ledger.make_room(lambda: self._state.budgets.fits_now(self._config, self._state.shape))
+            self._config = config = self._carefully(state.config)
             try:
-                pool = Pool(self._parts, self._config, self.order, self._pools)
+                pool = Pool(self._parts, config, self.order, self._pools, state.make)
                 break
             except WorkersLostError as lost:
                 if not self._may_go_on(was_killed=lost.was_killed):
@@ -161,23 +202,19 @@ class EpochIterator(Iterator[Any]):
                     self._pool = None
                 self.order.put_back()
             except Exception as error:
-                if not self._is_given_up(self._config, error):
+                if not self._is_given_up(config, f"{type(error).__name__}: {error}"):
                     raise
         self._pools += 1
-        if self._state.threads is not None:
-            self._state.threads.set(self._config)
+        workers, asked = config.num_workers, state.asked.num_workers
+        self._is_on_trust = workers > 0 and not asked and not self._parts.is_stream
+        if state.threads is not None:  # not of an iterator that runs beside the one that is tuned
+            state.threads.set(config)
         now = time.monotonic()
-        first = self._state.traces.end + (self._last is not None)
-        self._state.traces.changes.append(
-            Change(
-                batch=first,
-                serves_from=first + before,
-                config=self._config,
-                reason=reason,
-                begun=begun,
-                blocked_s=now - begun,
-            )
+        first = state.traces.end + (self._last is not None)
+        change = Change(
+            batch=first, serves_from=first + before, config=config, reason=reason, begun=begun, blocked_s=now - begun
         )
+        state.traces.changes.append(change)
         return pool
 
     def _carefully(self, config: LoaderConfig) -> LoaderConfig:
@@ -188,17 +225,15 @@ class EpochIterator(Iterator[Any]):
 
     def _change(self) -> None:
         """Close the feed; start the next pool beside the old one where that is allowed."""
-        pool = self._pool
-        if (
-            pool is None
-            or self._parts.is_stream
-            or self._next_pool is not None
-            or not pool.feed.is_open
-            or not self.order.has_more
-        ):
+        pool, state = self._pool, self._state
+        if pool is None or self._parts.is_stream or self._next_pool is not None or not pool.feed.is_open:
+            return
+        if state.config.num_workers and not state.still_holds():
+            return  # workers that begin now would see what those of this epoch do not
+        if not self.order.has_more:
             return
         pool.feed.is_open = False
-        if self._state.budgets.may_overlap(pool.config, self._state.config, self._state.shape):
+        if state.budgets.may_overlap(pool.config, state.config, state.shape):
             started = self._started("change")
             if self._pool is None:
                 self._pool = started
@@ -212,13 +247,25 @@ class EpochIterator(Iterator[Any]):
         if pool.feed.is_open or (self._next_pool is None and not self.order.has_more):
             self.order.is_over = True
             self._state.traces.trim()
-            if pool.config.persistent_workers:
-                ledger.rests(self)
             raise StopIteration
         self._pool, self._next_pool = self._next_pool, None
         pool.close()
         if self._pool is None:
             self._pool = self._started("change")
+
+    def _give_back(self) -> None:
+        """From now on the training process makes the batches, those that workers have in hand first."""
+        self._state.refuse(CHANGED)
+        self._start_anew()
+
+    def _start_anew(self, *, is_lost: bool = False) -> int:
+        """End the workers and start anew with all that they had in hand; returns how many batches that are."""
+        for pool in (self._pool, self._next_pool):
+            self._close(pool, is_lost=is_lost)
+        self._pool = self._next_pool = None
+        count = self.order.put_back()
+        self._pool = self._started("loss")
+        return count
 
     def _recovered(self, error: BaseException) -> bool:
         """Starts anew after a loss; False for what is no loss, or one too many, and is the caller's to raise.
@@ -226,57 +273,48 @@ class EpochIterator(Iterator[Any]):
         Nothing is raised here: a frame that holds the exception which holds the frame would keep the workers alive.
         """
         pools = [pool for pool in (self._pool, self._next_pool) if pool is not None]
+        if not self._config.num_workers and not isinstance(error, Exception):
+            self.order.put_back()  # Ctrl-C in the midst of a fetch
         lost = [pool for pool in pools if isinstance(error, Exception) and pool.has_lost(error)]
         if not lost or self._parts.is_stream:
-            if isinstance(error, Exception) and not self._is_tried_again(error):
-                self.order.drop_next()
-                return False
-            return isinstance(error, Exception)
+            return False
         may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         without_frames(error)
-        for pool in pools:
-            pool.close(is_lost=True)
-        count, self._next_pool = self.order.put_back(), None
         if not may_go_on:
+            for pool in pools:
+                pool.close(is_lost=True)
+            self._next_pool = None
+            self.order.put_back()
             return False
-        self._pool = None
-        self._pool = self._started("loss")
+        count = self._start_anew(is_lost=True)
         logger.warning("%s; started %s, %d batches are fetched again", error, self._config, count)
         return True
 
-    def _is_given_up(self, config: LoaderConfig, error: Exception) -> bool:
-        """Whether the user's own configuration takes the place of one that failed."""
-        own = self._state.own
-        if own is None or config.key() == own.key() or self._parts.is_stream:
+    def _is_given_up(self, config: LoaderConfig, why: str) -> bool:
+        """Whether the configuration asked for takes the place of one that failed."""
+        state = self._state
+        if not state.is_tuned or config.key() == state.asked.key() or self._parts.is_stream:
             return False
-        message = f"{type(error).__name__} with {config}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
-        self._state.failures[config.key()] = Failure(kind="user_exception", phase="batches", message=message)
-        self._state.config = own
+        state.failures[config.key()] = Failure(kind="user_exception", phase="batches", message=f"{config}: {why}")
+        state.config = state.asked
         return True
 
-    def _is_tried_again(self, error: Exception) -> bool:
-        """Whether the user's own configuration shall fetch the batch that raised with another one.
+    def _is_tried_again(self, number: int, raised: Raised) -> bool:
+        """Whether the configuration asked for shall fetch the batch that raised with another one.
 
         Where it raises there, too, it is the data's fault, and the other configuration goes on.
         """
-        pool, number = self._pool, min(self._in_hand, default=-1)
-        assert pool is not None
         if self._suspect is not None and self._suspect[1] == number:
             suspect, self._suspect = self._suspect[0], None
             self._state.failures.pop(suspect.key(), None)
             self._state.config = suspect
             return False
-        if not self._is_given_up(pool.config, error):
+        config = self._config
+        if not self._is_given_up(config, f"{raised}"):
             return False
-        self._suspect = (pool.config, number)
-        logger.warning("%s; its batch is fetched again with %s", error, self._state.config)
-        without_frames(error)
-        for each in (self._pool, self._next_pool):
-            if each is not None:
-                each.close()
-        self._pool = self._next_pool = None
-        self.order.put_back()
-        self._pool = self._started("loss")
+        self._suspect = (config, number)
+        logger.warning("%s; batch %d is fetched again with %s", raised, number, self._state.config)
+        self._start_anew()
         return True
 
     def _may_go_on(self, *, was_killed: bool) -> bool:
@@ -292,18 +330,24 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def _measure(self, batch: Any) -> None:
-        shape = BatchShape.of(batch)
+        self._is_measured = True
+        try:
+            shape = BatchShape.of(batch)
+        except Exception as error:  # a batch's own code
+            self._state.give_up(error)
+            return
         known = self._state.shape
         self._state.shape = shape if known is None or shape.bytes > known.bytes else known
-        self._is_measured = True
 
-    def let_go(self) -> None:
-        """End the kept workers; the next epoch starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+    def _warn_of_length(self) -> None:
+        """As torch."""
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {self._expected}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. ",
+            stacklevel=3,
+        )
 
-    def _close_next(self) -> None:
-        if self._next_pool is not None:
-            self._next_pool.close()
-            self._next_pool = None
+    @staticmethod
+    def _close(pool: Pool | None, *, is_lost: bool = False) -> None:
+        if pool is not None:
+            pool.close(is_lost=is_lost)

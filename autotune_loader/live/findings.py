@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.result import LoaderFacts
+from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuning import LiveTuning
-from autotune_loader.results.load import find_loader_file
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-NOISE = 0.1
-"""Rates and shares this close are the same on another day."""
-
 
 class Findings:
     """The part of an AutoLoader that tells, people and other loaders."""
@@ -28,6 +24,7 @@ class Findings:
     _state: LoaderState
     _tuning: LiveTuning | None
     config: Any
+    on_change: Any
     traces: Any
 
     @property
@@ -64,27 +61,6 @@ class Findings:
         """Write `loader.json` with the best configuration known: the next job begins where this one ended."""
         self._result().save(path)
 
-    def check(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """One sentence where training no longer is as a `loader.json` says, and what would help; None while it is.
-
-        Args:
-            path: the file; by default the one that `load_config()` finds.
-
-        Raises:
-            ConfigFileError: it cannot be read, or there is none.
-        """
-        promised, now = TuningResult.load(find_loader_file() if path is None else path), self._result()
-        then, rate = promised.measured.samples_per_s, now.measured.samples_per_s
-        if then is None or rate is None or rate.high >= (1 - NOISE) * then.low:
-            return None
-        says = f"training runs at {rate.value:,.0f} samples/s, loader.json says {then.value:,.0f}"
-        if self.best.key() != promised.best.key():
-            return f"{says} with {promised.best}, and it is {self.best} that runs: AutoLoader(config='loader.json') would do"
-        waiting, before = now.measured.wait_share or 0.0, promised.measured.wait_share or 0.0
-        if waiting < before + NOISE:
-            return f"{says}, and the loop waits no longer than then: it is the step that has become slower"
-        return f"{says}; the loop waits {waiting:.0%} of its time, then {before:.0%}: tune=True would tune it anew"
-
     def go_on_from(self, state: LoaderState, tuning: LiveTuning) -> None:
         """Take over what another loader learnt that did the same work, as where a script makes a loader for each epoch.
 
@@ -93,7 +69,7 @@ class Findings:
             tuning: of the other loader.
         """
         self._state, self._tuning = state, tuning
-        tuning.follow(self._change)
+        tuning.follow(self._change, self.on_change)
 
     @property
     def learnt(self) -> tuple[LoaderState, LiveTuning]:

@@ -1,9 +1,10 @@
 """The user's dataset and collate function behind index batches that carry their number.
 
-feed ── (number, epoch seed, indices) ── dataset ── (number, samples) ── collate ── (batch, fetch, number) ── loop
+feed ── (number, epoch seed, indices) ── fetch, collate ── (batch, fetch, number, reads) ── loop
 
-The number says which batch has arrived; with the epoch's seed it says which random numbers were its own. Without workers
-one object does all of it: what is done between two batches finds the caches cold, so that each step costs more than it seems.
+The number says which batch has arrived; with the epoch's seed it says which random numbers were its own. What workers are
+sent is one object, so that torch pickles dataset, collate function and init function together: what is one object here is
+one object there, and classes of the script are those of the script.
 """
 
 from __future__ import annotations
@@ -11,99 +12,172 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
-from autotune_loader.pipeline.by_value import dumps, loads
-from autotune_loader.pipeline.tracing import TracedCollate, TracedDataset
+from autotune_loader.pipeline.tracing import (
+    TracedCollate,
+    TracedDataset,
+    TracedEpoch,
+    TracedWorkerInit,
+    forget_open_batch,
+)
 
 Item = tuple[int, int, Any]
 """number of the batch in its epoch, seed of the epoch, indices (one index where the dataset makes the batches)"""
+WORKER_NAMES = ("id", "num_workers")
+"""Attributes of `get_worker_info()` by which samples may depend on the number of workers."""
+
+_reads_worker = False
+"""Whether the user's code has read one of them in this worker."""
 
 
-class BatchesInLoop(IterableDataset[Any]):
-    """A map-style dataset's batches, made by the training process itself; one that raises is followed by the next.
+class Raised:
+    """An exception of the user's in place of a batch, so that its number is known and the worker goes on."""
 
-    It takes the place of torch's iterator, which without workers would do the same and tell the profiler, for 7 us a batch.
+    def __init__(self) -> None:
+        worker = get_worker_info()
+        number = object.__getattribute__(worker, "id")  # past `_watched`
+        self._wrapped = ExceptionWrapper(where=f"in DataLoader worker process {number}")
+
+    def __str__(self) -> str:
+        return str(self._wrapped.exc_msg).strip().splitlines()[-1]
+
+    def reraise(self) -> None:
+        """Raise it as torch would."""
+        self._wrapped.reraise()
+
+
+class RaisedHere(Raised):
+    """The same in the training process, where it is raised as it is."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        return repr(self._error)
+
+    def reraise(self) -> None:
+        try:
+            raise self._error
+        finally:
+            del self._error  # its frames hold this object
+
+
+class _Sent:
+    """The user's parts, in one piece.
 
     Args:
         dataset: of the user.
         collate_fn: of the user.
+        init_fn: of the user: `worker_init_fn`.
         batched: whether samples are collated; False where the dataset makes the batches.
-        feed: numbered index batches.
-        seeds: None leaves the random numbers to torch.
+        watches: whether workers are watched for what they are at.
     """
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[Any], Any],
+        init_fn: Callable[[int], None] | None,
+        *,
         batched: bool,
-        feed: Iterator[Item],
-        seeds: LoopSeeds | None,
+        watches: bool,
     ) -> None:
-        traced = TracedDataset(dataset)
-        self._fetch = traced.__getitems__ if batched else traced.__getitem__
-        self._collate = TracedCollate(collate_fn, batched)
-        self._feed, self._seeds = feed, seeds
+        self._dataset, self._collate_fn, self._init_fn = dataset, collate_fn, init_fn
+        self._batched, self._watches = batched, watches
+
+    def begin(self, worker: int) -> None:
+        """In a new worker, whose `get_worker_info()` tells of the user's own dataset; then the user's `worker_init_fn`."""
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", self._dataset)
+        object.__setattr__(info, "__class__", _watched(type(info)))
+        TracedWorkerInit(self._init_fn, self._watches)(worker)
+
+
+class NumberedBatches(_Sent):
+    """A map-style dataset's batches, by number. As the dataset of a DataLoader it is asked for one item at a time."""
+
+    seeds: WorkerSeeds | LoopSeeds | None = None
+    """None leaves the random numbers to torch."""
+    _traced: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
+    _failure: Raised | None = None
+
+    def __getitems__(self, item: Item) -> tuple[Any, Any, int, bool]:
+        number, epoch_seed, indices = item
+        fetch, collate = self._traced or self._begun()
+        seeds = self.seeds
+        if seeds is not None:
+            seeds.begin(epoch_seed, number)
+        try:
+            if self._failure is not None:
+                return self._failure, None, number, True
+            return *collate(fetch(indices)), number, _reads_worker
+        except Exception as error:
+            forget_open_batch()
+            return Raised() if get_worker_info() else RaisedHere(error), None, number, _reads_worker
+        finally:
+            if seeds is not None:
+                seeds.end()
+
+    def _begun(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        traced = TracedDataset(self._dataset)  # here, as what it is in a worker cannot be sent
+        fetch = traced.__getitems__ if self._batched else traced.__getitem__
+        self._traced = fetch, TracedCollate(self._collate_fn, self._batched)
+        return self._traced
+
+    def begin(self, worker: int) -> None:
+        try:
+            super().begin(worker)
+        except Exception:
+            self._failure = Raised()  # as torch, which raises it in place of a batch
+
+
+class BatchesInLoop(IterableDataset[Any]):
+    """Batches that the training process makes itself; one that raises is followed by the next.
+
+    It takes the place of torch's iterator, which without workers would do the same and tell the profiler, for 7 us a batch.
+    """
+
+    def __init__(self, batches: NumberedBatches, feed: Iterator[Item], look: Callable[..., Any]) -> None:
+        self._make, self._feed, self._look = batches.__getitems__, feed, look
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        number, epoch_seed, indices = next(self._feed)
-        if self._seeds is None:
-            return *self._collate(self._fetch(indices)), number
-        self._seeds.begin(epoch_seed, number)
-        try:
-            return *self._collate(self._fetch(indices)), number
-        finally:
-            self._seeds.end()
+        return self._look(self._make, next(self._feed))
 
 
-class NumberedDataset(TracedDataset):
-    """A map-style dataset in a worker that is asked for numbered batches; single samples are had as ever.
+class StreamBatches(_Sent, IterableDataset[Any]):
+    """An IterableDataset, whose batches have no number."""
 
-    Args:
-        dataset: of the user.
-        seeds: None leaves the random numbers to torch.
-    """
+    _traced: TracedCollate | None = None
 
-    def __init__(self, dataset: Any, seeds: WorkerSeeds | None) -> None:
-        super().__init__(dataset)
-        object.__setattr__(self, "_seeds", seeds)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TracedEpoch(self._dataset))
 
-    def __getitems__(self, item: Any) -> Any:
-        return self._numbered(item, super().__getitems__)
-
-    def _numbered(self, item: Item, fetch: Any) -> tuple[int, Any]:
-        number, epoch_seed, indices = item
-        seeds: WorkerSeeds | None = self._seeds
-        if seeds is not None:
-            seeds.begin(epoch_seed, number)
-        return number, fetch(indices)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._inner, self._seeds)),)
+    def collate(self, samples: Any) -> Any:
+        """The user's, and the batch's history."""
+        if self._traced is None:
+            self._traced = TracedCollate(self._collate_fn, self._batched)
+        return *self._traced(samples), None, False
 
 
-class NumberedSamples(NumberedDataset):
-    """The same for a dataset that makes its batches itself: what it is asked for by number is one index."""
-
-    def __getitem__(self, item: Any) -> Any:
-        return self._numbered(item, super().__getitem__)
+def unchanged(batch: Any) -> Any:
+    """Collates what is a batch already."""
+    return batch
 
 
-class NumberedCollate(TracedCollate):
-    """The user's collate function; what it returns travels with the batch's history and number."""
+def _watched(kind: Any) -> type[Any]:
+    """A class of `get_worker_info()` that notes whether the user's code asks who the worker is."""
 
-    def __call__(self, numbered: Any) -> Any:
-        number, samples = numbered
-        return *super().__call__(samples), number
+    def getattribute(info: Any, name: str) -> Any:
+        if name in WORKER_NAMES:
+            global _reads_worker
+            _reads_worker = True
+        return kind.__getattribute__(info, name)
 
-
-class StreamCollate(TracedCollate):
-    """The same for an IterableDataset, whose batches have no number."""
-
-    def __call__(self, samples: Any) -> Any:
-        return *super().__call__(samples), None
+    names = {"__slots__": (), "__getattribute__": getattribute, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), names)

@@ -66,6 +66,8 @@ class Order(Iterator[Item]):
         is_ended: whether the sampler has said that there is no more.
         is_over: whether the loop was told that the epoch has ended.
         received: batches that the loop has had of an IterableDataset, where nothing is numbered.
+        workers: with which it began.
+        skip: batches of one that are to be fetched and dropped first.
         worker_state: state of the generator just before the seed was drawn: a pool that draws from it gets this seed.
     """
 
@@ -82,26 +84,28 @@ class Order(Iterator[Item]):
         self.seed = seed
         self.in_hand: dict[int, Item] = {}
         self.is_ended = self.is_over = False
-        self.received = 0
+        self.received = self.skip = self.workers = 0
         self._again: deque[Item] = deque()
         self._number = 0
         self._ahead = source.ahead if source.workers else 0
-        ahead = list(itertools.islice(batches, self._ahead))
-        self._batches: Iterator[Any] = itertools.chain(ahead, batches) if ahead else batches
+        self._batches = batches
+        self._drawn: deque[Any] = deque(itertools.islice(batches, self._ahead))
 
     def __next__(self) -> Item:
         if self._again:
             item = self._again.popleft()
         else:
             try:
-                indices = next(self._batches)
+                item = (self._number, self.seed, self._draw())
             except StopIteration:
                 self.is_ended = True
                 raise
-            item = (self._number, self.seed, indices)
             self._number += 1
         self.in_hand[item[0]] = item
         return item
+
+    def _draw(self) -> Any:
+        return self._drawn.popleft() if self._drawn else next(self._batches)
 
     @property
     def has_more(self) -> bool:
@@ -131,10 +135,6 @@ class Order(Iterator[Item]):
         self._again = deque(again)
         return len(again)
 
-    def drop_next(self) -> None:
-        """The batch that would have been delivered next raised an exception: it has had its turn."""
-        self.in_hand.pop(min(self.in_hand, default=-1), None)
-
     def position(self) -> tuple[int, list[int]]:
         """Batches before this number were delivered, except for those listed (only where order is not kept)."""
         waiting = sorted([*self.in_hand, *(item[0] for item in self._again)])
@@ -152,7 +152,7 @@ class Order(Iterator[Item]):
         kept = set(except_for)
         for number in range(first):
             try:
-                indices = next(self._batches)
+                indices = self._draw()
             except StopIteration:
                 raise ValueError(
                     f"the saved epoch was at batch {first}, but this sampler ends after {number}: it is not the one that "
@@ -198,6 +198,7 @@ def drawn_again(source: Source, state: Mapping[str, Any]) -> Order:
         order = Order(source, seed=None if state["draws_seed"] else state["seed"])
         order.seed = state["seed"]
         order.pass_over(state["delivered"], state["missing"])
+        order.skip = state.get("stream", 0)
     return order
 
 

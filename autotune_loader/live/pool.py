@@ -12,29 +12,19 @@ import re
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import current_process
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
-from autotune_loader.live.numbered import (
-    BatchesInLoop,
-    Item,
-    NumberedCollate,
-    NumberedDataset,
-    NumberedSamples,
-    StreamCollate,
-)
+from autotune_loader.live.numbered import BatchesInLoop, Item, NumberedBatches, StreamBatches, unchanged
 from autotune_loader.live.order import Order
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
 from autotune_loader.live.workers import PoolContext, shield
 from autotune_loader.machine.shm import remove_segments_of, segments
-from autotune_loader.pipeline.build import build_loader
-from autotune_loader.pipeline.tracing import TracedEpoch, TracedWorkerInit
 from autotune_loader.values.config import LoaderConfig
 
 TORN = (ConnectionError, EOFError, FileNotFoundError, pickle.UnpicklingError)
@@ -45,7 +35,6 @@ POLL_S = 0.002
 """... for which one looks so often."""
 END_S = 5.0
 """So long workers may take to end; torch waits as long."""
-
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -80,6 +69,17 @@ class Parts:
     loop_seeds: LoopSeeds | None
     """Puts the training's own random state back; None leaves random numbers to torch."""
 
+    def sent(self, kind: type[Any]) -> Any:
+        """What workers are sent."""
+        return kind(self.dataset, self.collate_fn, self.worker_init_fn, batched=self.batched, watches=self.stages)
+
+
+class PoolLoader(DataLoader[Any]):
+    """A loader of a pool; more workers than cores were asked for, or measured."""
+
+    def check_worker_number_rationality(self) -> None:
+        """No warning."""
+
 
 class Feed:
     """The sampler of a pool: the rest of an order, until it is closed."""
@@ -105,32 +105,28 @@ class Pool:
         config: of the workers.
         order: of this epoch; of it an IterableDataset uses the seed only.
         number: pools of this epoch before: each gives its workers other seeds.
+        look: makes a batch in the training process, given what makes it and the item.
 
     Attributes:
-        receive: the next (batch, fetch, number); raises StopIteration after the last of a feed that was closed or ran dry.
+        receive: the next (batch, fetch, number, reads): see `numbered`; raises StopIteration after the last of a feed that
+            was closed or ran dry.
         is_waiting: set by the loop while it is in `receive`: then, and only then, a lost worker interrupts it.
 
     Raises:
-        TypeError: the parts cannot be sent to workers that do not share this process' memory.
-        ValueError: this process may not have children.
         WorkersLostError: a worker ended before all had been started.
     """
 
-    def __init__(self, parts: Parts, config: LoaderConfig, order: Order, number: int) -> None:
+    def __init__(self, parts: Parts, config: LoaderConfig, order: Order, number: int, look: Callable[..., Any]) -> None:
         self._segments_before = segments()
         self._is_closed = True  # until it is open
-        refuse_children_of_daemons(config)
         self.config = config
         self.feed = Feed(order)
-        self.is_waiting = True
+        self.is_waiting = self.is_in_main = threading.current_thread() is threading.main_thread()
         self._loss: BaseException | None = None
         self._context = PoolContext(parts.context or config.multiprocessing_context)
         shield(self)
-        with warnings.catch_warnings():
-            # What cannot be pickled is told below; more workers than cores were measured, or asked for.
-            warnings.filterwarnings("ignore", message="Got pickle error|This DataLoader will create")
-            self._loader = self._loader_of(parts, order, number)
-            self._iterator: Any = self._started(parts)
+        self._loader = self._made(parts, order, number, look)
+        self._iterator: Any = self._started()
         self.receive: Callable[[], Any] = self._iterator.__next__
         shield(self)  # torch sets its handler when it starts workers for the first time
         self.is_waiting = self._is_closed = False
@@ -139,66 +135,58 @@ class Pool:
         if not self._is_closed:
             self.close()  # while the handler still knows whose workers end
 
-    def _loader_of(self, parts: Parts, order: Order, number: int) -> Any:
+    @property
+    def processes(self) -> list[Any]:
+        """Those of its workers."""
+        return self._context.processes
+
+    def _made(self, parts: Parts, order: Order, number: int, look: Callable[..., Any]) -> Any:
         """A DataLoader, or what needs none: batches that the training process makes, and that nobody pins."""
-        data = self._data(parts)
-        made = data["dataset"]
-        if isinstance(made, BatchesInLoop) and not self.config.pin_memory:
-            return made
-        return build_loader(**self._arguments(parts, order, number), **data)
-
-    def _arguments(self, parts: Parts, order: Order, number: int) -> dict[str, Any]:
-        generator, workers = torch.Generator(), self.config.num_workers
+        config = self.config
+        arguments: dict[str, Any] = {"generator": torch.Generator(), "pin_memory": config.pin_memory}
         if number == 0:
-            generator.set_state(order.worker_state)  # torch draws from it the seed that a plain loader would draw
+            arguments["generator"].set_state(order.worker_state)  # torch draws the seed that a plain loader would draw
         else:
-            generator.manual_seed(mixed(order.seed, number) >> 1)
-        arguments: dict[str, Any] = {"config": self.config, "generator": generator}
-        if workers:
-            arguments |= {
-                "worker_init_fn": TracedWorkerInit(parts.worker_init_fn, parts.stages),
-                "timeout": parts.timeout,
-            }
-            arguments |= {"multiprocessing_context": self._context}
-        return arguments
-
-    def _data(self, parts: Parts) -> dict[str, Any]:
+            arguments["generator"].manual_seed(mixed(order.seed, number) >> 1)
         if parts.is_stream:
-            collate = StreamCollate(parts.collate_fn, parts.batched)
-            batching = {"batch_size": parts.batch_size, "drop_last": parts.drop_last}
-            return {"dataset": TracedEpoch(parts.dataset), "collate_fn": collate, **batching}
-        if not self.config.num_workers:
-            batches = BatchesInLoop(parts.dataset, parts.collate_fn, parts.batched, self.feed, parts.loop_seeds)
-            return {"dataset": batches, "batch_size": None, "collate_fn": _unchanged}
+            stream = parts.sent(StreamBatches)
+            arguments |= {"batch_size": parts.batch_size, "drop_last": parts.drop_last, "collate_fn": stream.collate}
+            return PoolLoader(stream, **arguments, **self._of_workers(parts, stream))
+        batches = parts.sent(NumberedBatches)
+        if config.num_workers:
+            batches.seeds = WorkerSeeds() if parts.loop_seeds else None
+            arguments |= {"batch_sampler": self.feed, **self._of_workers(parts, batches)}
+            return PoolLoader(batches, **arguments, collate_fn=unchanged)
+        batches.seeds = parts.loop_seeds
+        here = BatchesInLoop(batches, self.feed, look)
+        return PoolLoader(here, **arguments, batch_size=None, collate_fn=unchanged) if config.pin_memory else here
+
+    def _of_workers(self, parts: Parts, sent: Any) -> dict[str, Any]:
+        config = self.config
+        if not config.num_workers:
+            return {}
         return {
-            "dataset": (NumberedDataset if parts.batched else NumberedSamples)(
-                parts.dataset, WorkerSeeds() if parts.loop_seeds else None
-            ),
-            "collate_fn": NumberedCollate(parts.collate_fn, parts.batched),
-            **({"batch_sampler": self.feed} if parts.batched else {"sampler": self.feed, "batch_size": None}),
+            "num_workers": config.num_workers,
+            "prefetch_factor": config.prefetch_factor,
+            "persistent_workers": config.persistent_workers,
+            "in_order": config.in_order,
+            "timeout": parts.timeout,
+            "worker_init_fn": sent.begin,
+            "multiprocessing_context": self._context,
         }
 
-    def _started(self, parts: Parts) -> Any:
-        method = self._context.get_start_method()
+    def _started(self) -> Any:
         try:
-            iterator = iter(self._loader)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            if self._context.processes and method != "fork":
-                raise TypeError(
-                    f"{type(parts.dataset).__name__}, its collate_fn or worker_init_fn cannot be sent to workers started by "
-                    f"{method!r}: {error}; num_workers=0 or multiprocessing_context='fork' would work"
-                ) from error
-            raise
+            return iter(self._loader)
         except Exception as error:
             if not self.has_lost(error):
                 raise
             self._end_others()
             raise WorkersLostError(without_frames(error), self.was_killed) from None
-        return iterator
 
     def take_up(self, order: Order) -> None:
         """Go on with another epoch's order, with the same workers."""
-        self.feed.order, self.feed.is_open, self.is_waiting = order, True, True
+        self.feed.order, self.feed.is_open, self.is_waiting = order, True, self.is_in_main
         self._iterator = iter(self._loader)
         self.receive = self._iterator.__next__
         self.is_waiting = False
@@ -209,9 +197,8 @@ class Pool:
         return self._loss is None and not self._context.dead()
 
     def has_lost(self, error: BaseException) -> bool:
-        """Whether an error in `receive` comes from the end of a worker; else it is the dataset's own."""
-        is_torn = isinstance(error, TORN) and "in DataLoader worker process" not in str(error)
-        deadline = time.monotonic() + (DEATH_S if is_torn and self._context.processes else 0.0)
+        """Whether an error in `receive` comes from the end of a worker."""
+        deadline = time.monotonic() + (DEATH_S if isinstance(error, TORN) and self.processes else 0.0)
         while self._loss is None and not self._context.dead():
             if time.monotonic() >= deadline:
                 return False
@@ -255,7 +242,7 @@ class Pool:
         if self._loss is not None:
             without_frames(self._loss)
             self._loss = None
-        for process in self._context.processes:
+        for process in self.processes:
             if process.pid is not None and process.exitcode is None:
                 process.terminate()
 
@@ -264,19 +251,6 @@ def without_frames(error: _Error) -> _Error:
     """The error without traceback and causes, whose frames hold torch's iterator, and by it the workers and their queues."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def refuse_children_of_daemons(config: LoaderConfig) -> None:
-    """Raise a ValueError that helps where multiprocessing would only assert."""
-    if config.num_workers and current_process().daemon:
-        raise ValueError(
-            f"num_workers={config.num_workers} needs child processes, which a daemonic process such as this one "
-            f"({current_process().name}) may not have; num_workers=0 would work"
-        )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -194,7 +194,9 @@ class Follower:
         if order is not None and self._training.traces.end >= order.batch:
             self._order, self._observed = None, self._number if order.phase is not None else None
             self._number += 1
-            if order.phase is None:
+            if not self._training.may_run(order.config):
+                self._observed = None
+            elif order.phase is None:
                 self._source.settle(order.config)
             else:
                 self._source.begin(order.config, Ask(phase=order.phase))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.evidence import Evidence
+from autotune_loader.live.trust import Refusal
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.stages import StageTally, stage_times
@@ -59,7 +60,9 @@ class LoaderFacts:
         )
 
 
-def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFacts) -> TuningResult:
+def result_of(
+    tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFacts, refusal: Refusal | None
+) -> TuningResult:
     """What is known now.
 
     Args:
@@ -67,12 +70,12 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFact
         job: the loader.
         config: the best that is known.
         facts: of the loader.
+        refusal: why the number of workers stays as it was asked for.
     """
     beliefs = tuner.beliefs
     evidence: list[Evidence] = [] if beliefs is None else list(beliefs.log)
     trials = _trials(evidence, job)
     own = [each for each in evidence if each.key == config.key() and each.measurement is not None]
-    start = [each for each in evidence if each.key == job.start.key() and each.measurement is not None]
     verdict, advice, measured = NOTHING, tuple[Advice, ...](), Measured()
     if own and beliefs is not None and (latest := own[-1].measurement) is not None:
         about = AdviceEvidence(
@@ -91,10 +94,10 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFact
         )
         verdict = judge(about)
         advice = advise(about, verdict)
-        baseline = start[0].measurement if start else None
+        gain = tuner.gain if tuner.gain is not None and tuner.gain.config.key() == config.key() else None
         measured = Measured(
             samples_per_s=latest.samples_per_s,
-            baseline_samples_per_s=None if baseline is None else baseline.samples_per_s,
+            speedup=None if gain is None else gain.ratio,
             wait_share=latest.wait_share,
             first_batch_s=latest.first_batch_s,
         )
@@ -108,7 +111,7 @@ def result_of(tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFact
         verdict=verdict,
         advice=advice,
         stage_times=facts.stage_times,
-        summary=_summary(tuner, config, verdict),
+        summary=_summary(tuner, config, verdict, refusal),
         spent=Spent(seconds=round(tuner.spending.trained_s, 3), bursts=len(evidence)),
         fingerprint=inspect_machine().fingerprint(dataset=facts.dataset),
         twin=None if beliefs is None else beliefs.context,
@@ -148,14 +151,18 @@ def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:
     )
 
 
-def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict) -> tuple[str, ...]:
-    settled = next((event for event in tuner.history if event.kind == "settled"), None)
-    if settled is None:
-        return (f"Not settled yet: {config} runs now.", verdict.sentence)
-    blocks = sum(event.kind == "block" for event in tuner.history)
-    shifts = sum(event.kind == "shift" for event in tuner.history)
-    again = f"; the rate shifted {shifts} time(s) since" if shifts else ""
-    return (
-        f"{config}, settled after {settled.seconds:.0f} s of training ({blocks} blocks of batches observed{again}).",
-        verdict.sentence,
-    )
+def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict, refusal: Refusal | None) -> tuple[str, ...]:
+    settled = next((event for event in reversed(tuner.history) if event.kind == "settled"), None)
+    said = [f"Not settled yet: {config} runs now."]
+    if settled is not None:
+        blocks = sum(event.kind == "block" for event in tuner.history)
+        shifts = sum(event.kind == "shift" for event in tuner.history)
+        again = f"; the rate has shifted {shifts} time(s)" if shifts else ""
+        said = [f"{config}, settled after {settled.seconds:.0f} s of training ({blocks} blocks observed{again})."]
+    if tuner.gain is not None and tuner.gain.config.key() == config.key():
+        ratio = tuner.gain.ratio
+        interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
+        said.append(f"{ratio.value:.2f}x {interval} as fast as asked for, from {ratio.count} pairs of blocks.")
+    if refusal is not None:
+        said.append(f"No other number of workers is tried: {refusal.reason}. What would change that: {refusal.mend}.")
+    return (*said, verdict.sentence)

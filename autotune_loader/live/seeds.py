@@ -84,6 +84,9 @@ class WorkerSeeds:
         NUMPY.seed(seed)
         TORCH.seed(seed)
 
+    def end(self) -> None:
+        """The next batch is seeded anew."""
+
 
 class LoopSeeds:
     """In the training process, whose generators belong to the training; each batch is put between `begin` and `end`."""

@@ -1,6 +1,6 @@
 """When a loader changes, and to what: the policy of `decision`, asked between the batches of a training loop.
 
-    look ── explore ── settled ── looked at once more ── silent ── the rate has shifted for good ── look ...
+    look ── proof ── explore ── settled ── compared with what was asked for ── silent ── the rate has shifted ── look ...
 
 `look` observes what runs. Where the loop hardly waits, nothing faster is tried, only cheaper; else whatever the policy
 proposes, the plain rule first, as long as trying may be paid for: 1 % of the time trained, what was gained so far, and a
@@ -9,11 +9,11 @@ little to begin with. No workers at all are tried where the arithmetic does not 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean, stdev
 
 from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
@@ -21,12 +21,13 @@ from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import Space, useful_workers
 from autotune_loader.live.block_source import MOST_LOOKED_AT, BlockSource, Training, waiting_share
-from autotune_loader.live.rival import denied_by
+from autotune_loader.live.rival import BLOCK_SD, denied_by
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import continuous, start_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 LEAST_GAIN = 0.01
@@ -39,12 +40,16 @@ WATCH_S = 1.5
 """Length of a block while the loader is settled."""
 LEAST_SHARE = 100.0
 """After a look at a block that is not whole yet, the loop is left alone for so many times as long."""
-SAME_BALANCE = 0.2
-"""Fetching over stepping has not changed if its logarithm differs by less."""
 MOST_EVENTS = 2_000
 """Lines of history that are remembered."""
 CONFIRMING_BLOCKS = 6
 """Blocks after which the rate of what was settled on is known better than by its trial."""
+ROUNDS = 3
+"""Pairs of blocks, as asked for and as settled on, that tell a gain."""
+ROUNDS_SHARE = 0.02
+"""Of the time trained, what these may cost, as they find nothing but a figure."""
+PROOF_S = 0.05
+"""So often one asks whether workers are proven."""
 LATEST_STARTS = 16
 """Starts that tell what the next one costs."""
 SHARED_CORE = 0.6
@@ -52,14 +57,15 @@ SHARED_CORE = 0.6
 WORKER_START_S = 0.02
 """What starting a worker holds up the loop, until this loader's own starts tell."""
 
-log = logging.getLogger("autotune_loader.live")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What the tuner knows of a loader besides its batches."""
 
     start: LoaderConfig
+    """As asked for."""
+    first: LoaderConfig | None = None
+    """What is tried first: of an earlier job."""
     usable_cores: int
     max_workers: int | None = None
     epoch_batches: int | None = None
@@ -83,6 +89,30 @@ class Event:
     evidence: Evidence | None = None
     waiting: float | None = None
     """Share of the time in which the loop waited for batches that were not made yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a configuration brings over the one asked for, from blocks in turn alone."""
+
+    config: LoaderConfig
+    ratio: Interval
+    """Of the rates; `count` pairs of blocks."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Evidence, Evidence]]) -> Gain:
+        """By the mean of the logarithms; pairs scatter at least as blocks are known to.
+
+        Args:
+            pairs: (as asked for, as settled on), two at least.
+        """
+        logs = [after.log_rate - before.log_rate for before, after in pairs]
+        known_sd = max(math.hypot(a.own_sd, b.own_sd, 2**0.5 * BLOCK_SD) for a, b in pairs)
+        value, half = mean(logs), 2.0 * max(known_sd, stdev(logs)) / len(logs) ** 0.5
+        low, high = math.exp(value - half), math.exp(value + half)
+        return cls(
+            config=pairs[-1][1].config, ratio=Interval(value=math.exp(value), low=low, high=high, count=len(logs))
+        )
 
 
 Steps = Generator[float, None, None]
@@ -118,13 +148,15 @@ class Tuner:
         self._source = source or BlockSource(training)
         self._steps = self._plan()
         self._base: float | None = None
-        self._unaffordable_s = math.inf
+        self._unaffordable_s = self._compare_from_s = math.inf
+        """Until when a trial, and the comparison, are put off: seconds that may be spent, and that were trained."""
         self._saves_workers = True
         """Fewer workers are tried before it settles first: later it may be a neighbour that makes them look enough."""
-        self.is_confirmed = self._is_as_before = False
-        self._balance: tuple[LoaderConfig, float] | None = None
-        """Of what it settled on."""
+        self.is_confirmed = False
         self._told: LoaderConfig | None = None
+        self._chosen: LoaderConfig | None = None
+        self.gain: Gain | None = None
+        """Of what it has settled on, where it was compared."""
         self.spending = Spending(training.traces)
         self.history: list[Event] = []
         self.beliefs: Beliefs | None = None
@@ -133,6 +165,8 @@ class Tuner:
     @property
     def best(self) -> LoaderConfig:
         """The fastest observed in a block, until it has settled; then what it settled on."""
+        if self.is_settled and self._chosen is not None:
+            return self._chosen
         if self.is_settled or self.beliefs is None:
             return self._training.config
         return max(self.beliefs.log, key=lambda each: each.log_rate).config
@@ -147,10 +181,11 @@ class Tuner:
             if (yield from self._has_shifted()):
                 self._note("shift")
                 self._base, self.beliefs, self.spending.gained_s = None, None, min(self.spending.gained_s, 0.0)
+                self.gain = None
                 self._saves_workers = self.is_confirmed = False
 
     def _settle(self) -> Generator[float, None, None]:
-        self.is_settled = False
+        self.is_settled, self._chosen = False, None
         while self.beliefs is None:
             cpu_s, begun, first = self._cpu_clock(), self._clock(), self._training.traces.end
             seen = yield from self._observe(self._training.config, Ask())
@@ -158,25 +193,44 @@ class Tuner:
                 traces = self._training.traces.block(first)
                 cores = _step_cores(traces, self._cpu_clock() - cpu_s, self._clock() - begun)
                 self._begin(seen, min(float(self._job.usable_cores), cores))
-                self._is_as_before = self._is_only_slower(seen)
-        if not self._job.is_fixed and not self._is_as_before:
+        if not self._job.is_fixed:
+            while self._training.awaits_proof:
+                yield PROOF_S
+                self._account()
             while (config := self._next(self.beliefs)) is not None:
                 yield from self._observe(config, Ask(group=len(self.beliefs.log)))
             yield from self._decide(self.beliefs)
-        self._keep_balance(self.beliefs)
-        self.is_settled = True
+        self._settled()
+        if not self._job.is_fixed:
+            yield from self._compare(self.beliefs)
+
+    def _settled(self) -> None:
+        self.is_settled, self._chosen = True, self._training.config
         self._note("settled")
 
-    def _is_only_slower(self, seen: Evidence) -> bool:
-        """Whether fetching and stepping have shifted alike: then what was best among the configurations still is."""
-        if self._balance is None:
-            return False
-        config, before = self._balance
-        return seen.key == config and abs(_balance(seen) - before) < SAME_BALANCE
-
-    def _keep_balance(self, beliefs: Beliefs) -> None:
-        own = [each for each in beliefs.log if each.key == self._training.config.key() and each.measurement is not None]
-        self._balance = (own[-1].key, _balance(own[-1])) if own else None
+    def _compare(self, beliefs: Beliefs) -> Steps:
+        """Blocks of what was asked for and of what it settled on, in turn, where that may be paid for: they tell the gain."""
+        start, chosen = _as_trained(self._job.start, self._training), self._training.config
+        is_known = self.gain is not None and self.gain.config.key() == chosen.key()
+        if is_known or not self.is_confirmed or chosen.key() == start.key() or start.key() in self._training.failures:
+            return
+        price_s = ROUNDS * (self._price_s(start, beliefs) + self._price_s(chosen, beliefs))
+        if price_s > min(ROUNDS_SHARE * self.spending.trained_s, self.spending.affordable_s):
+            self._compare_from_s = price_s / ROUNDS_SHARE
+            return
+        self._compare_from_s = math.inf
+        pairs = list[tuple[Evidence, Evidence]]()
+        for _ in range(ROUNDS):
+            before = yield from self._observe(start, Ask(phase="compare", group=len(beliefs.log)))
+            after = yield from self._observe(chosen, Ask(phase="compare", group=len(beliefs.log)))
+            if before.measurement is None or after.measurement is None:
+                return
+            pairs.append((before, after))
+        self.gain = Gain.of(pairs)
+        if self.gain.ratio.high < 1.0:
+            self.gain = None
+            yield from self._change_to(start)
+            self._settled()
 
     def _begin(self, seen: Evidence, step_cores: float) -> None:
         measured = seen.measurement
@@ -202,7 +256,7 @@ class Tuner:
 
         def may_run(config: LoaderConfig) -> bool:
             is_ruled_out = config.key() in failed or (needs_loop and config.num_workers > 0)
-            return not is_ruled_out and beliefs.feasible(config) is None
+            return not is_ruled_out and self._training.may_run(config) and beliefs.feasible(config) is None
 
         for config in filter(may_run, self._proposals(beliefs)):
             price_s = self._price_s(config, beliefs)
@@ -228,6 +282,8 @@ class Tuner:
         seen = {each.key: each for each in beliefs.log}
         best = max(seen.values(), key=lambda each: each.log_rate)
         assert best.measurement is not None
+        if self._job.first is not None and self._job.first.key() not in seen:
+            yield self._job.first
         alone = self._job.start.with_workers(0).key()
         waiting = waiting_share(best.measurement)
         # Waiting bounds what a loader can gain, not what a step gains that is in its workers' way.
@@ -329,7 +385,8 @@ class Tuner:
             is_new = not self.is_confirmed and test.blocks >= CONFIRMING_BLOCKS
             if is_new:
                 self._confirm(config)
-            if is_new or self._unaffordable_s <= self.spending.affordable_s:
+            may_compare = self._compare_from_s <= self.spending.trained_s
+            if is_new or may_compare or self._unaffordable_s <= self.spending.affordable_s:
                 return False
 
     def _confirm(self, config: LoaderConfig) -> None:
@@ -341,7 +398,6 @@ class Tuner:
         seen = self._source.latest(config, end - MOST_LOOKED_AT)
         if seen is not None:
             self.beliefs.log.add(seen)
-            self._keep_balance(self.beliefs)
             self._note("block", seen)
 
     def _account(self) -> None:
@@ -372,7 +428,7 @@ class Tuner:
 
 
 def _as_trained(config: LoaderConfig, training: Training) -> LoaderConfig:
-    return replace(config, persistent_workers=training.keeps_workers and config.num_workers > 0)
+    return replace(config, persistent_workers=training.config.persistent_workers and config.num_workers > 0)
 
 
 def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
@@ -420,13 +476,6 @@ def _fetch_s(seen: Evidence) -> float:
     assert seen.measurement is not None
     traces = seen.measurement.traces
     return sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-
-
-def _balance(seen: Evidence) -> float:
-    """Logarithm of fetching over stepping."""
-    measured = seen.measurement
-    assert measured is not None
-    return math.log(max(measured.service_s, 1e-9) / max(measured.step_s, 1e-9))
 
 
 def _period_s(seen: Evidence) -> float:

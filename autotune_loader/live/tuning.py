@@ -1,23 +1,30 @@
-"""What ties a loader to its tuner: the loader as a training run that can be changed, and what came of it as a result."""
+"""What ties a loader to its tuner: the loader as a training run that can be changed, what it begins with, whom it tells."""
 
 from __future__ import annotations
 
-import math
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING
-from autotune_loader.live.epoch import LoaderState
 from autotune_loader.live.ranks import Follower, LeaderSource, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
-from autotune_loader.live.traces import LiveTraces, start_s
+from autotune_loader.live.state import LoaderState
+from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.tuner import Event, Job, Tuner
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.results.known_jobs import job_key, recall, remember
+from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Failure
+
+log = logging.getLogger("autotune_loader.live")
 
 
 @dataclass(slots=True)
@@ -26,7 +33,6 @@ class LoaderRun:
 
     state: LoaderState
     change: weakref.WeakMethod[Callable[[LoaderConfig], None]]
-    keeps_workers: bool
 
     @property
     def traces(self) -> LiveTraces:
@@ -40,10 +46,36 @@ class LoaderRun:
     def failures(self) -> Mapping[LoaderConfig, Failure]:
         return self.state.failures
 
+    @property
+    def awaits_proof(self) -> bool:
+        return self.state.awaits_proof
+
+    def may_run(self, config: LoaderConfig) -> bool:
+        return self.state.may_run(config)
+
     def change_to(self, config: LoaderConfig) -> None:
         change = self.change()
         if change is not None:
             change(config)
+
+
+class Announcer:
+    """Says, and keeps for the next job, what a loader has settled on.
+
+    Args:
+        on_change: of the user.
+        job: key of the job in the cache; None keeps nothing.
+    """
+
+    def __init__(self, on_change: Callable[[Event], None] | None, job: str | None) -> None:
+        self.on_change, self._job = on_change, job
+
+    def __call__(self, event: Event) -> None:
+        if self._job is not None:
+            remember(self._job, event.config)
+        _say(f"settled on {event.config} after {event.seconds:.0f} s of training")
+        if self.on_change is not None:
+            self.on_change(event)
 
 
 class LiveTuning:
@@ -53,8 +85,7 @@ class LiveTuning:
         state: of the loader, which calls the tuner.
         change: changes the loader's configuration; a bound method.
         job: the loader.
-        may_keep_workers: whether workers may live on after an epoch.
-        on_change: told when the loader has settled on a configuration.
+        on_change: called when the loader has settled on a configuration.
     """
 
     def __init__(
@@ -63,53 +94,77 @@ class LiveTuning:
         change: Callable[[LoaderConfig], None],
         job: Job,
         *,
-        may_keep_workers: bool,
-        on_change: Callable[[Event], None],
+        on_change: Announcer,
     ) -> None:
         self.job, self.on_change = job, on_change
-        self._state, self._may_keep = state, may_keep_workers
-        self._run = LoaderRun(state, weakref.WeakMethod(change), state.config.persistent_workers)
+        self._state = state
+        self._run = LoaderRun(state, weakref.WeakMethod(change))
         link = None if job.is_fixed else job_link()
         has_others = link is None and not job.is_fixed and is_one_of_many()
         if has_others or (link is not None and link.rank):
             self.job = job = replace(job, is_fixed=True)
-        like = state.config if state.config.num_workers else job.start
         self.tuner = Tuner(
             self._run,
             job,
-            lambda most: state.budgets.search_space(most, like, state.shape),
+            lambda most: state.budgets.search_space(most, state.config, state.shape),
             source=LeaderSource(self._run, link) if link is not None and not link.rank else None,
-            on_change=lambda event: self.on_change(event),
+            on_change=self._settled,
         )
         follower = Follower(self._run, link) if link is not None and link.rank else None
         state.look, state.wake = self.tuner.look if follower is None else follower.look, 0.0
 
-    def freeze(self) -> None:
-        """Change and observe nothing any more."""
-        self._state.wake = math.inf
-
-    def follow(self, change: Callable[[LoaderConfig], None]) -> None:
-        """From now on it is another loader, which does the same work, whose configuration is changed."""
+    def follow(self, change: Callable[[LoaderConfig], None], on_change: Callable[[Event], None] | None) -> None:
+        """From now on it is another loader, which does the same work, that is changed and that tells."""
         self._run.change = weakref.WeakMethod(change)
-
-    def begin_epoch(self) -> None:
-        """Called before each epoch: from the second on it is known what starting workers anew costs."""
-        run, traces = self._run, self._state.traces
-        config = run.config
-        if run.keeps_workers or not self._may_keep or not config.num_workers or self.job.is_fixed:
-            return
-        starts = [change for change in traces.changes if change.reason in ("start", "epoch")]
-        rows = traces.block(max(starts[-1].batch, traces.end - 256)) if starts else []
-        if len(rows) < 2:
-            return
-        epoch_s = (rows[-1].step_end - rows[0].requested) / len(rows) * (traces.end - starts[-1].batch)
-        if (start_s(traces, starts[-1]) or starts[-1].blocked_s) > STARTUP_WORTH_AVOIDING * epoch_s:
-            run.keeps_workers = True
-            run.change_to(replace(config, persistent_workers=True))
+        self.on_change.on_change = on_change
 
     def result(self, **facts: Any) -> TuningResult:
         """What is known now."""
-        return result_of(self.tuner, self.job, **facts)
+        return result_of(self.tuner, self.job, refusal=self._state.refusal, **facts)
+
+    def _settled(self, event: Event) -> None:
+        self._state.settled = self._state.config
+        self.on_change(event)
+
+
+def first_proposal(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig | None, str | None]:
+    """What is tried first, if anything is known, and the key by which the cache knows the job, if it may be asked.
+
+    Args:
+        loader: an AutoLoader, whose pinning and life of workers stay as they are.
+        saved: a state that it was given.
+    """
+    try:
+        found, key = _known(loader, saved)
+        if found is None:
+            return None, key
+        like = LoaderConfig.from_loader(loader)
+        threads = found.consumer_threads if loader.step_threads else None
+        like = replace(like.with_workers(found.num_workers, found.prefetch_factor), consumer_threads=threads)
+        return like, key
+    except (TunerError, ValueError, OSError, UserWarning) as error:
+        log.debug("what is known of this job is not tried: %s", error)
+        return None, None
+
+
+def _known(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig | None, str | None]:
+    if saved is not None and "config" in saved:
+        return LoaderConfig.from_dict(saved["config"]), None
+    try:
+        return load_config(find_loader_file()), None
+    except TunerError:
+        key = job_key(DataSide.from_loader(loader), inspect_machine().fingerprint())
+        return recall(key), key
+
+
+def _say(text: str) -> None:
+    """To the log where it is listened to, else to a terminal, above what is drawn there."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", text)
+    elif getattr(sys.stderr, "isatty", bool)():
+        from rich.console import Console
+
+        Console(stderr=True, markup=False, emoji=False).print(f"AutoLoader {text}")
 
 
 def cores_within(max_cores: int | None) -> int:

@@ -70,10 +70,10 @@ class Shielded(Protocol):
 
 
 def shield(pool: Shielded) -> None:
-    """Keep errors about this pool's workers for the pool, from now on; only possible in the main thread, as torch's own."""
+    """Keep errors about this pool's workers for the pool, from now on; as torch's own, the handler is the main thread's."""
+    _shielded.add(pool)
     if threading.current_thread() is not threading.main_thread():
         return
-    _shielded.add(pool)
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and not isinstance(handler, _Handler):
         signal.signal(signal.SIGCHLD, _Handler(handler))

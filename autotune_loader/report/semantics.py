@@ -28,7 +28,7 @@ def consequences(best: LoaderConfig, data: DataSide) -> list[str]:
             f"the batch size was tuned from {own} to {best.batch_size}: the learning rate and its schedule belong to it, so "
             f"tune them again ({ratio:g} times the learning rate is a common start for SGD, {ratio**0.5:.2g} times for Adam)"
         )
-    if best.drop_last:
+    if best.drop_last and _left_over(data, best.batch_size):
         said.append(f"drop_last=True leaves out the last {_left_over(data, best.batch_size)} samples of every epoch")
     if not best.in_order:
         said.append(

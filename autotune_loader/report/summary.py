@@ -82,4 +82,4 @@ def speedup_sentence(
     interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted(speedup.count, 'paired round')}"
     if is_claimed(speedup):
         return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
-    return f"Against {whose} the difference is within noise ({interval})."
+    return f"It is not shown to be faster than {whose}: {interval}."

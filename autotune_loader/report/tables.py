@@ -65,7 +65,7 @@ def render_trials(result: TuningResult, width: int = 100) -> str:
     if len(shown) < len(rows):
         table.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
     chosen = "safest guess" if result.status == "undecided" else "chosen"
-    legend = f"{BEST} {chosen}   {TIE} as fast, within what can be told   {BASELINE} before tuning   {FAILED} failed"
+    legend = f"{BEST} {chosen}   {TIE} equally fast   {BASELINE} before tuning   {FAILED} failed"
     return "\n".join([*table, "", legend])
 
 

@@ -1,8 +1,7 @@
 """Results of earlier runs on disk, found again by the same workload on the same machine.
 
-An entry is a `loader.json` that also says what was tuned, and how: data only, readable by its owner alone. Whether an entry
-still holds is not decided here but measured, in `reuse`. Nothing that is wrong with an entry or with its folder is an error:
-an entry that cannot be used is ignored, with a line in the log.
+An entry is a `loader.json` that also says what was tuned, and how: data only, readable by its owner alone. Whether it still
+holds is measured, not decided here. An entry that cannot be used is ignored, with a line in the log; nothing here is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.results.loader_file import ENDED, LoaderFile, checked, read_loader_json
+from autotune_loader.results.load import read_json
+from autotune_loader.results.loader_file import ENDED, LoaderFile, checked
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.serialization import to_plain, write_json
 
@@ -58,8 +58,7 @@ class Identity:
             step: what is done with a batch, in words.
             ranks: of the job, on all nodes.
         """
-        data, training = workload.data, workload.training
-        own = workload.own_config
+        data, training, own = workload.data, workload.training, workload.own_config
         parts = {
             "samples": data.samples_per_epoch(),
             "batch_size": data.batch_size,
@@ -69,17 +68,15 @@ class Identity:
             "parameters": _parameters(training.model),
             "ranks": ranks,
             "multiprocessing_context": own.multiprocessing_context if own else None,
+            **names_of(data, ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")),
+            **names_of(training, ("model", "train_step", "loss_fn", "optimizer")),
         }
-        for name in ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
-            parts[name] = name_of(getattr(data, name))
-        for name in ("model", "train_step", "loss_fn", "optimizer"):
-            parts[name] = name_of(getattr(training, name))
         return cls(machine=replace(machine, driver=None), workload=parts, options=dict(options))
 
     @property
     def key(self) -> str:
         """Equal for equal identities, and fit for a file's name."""
-        return hashlib.sha256(json.dumps(to_plain(self), sort_keys=True).encode()).hexdigest()[:32]
+        return key_of(to_plain(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +101,9 @@ class Entry:
 
     def is_enough_for(self, budget_s: float, max_trials: int | None = None) -> bool:
         """Whether its search had what the caller grants now, or needed no more."""
-        if not self.note.was_cut_short:
-            return True
         had = self.note.max_trials
-        return budget_s <= self.note.budget_s and (had is None or (max_trials is not None and max_trials <= had))
+        has_trials = had is None or (max_trials is not None and max_trials <= had)
+        return not self.note.was_cut_short or (budget_s <= self.note.budget_s and has_trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,36 +116,32 @@ class _EntryFile(LoaderFile):
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where the entries are: in the folder that `AUTOTUNE_LOADER_CACHE` names, else in the user's cache; None if off."""
     named = environ.get(CACHE_VARIABLE)
-    if named is not None:
-        return (
-            None
-            if named.strip().lower() in ("", "0", "off", "no", "none", "false")
-            else Path(named).expanduser() / "results"
-        )
-    from platformdirs import user_cache_path
+    if named is None:
+        from platformdirs import user_cache_path
 
-    return user_cache_path("autotune-loader", appauthor=False) / "results"
+        return user_cache_path("autotune-loader", appauthor=False) / "results"
+    is_off = named.strip().lower() in ("", "0", "off", "no", "none", "false")
+    return None if is_off else Path(named).expanduser() / "results"
 
 
 def find(identity: Identity, folder: Path | None) -> Entry | None:
     """The entry of this identity; None where there is none that can be used."""
-    if folder is None:
-        return None
-    path = folder / f"{identity.key}.json"
-    try:
-        status = path.lstat()
-    except OSError:
+    path = None if folder is None else folder / f"{identity.key}.json"
+    if path is None or not os.path.lexists(path):
         return None
     try:
-        entry = _read(path, status)
-        if entry.note.identity.key != identity.key:
+        refuse_foreign(path.lstat())
+        file = read_json(path, lambda raw: checked(raw, _EntryFile, path))
+        if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
+            raise ValueError("it is no complete result of a cache")
+        if file.cache.identity.key != identity.key:
             raise ValueError("it describes another workload")
     except Exception as error:  # whatever a file can hold: a cache must never be in the way
         log.warning("the earlier result %s is ignored: %s", path, error)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # used now, so not the next to be removed
-    return entry
+    return Entry(result=TuningResult.from_file(file), note=file.cache)
 
 
 def keep(
@@ -203,14 +195,6 @@ def refuse_foreign(status: os.stat_result) -> None:
         raise ValueError("it belongs to another user")
 
 
-def _read(path: Path, status: os.stat_result) -> Entry:
-    refuse_foreign(status)
-    file = read_loader_json(path, lambda raw: checked(raw, _EntryFile))
-    if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
-        raise ValueError("it is no complete result of a cache")
-    return Entry(result=TuningResult.from_file(file), note=file.cache)
-
-
 def remove_oldest(folder: Path) -> None:
     """Keep the files that were used last, and none that was left half written."""
     changed = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
@@ -221,8 +205,17 @@ def remove_oldest(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def key_of(facts: Any) -> str:
+    """A file's name for plain JSON values."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def names_of(owner: Any, attributes: Sequence[str]) -> dict[str, str | None]:
+    """What parts of a workload are called: a function's own name, an object's class; the script's for `__main__`."""
+    return {each: name_of(getattr(owner, each)) for each in attributes}
+
+
 def name_of(value: Any) -> str | None:
-    """What a part of the workload is called: a function's own name, an object's class; the script's for `__main__`."""
     if value is None:
         return None
     value = getattr(value, "func", value)  # functools.partial

@@ -1,21 +1,32 @@
-"""`load_config()` in the training job: where `loader.json` is looked for, and how it is fitted to the machine of the job."""
+"""`load_config()` in the training job: where `loader.json` is looked for, and how it is fitted to the machine of the job.
+
+Only the standard library and `values` are needed to read a file; `machine` is asked where the file says on which it was tuned.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from autotune_loader.machine.comparison import differences
-from autotune_loader.machine.facts import Fingerprint, inspect_machine
-from autotune_loader.results.fleet import entry_for
-from autotune_loader.results.loader_file import config_in
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
+from autotune_loader.values.validation import require_choice
 
+if TYPE_CHECKING:
+    from autotune_loader.machine.facts import Fingerprint
+
+_Kind = TypeVar("_Kind")
+OnMismatch = Literal["warn", "clamp", "raise"]
+# 1.x  before the first release: more fields, the same meaning of those that are left
+# 2.0  first release
+SCHEMA_VERSION = "2.0"
+MAX_FILE_BYTES = 32 << 20
+"""No honest loader.json comes near this; a file that does is refused before it is parsed."""
 CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
 """Names the file for jobs that take no argument."""
 FILE_NAME = "loader.json"
@@ -35,7 +46,7 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
         if Path(named).is_file():
             return Path(named)
         raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
-    places = (Path(FILE_NAME), user_file())
+    places = (Path(FILE_NAME), user_file(environ))
     for place in places:
         if place.is_file():
             return place
@@ -45,22 +56,17 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
     )
 
 
-def user_file() -> Path:
-    """The file of this user, such as `~/.config/autotune-loader/loader.json`."""
-    from platformdirs import user_config_path
-
-    return user_config_path("autotune-loader", appauthor=False) / FILE_NAME
-
-
-OnMismatch = Literal["warn", "clamp", "raise"]
+def user_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The file of this user: `$XDG_CONFIG_HOME/autotune-loader/loader.json`, by default in `~/.config`."""
+    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "autotune-loader" / FILE_NAME
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "warn") -> LoaderConfig:
     """The configuration of a `loader.json`, checked against the machine it is loaded on.
 
     Args:
-        path: the file that `tune()` or `result.save()` wrote, or a collection (see `fleet`), of which the entry nearest to
-            this machine is taken. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`, else the user's own.
+        path: the file that `tune()` or `result.save()` wrote. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else
+            `./loader.json`, else the user's own.
         on_mismatch: what to do when this machine differs from the one it was tuned on in a way that matters. `"warn"` about
             it; where it has fewer cores, and fewer than there are workers or step threads, these are reduced as well, and the
             warning says so. `"clamp"` also takes away what needs an accelerator where there is none. `"raise"`.
@@ -70,29 +76,82 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
         MachineMismatchError: the machines differ and `on_mismatch="raise"`.
         ValueError: `on_mismatch` is none of the three.
     """
-    if on_mismatch not in ("warn", "clamp", "raise"):
-        raise ValueError(
-            f"on_mismatch={on_mismatch!r} is not 'warn', 'clamp' or 'raise'; on_mismatch='warn' would work"
-        )
-    path, machine = find_loader_file() if path is None else path, inspect_machine()
-    file = entry_for(path, machine)
-    config = config_in(file)
-    if file.fingerprint is None:
+    require_choice("on_mismatch", on_mismatch, ("warn", "clamp", "raise"))
+    path = find_loader_file() if path is None else path
+    config, machines, found = read_json(path, _fitted)
+    if machines is None or not found:
         return config
-    here = machine.fingerprint(dataset=file.fingerprint.dataset, storage=file.fingerprint.storage)
-    found = [difference.sentence for difference in differences(file.fingerprint, here) if difference.matters]
-    if not found:
-        return config
+    tuned_on, here = machines
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(found)}"
     if on_mismatch == "raise":
         raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='clamp'")
-    clamped = (clamp if on_mismatch == "clamp" else within_cores)(config, file.fingerprint, here)
-    if clamped != config:
-        text += f"; clamped to {clamped}"
-    elif on_mismatch == "clamp":
-        text += "; nothing had to be clamped"
+    fitted = (clamp if on_mismatch == "clamp" else within_cores)(config, tuned_on, here)
+    if fitted != config:
+        text += f"; clamped to {fitted}"
     warnings.warn(text, stacklevel=2)
-    return clamped
+    return fitted
+
+
+def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
+    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, of a newer major version, or nothing that `parse` takes.
+    """
+    source = Path(path)
+    try:
+        size = source.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigFileError(
+                f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
+            )
+        data = source.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigFileError(
+            f"path={str(source)!r} cannot be read ({getattr(error, 'strerror', error)}); "
+            "write it with tune(..., output='loader.json') or result.save('loader.json')"
+        ) from error
+    try:
+        raw = json.loads(data)
+        _check_version(raw, source)
+        return parse(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigFileError(
+            f"path={str(source)!r} is not a valid loader.json: {error}. Write one with result.save('loader.json')"
+        ) from error
+
+
+def _check_version(raw: object, source: Path) -> None:
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    major = str(version).split(".", 1)[0]
+    if not isinstance(version, str) or not major.isdecimal():
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}"
+        )
+    if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
+        raise ConfigFileError(
+            f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
+            "upgrade with: pip install -U autotune-loader"
+        )
+
+
+def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | None, list[str]]:
+    """The configuration, the machines of then and now where the file says, and what differs in a way that matters."""
+    size = raw.get("batch_size") or {}
+    tuned_size = {"batch_size": size["value"]} if size.get("tuned") else {}
+    config = LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {}), **tuned_size})
+    if (told := raw.get("fingerprint")) is None:
+        return config, None, []
+    from autotune_loader.machine.comparison import differences
+    from autotune_loader.machine.facts import Fingerprint, inspect_machine
+
+    known = {each.name: told[each.name] for each in fields(Fingerprint) if each.name in told}
+    tuned_on = Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
+    if not isinstance(tuned_on.usable_cores, int) or tuned_on.usable_cores < 1:
+        raise ValueError(f"fingerprint.usable_cores={tuned_on.usable_cores!r} is no number of cores")
+    here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
+    found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
+    return config, (tuned_on, here), found
 
 
 def within_cores(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:

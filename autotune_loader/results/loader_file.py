@@ -7,16 +7,16 @@ Schema) from them. The file is data only: nothing in it is executed or unpickled
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.results.load import read_json
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import ConfigFileError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.serialization import from_plain
 from autotune_loader.values.stages import StageTime
@@ -24,15 +24,8 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 from autotune_loader.version import __version__
 
-# 1.0  first release
-# 1.1  measured.gpu_busy_share and trials[].measurement.gpu.busy_share, null where there is no GPU
-# 1.2  stage_times, empty where workers were not watched; data_changes, empty where none was asked for; loaders of a script;
-#      measured.rate_unit
-SCHEMA_VERSION = "1.2"
-MAX_FILE_BYTES = 32 << 20
-"""No honest loader.json comes near this; a file that does is refused before it is parsed."""
 RateUnit = Literal["samples/s", "batches/s"]
-_Kind = TypeVar("_Kind")
+log = logging.getLogger(__name__)
 _File = TypeVar("_File", bound="LoaderFile")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 ENDED: tuple[Status, ...] = ("complete", "undecided")
@@ -153,6 +146,8 @@ class Finals:
     def __post_init__(self) -> None:
         if any(len(rates) != len(self.configs) for rates in self.rounds):
             raise ValueError(f"every round of the finals needs {len(self.configs)} rates, one for each configuration")
+        if any(rate is not None and not 0 < rate < math.inf for rates in self.rounds for rate in rates):
+            raise ValueError("a rate of the finals is a positive number, or null where the burst failed")
         if len(self.measurements) not in (0, len(self.configs)):
             raise ValueError(f"the finals need {len(self.configs)} measurements or none, one for each configuration")
 
@@ -228,68 +223,25 @@ class LoaderFile:
 
 
 def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
-    """Read and validate `loader.json`; unknown keys are ignored.
+    """Read and validate `loader.json`.
 
     Raises:
         ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
     """
-    return read_loader_json(path, lambda raw: checked(raw, LoaderFile))
+    return read_json(path, lambda raw: checked(raw, LoaderFile, path))
 
 
-def checked(raw: Any, kind: type[_File]) -> _File:
-    """Plain JSON values as a file whose configuration is legal; ValueError or TypeError where it is not."""
-    file = from_plain(raw, kind)
-    config_in(file)
-    return file
-
-
-def read_loader_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
-    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+def checked(raw: Any, kind: type[_File], path: str | os.PathLike[str]) -> _File:
+    """Plain JSON values as a file whose configuration is legal; keys that it does not know are ignored, with a line in the log.
 
     Raises:
-        ConfigFileError: missing, too large, not JSON, of a newer major version, or nothing that `parse` takes.
+        ValueError, TypeError: it is not.
     """
-    import msgspec
-
-    source = Path(path)
-    data = _bounded_bytes(source)
-    try:
-        raw = msgspec.json.decode(data)
-        _check_version(raw, source)
-        return parse(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigFileError(
-            f"path={str(source)!r} is not a valid loader.json: {error}. Write one with result.save('loader.json')"
-        ) from error
-
-
-def _bounded_bytes(source: Path) -> bytes:
-    try:
-        size = source.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigFileError(
-                f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
-            )
-        return source.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise ConfigFileError(
-            f"path={str(source)!r} cannot be read ({getattr(error, 'strerror', error)}); "
-            "write it with tune(..., output='loader.json') or result.save('loader.json')"
-        ) from error
-
-
-def _check_version(raw: object, source: Path) -> None:
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    major = str(version).split(".", 1)[0]
-    if not isinstance(version, str) or not major.isdecimal():
-        raise ConfigFileError(
-            f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}"
-        )
-    if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
-        raise ConfigFileError(
-            f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
-            "upgrade with: pip install -U autotune-loader"
-        )
+    file = from_plain(raw, kind)
+    config_in(file)
+    if unknown := sorted(raw.keys() - kind.__dataclass_fields__.keys()):
+        log.info("%s: keys that this release does not use are ignored: %s", os.fspath(path), ", ".join(unknown))
+    return file
 
 
 def config_in(file: LoaderFile) -> LoaderConfig:

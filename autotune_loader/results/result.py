@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, prefetched_as_tuned
+from autotune_loader.results.load import SCHEMA_VERSION
 from autotune_loader.results.loader_file import (
-    SCHEMA_VERSION,
     Advice,
     BatchSizeChoice,
     Finals,

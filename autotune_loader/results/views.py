@@ -19,8 +19,7 @@ class Views:
 
         Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
         """
-        from autotune_loader.report.frame import trials_frame
-        from autotune_loader.report.rivals import rivals_frame
+        from autotune_loader.report.frame import rivals_frame, trials_frame
 
         frames = {"trial": trials_frame, "configuration": rivals_frame}
         if per not in frames:
@@ -36,23 +35,6 @@ class Views:
         from autotune_loader.report.frame import stages_frame
 
         return stages_frame(self)
-
-    def frontier(self: Any) -> pd.DataFrame:
-        """What fewer cores and less memory would do: one row for each configuration that was tried, and for other numbers of
-        workers as the twin has them.
-
-        Columns: num_workers, prefetch_factor, samples_per_s, rate_share (of the chosen one's), cores (kept busy on average),
-        memory_bytes, source ("measured" or "predicted"), on_frontier (nothing is as fast with no more of either).
-        """
-        from autotune_loader.report.frontier import frontier_frame
-
-        return frontier_frame(self)
-
-    def plot_frontier(self: Any) -> Figure:
-        """Samples/s over the cores that are kept busy, and the memory."""
-        from autotune_loader.report.plots import plot_frontier
-
-        return plot_frontier(self)
 
     def report(self: Any) -> str:
         """The whole result as text: table, verdict, advice."""
@@ -72,12 +54,6 @@ class Views:
 
         return plot_heatmap(self)
 
-    def plot_memory(self: Any) -> Figure:
-        """Samples/s against the memory of the process tree."""
-        from autotune_loader.report.plots import plot_memory
-
-        return plot_memory(self)
-
     def plot_history(self: Any) -> Figure:
         """The trials in their order, and the best so far."""
         from autotune_loader.report.plots import plot_history
@@ -88,7 +64,7 @@ class Views:
         """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
 
         Args:
-            trial: number of the trial; None takes the fastest.
+            trial: number of the trial; None takes the chosen configuration's last burst.
         """
         from autotune_loader.report.plots import plot_timeline
 
@@ -99,12 +75,6 @@ class Views:
         from autotune_loader.report.plots import plot_stages
 
         return plot_stages(self)
-
-    def plot_failures(self: Any) -> Figure:
-        """What failed, and why."""
-        from autotune_loader.report.plots import plot_failures
-
-        return plot_failures(self)
 
     def plot_speedup(self: Any) -> Figure:
         """The paired rounds of the finals behind the speed-up."""

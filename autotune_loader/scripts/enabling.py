@@ -14,7 +14,7 @@ VERBS = ("watch", "run")
 
 
 class Enabled:
-    """Loaders are looked at until `close`, the end of a `with` block, or the end of the process; then they are told of.
+    """Loaders are looked at until `close`, the end of a `with` block, or the end of the process; then comes the report.
 
     Args:
         hook: that finds them.
@@ -26,7 +26,7 @@ class Enabled:
 
     def report(self) -> str:
         """What is known now."""
-        from autotune_loader.scripts.telling import report_of
+        from autotune_loader.scripts.report import report_of
 
         return str(report_of(self._hook.session))
 

@@ -1,33 +1,40 @@
 """Where torch makes and iterates loaders, once it has been imported: three methods that every loader goes through.
 
-    DataLoader.__init__           which line made it
-    DataLoader.__iter__           its batches come from an AutoLoader, or carry their history
-    _BaseDataLoaderIter.__init__  iterators that are made around it (fastai, StatefulDataLoader), seen from outside
+    DataLoader.__new__           which line makes it
+    DataLoader.__iter__          under `run` its batches come from an AutoLoader
+    _BaseDataLoaderIter.__new__  an iterator is made, by whatever class of loader: it is one that is watched
 
-Nothing heavy is imported here: a script may set what torch reads when it is imported.
+None of them is on the stack while code of torch or of the user runs. They are put in once for a process and stay; while no
+hook is installed they do nothing. Nothing heavy is imported here: a script may set what torch reads when it is imported.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import sys
-import weakref
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.scripts.by_identity import ByIdentity
 from autotune_loader.scripts.plan import Plan
-from autotune_loader.values.lines import Line, users_line
+from autotune_loader.values.lines import Line, is_ours, users_line
 
 if TYPE_CHECKING:
     from autotune_loader.scripts.session import Session
 
 active: list[Hook] = []
-"""The hook that is installed in this process, if any."""
+"""The hook that is installed in this process, if any; the last one counts."""
 TORCH_MODULE = "torch.utils.data.dataloader"
+HOOKED = "_autotune_loader_hooked"
+
+log = logging.getLogger(__name__)
+_lines: ByIdentity[Line] = ByIdentity()
+_told_at_end_of: list[int] = []
+"""The process whose end is looked after."""
 
 
 class Hook:
@@ -35,102 +42,141 @@ class Hook:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
-        self._replaced: list[tuple[type, str, Any]] = []
         self._session: Session | None = None
-        self._finder = _WhenImported(TORCH_MODULE, self._patch)
-        self._is_in = self._is_told = False
-        os.register_at_fork(after_in_child=self._forget)
+        self._is_told = False
 
     @property
     def session(self) -> Session:
         """The loaders of this process, from the first one on; from then on they are told of when it ends."""
         if self._session is None:
-            from multiprocessing.util import Finalize
-
             from autotune_loader.scripts.session import Session
 
-            self._session = Session(self.plan, self._lines)
-            # multiprocessing's processes run this, unlike what atexit knows, and others do once their children have ended.
-            Finalize(None, self.tell, exitpriority=-1000)
+            self._session = Session(self.plan, _lines)
+            _look_after_the_end()
         return self._session
 
     @property
     def has_batches(self) -> bool:
         """Whether a loader gave any."""
-        return self._session is not None and any(site.tally.batches for site in self._session.sites)
+        return self._session is not None and any(each.log.batches for each in self._session.loaders)
 
     def tell(self, *more: str) -> None:
         """Report, once, what was seen, and `more` sentences; ranks other than 0 are silent."""
         if self._is_told or not self.has_batches:
             return
         self._is_told = True
-        from autotune_loader.scripts.telling import tell
+        from autotune_loader.scripts.report import tell
 
-        if self.session.rank == 0:
-            tell(self.session, more)
+        tell(self.session, more)
 
     def install(self) -> None:
         """Find loaders from now on."""
-        self._is_in = True
         active.append(self)
         if (module := sys.modules.get(TORCH_MODULE)) is not None:
-            self._patch(module)
-        else:
-            sys.meta_path.insert(0, self._finder)
+            _hook_into(module)
+        elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported())
 
     def remove(self) -> None:
-        """Leave torch as it was; what runs already goes on."""
-        self._is_in = False
+        """Leave loaders alone; what runs already goes on."""
         active.remove(self)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        for kind, name, original in self._replaced:
-            setattr(kind, name, original)
-        self._replaced.clear()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """A forked process has loaders of its own."""
         self._session, self._is_told = None, False
 
-    def _patch(self, module: ModuleType) -> None:
-        made, iterated = module.DataLoader.__init__, module.DataLoader.__iter__
-        begun = module._BaseDataLoaderIter.__init__
 
-        @functools.wraps(made)
-        def note_line(loader: Any, *args: Any, **arguments: Any) -> None:
-            made(loader, *args, **arguments)
-            line = users_line(sys._getframe(1))
-            if line is not None:
-                self._lines[loader] = line
+def begin_as_handed_on() -> None:
+    """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
+    plan = Plan.handed_on()
+    if plan is not None:
+        Hook(plan).install()
 
-        @functools.wraps(iterated)
-        def iterate(loader: Any) -> Any:
-            return self.session.iterate(loader, iterated) if self._is_in else iterated(loader)
 
-        @functools.wraps(begun)
-        def begin(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
-            begun(iterator, loader, *args, **arguments)
-            if self._is_in:
-                self.session.watch_from_outside(iterator, loader)
+def _forget() -> None:
+    for hook in active:
+        hook.forget()
 
-        self._replace(module.DataLoader, "__init__", note_line)
-        self._replace(module.DataLoader, "__iter__", iterate)
-        self._replace(module._BaseDataLoaderIter, "__init__", begin)
 
-    def _replace(self, kind: type, name: str, replacement: Callable[..., Any]) -> None:
-        self._replaced.append((kind, name, getattr(kind, name)))
-        setattr(kind, name, replacement)
+os.register_at_fork(after_in_child=_forget)
+
+
+def _look_after_the_end() -> None:
+    """Tell at the end of the process: multiprocessing's run this, unlike atexit, and others do once their children are gone."""
+    if _told_at_end_of != [os.getpid()]:
+        from multiprocessing.util import Finalize
+
+        _told_at_end_of[:] = [os.getpid()]
+        Finalize(None, _tell, exitpriority=-1000)
+
+
+def _tell() -> None:
+    for hook in active:
+        hook.tell()
+
+
+def _hook_into(module: ModuleType) -> None:
+    loaders, iterators = module.DataLoader, module._BaseDataLoaderIter
+    if HOOKED in vars(loaders):
+        return
+    setattr(loaders, HOOKED, True)
+    made, begun = loaders.__new__, iterators.__new__
+
+    @functools.wraps(loaders.__init__)
+    def new_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
+        loader = _plain(made, loaders, kind, *args, **arguments)
+        if active and (line := users_line(sys._getframe(1))) is not None:
+            _lines[loader] = line
+        return loader
+
+    @functools.wraps(iterators.__init__)
+    def new_iterator(kind: Any, *args: Any, **arguments: Any) -> Any:
+        if active and (args or "loader" in arguments) and not _is_made_by_us(sys._getframe(1)):
+            try:
+                return active[-1].session.watch(kind, args[0] if args else arguments["loader"])
+            except Exception:  # whatever it is, it is no reason to end somebody's training
+                log.debug("an iterator is not watched", exc_info=True)
+        return _plain(begun, iterators, kind, *args, **arguments)
+
+    loaders.__new__, iterators.__new__ = new_loader, new_iterator
+    loaders.__iter__ = _Iterate(vars(loaders)["__iter__"])
+
+
+def _plain(made: Any, kind: Any, actual: Any, *args: Any, **arguments: Any) -> Any:
+    """What `actual.__new__` would be without us: that of the next class, which may want the arguments."""
+    following = super(kind, actual).__new__ if made is object.__new__ else made
+    return following(actual) if following is object.__new__ else following(actual, *args, **arguments)
+
+
+class _Iterate:
+    """`DataLoader.__iter__`: torch's own, or what takes its place."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __get__(self, loader: Any, kind: Any = None) -> Any:
+        plain = self._plain.__get__(loader, kind)
+        if loader is None or not active or active[-1].plan.verb == "watch" or _is_made_by_us(sys._getframe(1)):
+            return plain
+        try:
+            return active[-1].session.iterate(loader, plain)
+        except Exception:  # whatever it is, it is no reason to end somebody's training
+            log.debug("a loader is not looked at", exc_info=True)
+            return plain
+
+
+def _is_made_by_us(frame: FrameType | None) -> bool:
+    """Whether the nearest code outside of torch's loaders is this package's: a pool of AutoLoader's, a probe."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.utils.data"):
+        frame = frame.f_back
+    return frame is not None and is_ours(frame.f_code.co_filename)
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `then` with a module as soon as it has been imported."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+    """Hooks into torch's module of loaders as soon as it has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - Python's signature
-        if name != self._name:
+        if name != TORCH_MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -139,7 +185,7 @@ class _WhenImported(MetaPathFinder):
 
             def executed(module: ModuleType) -> None:
                 execute(module)
-                self._then(module)
+                _hook_into(module)
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec

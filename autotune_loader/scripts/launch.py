@@ -2,7 +2,7 @@
 
     sys.argv, sys.path[0], __main__ ── the script ── its own exit code, signal or traceback ── the report
 
-What it sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own on the stack.
+What the script sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import hashlib
 import importlib.util
 import os
+import re
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,7 +26,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from autotune_loader.scripts.hook import Hook
+from autotune_loader.machine.limits import rank_of_environment
+from autotune_loader.scripts.hook import Hook, active
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import is_ours
@@ -32,6 +36,8 @@ WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
 CANNOT_OPEN = 2
 """Exit code of Python for a script that is not there."""
+# As `traceback` prints it.
+FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
 
 
 def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
@@ -48,12 +54,11 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     """
     _hide_our_frames()
     main, code = (_module if is_module else _script)(target, arguments)
-    told = Path(tempfile.gettempdir(), f"autotune-loader-{os.getpid()}-{secrets.token_hex(4)}")
-    plan = replace(plan, told=str(told))
-    hook = Hook(plan)
-    end = _End(hook, told)
+    hook = Hook(replace(plan, folder=_folder()))
+    end = _End(hook)
     atexit.register(end)
-    plan.hand_on()
+    hook.plan.hand_on()
+    active.clear()  # a run within a run reports for itself
     hook.install()
     sys.modules["__main__"] = main
     _tell_before_a_sudden_end(end)
@@ -67,30 +72,28 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
             raise
         if error.code not in (None, 0):
             raise
-    _fail_if_waiting(hook)
+    if hook.has_batches and hook.session.is_waiting_too_long:
+        raise SystemExit(WAITS_TOO_LONG)
 
 
 class _End:
-    """The last that happens in the script's own process.
+    """The last that happens in the script's own process; `hook` knows the loaders."""
 
-    Args:
-        hook: knows the loaders.
-        told: the file that is there once other processes of the script have told of theirs.
-    """
-
-    def __init__(self, hook: Hook, told: Path) -> None:
-        self.hook, self.told, self.pid = hook, told, os.getpid()
+    def __init__(self, hook: Hook) -> None:
+        self.hook, self.pid = hook, os.getpid()
         self.is_interrupted = False
 
     def __call__(self, *more: str) -> None:
         """Tell what there is to tell, and end by SIGINT where Python does."""
         if os.getpid() != self.pid:
             return
+        folder = Path(self.hook.plan.folder or "")
         if self.hook.has_batches:
             self.hook.tell(*more)
-        elif not self.told.exists():
+        elif not any(folder.glob("told-*")):
             tell_nothing(self.hook.plan, more)
-        self.told.unlink(missing_ok=True)
+        if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
+            shutil.rmtree(folder, ignore_errors=True)
         if self.is_interrupted:
             # Python does so for a script, though not for a module, which is what runs here, perhaps.
             with contextlib.suppress(OSError, ValueError):
@@ -99,13 +102,14 @@ class _End:
             signal.raise_signal(signal.SIGINT)
 
 
-def _fail_if_waiting(hook: Hook) -> None:
-    if not hook.has_batches:
-        return
-    from autotune_loader.scripts.telling import is_waiting_too_long
-
-    if is_waiting_too_long(hook.session):
-        raise SystemExit(WAITS_TOO_LONG)
+def _folder() -> str:
+    """Where the processes of this script leave notes for each other, made by the first; the ranks of a launcher share one."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    is_rank = rank_of_environment()[1] > 1
+    job = "-".join(os.environ.get(name, "") for name in names) if is_rank else secrets.token_hex()
+    return os.path.join(  # noqa: PTH118
+        tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    )
 
 
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
@@ -114,9 +118,8 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
-        print(
-            f"{sys.executable}: can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
-        )
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {absolute!r}: {why}", file=sys.stderr)
         raise SystemExit(CANNOT_OPEN) from None
     sys.argv[:] = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
@@ -165,6 +168,9 @@ def _hide_our_frames() -> None:
             each = pending.pop()
             seen.add(id(each))
             each.__traceback__ = _without_ours(each.__traceback__)
+            if each.args and isinstance(text := each.args[0], str) and "Original Traceback" in text:  # from a worker
+                kept = FRAME.sub(lambda found: "" if is_ours(found[1]) else found[0], text)
+                each.args = (type(text)(kept), *each.args[1:])
             pending += [other for other in (each.__cause__, each.__context__) if other and id(other) not in seen]
         return shown(kind, error, error.__traceback__)
 

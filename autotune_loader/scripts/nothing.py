@@ -1,4 +1,4 @@
-"""What is told where no loader was seen, without importing torch, which the script may not have done either."""
+"""What is said where no loader was seen, without importing torch, which the script may not have done either."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def tell_nothing(plan: Plan, more: tuple[str, ...] = ()) -> None:
         return
     notes = ["Nothing can be told: no PyTorch DataLoader gave a batch.", *foreign_notes(), *more]
     report = {"verb": plan.verb, "loaders": [], "notes": notes}
-    text = json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}"
-    with contextlib.suppress(OSError, ValueError):  # a stream that is closed already
+    say(json.dumps(report) if plan.as_json else f"\nautotune-loader {plan.verb}: {' '.join(notes)}")
+
+
+def say(text: str) -> None:
+    """Print a report on stderr, after what the script printed; a stream that is closed already is no error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         print(text, file=sys.stderr, flush=True)

@@ -34,8 +34,8 @@ class Plan:
     budget_s: float | None = None
     """Seconds after which `tune` ends the script."""
     max_workers: int | None = None
-    told: str | None = None
-    """A file to which processes of the script append a line once they have told of their loaders."""
+    folder: str | None = None
+    """Where processes of the script leave what others of them read: that they have reported, and what ranks waited."""
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same; none of them is ended before its time."""

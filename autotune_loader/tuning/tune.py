@@ -112,7 +112,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         max_trials: most configurations to try.
         max_workers: most workers to try.
         max_cores: most cores that workers and a step on the CPU may keep busy together, such as 2 or 1.5: what kept more of
-            them busy in its burst is not chosen. `result.frontier()` says what fewer cores would do.
+            them busy in its burst is not chosen.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",

@@ -2,25 +2,20 @@
 
 In each round every arm runs once, in a mixed order, over the same samples. The table has the median of each arm, its median
 ratio to the reference with a 95 % interval of that median (of fewer than six rounds: all that was seen), and how far ratios
-are from 1 as a rule (root mean square of their logarithms). The machine must do nothing else, but for `few_rounds` and `depth`.
+are from 1 as a rule (root mean square of their logarithms). The machine must do nothing else, but for `few_rounds`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import multiprocessing
 import random
-import resource
 import statistics
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
@@ -29,15 +24,10 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import correlated_mean_interval
-from studies.fidelity import tracing
-from studies.fidelity.measure import workload_of
-from studies.quiet import QuietTurns
-from studies.regret.bench import Bench, TimedJob, Timing, batches_until_settled, between_smooth_ends, regret_workload
-from studies.regret.load import neighbours
+from studies.regret.bench import TimedJob, Timing, batches_until_settled, between_smooth_ends, regret_workload
 from studies.regret.machines import random_machine
 from studies.regret.oracle import ROUND_S, config_of
-from studies.regret.records import Log
-from studies.workloads import DOCUMENTS, WORKLOADS
+from studies.workloads import DOCUMENTS, WORKLOADS, workload_of
 from tests.support import FakeClock, SimulatedProbe
 
 Readings = Mapping[tuple[str, str], float]
@@ -155,97 +145,6 @@ def _rate(ends: Sequence[float], config: LoaderConfig) -> float:
     return batches / seconds
 
 
-NEIGHBOURS_SEED = 2000
-
-
-def beside(chosen: argparse.Namespace) -> Iterator[Readings]:
-    if len(chosen.configs) != 2:
-        raise SystemExit("beside compares two configurations")
-    for where in ("beside neighbours", "alone"):
-        loaded = neighbours(seed=NEIGHBOURS_SEED) if where != "alone" else contextlib.nullcontext()
-        with loaded, Bench(chosen.workload) as bench:
-
-            def arm(name: str, config: LoaderConfig, bench: Bench = bench, where: str = where) -> Arm:
-                def timed(number: int) -> Readings:
-                    timing = Timing(clock="steady", seconds=ROUND_S, seed=number)
-                    return {(where, name): bench.time(config, timing).samples_per_s}
-
-                return timed
-
-            named = zip(("first", "second"), chosen.configs, strict=True)
-            yield from in_turns([arm(*each) for each in named], chosen.rounds)
-
-
-SHALLOW, DEEP = 2, 8
-
-
-def depth(chosen: argparse.Namespace) -> Iterator[Readings]:
-    """Of rates that are on record: nothing is measured."""
-    for path in chosen.records:
-        for workload, known in Log(path).read().items():
-            rounds = [latest.rates for latest in [*known.rounds, *known.confirming]]
-            for source, rates in [("survey", known.surveyed), *(("rounds", each) for each in rounds)]:
-                for ratio in depth_ratios(rates):
-                    case = f"{workload}, {source}"
-                    yield {(case, f"prefetch {DEEP}"): math.exp(ratio), (case, f"prefetch {SHALLOW}"): 1.0}
-
-
-def depth_ratios(rates: Mapping[str, float]) -> list[float]:
-    """ln(rate with the deep queue / with the shallow one) of every pair that differs in nothing else that a window sees."""
-    of_config: dict[LoaderConfig, float] = {}
-    for text, rate in rates.items():
-        if rate > 0:
-            of_config.setdefault(config_of(text).key(), rate)
-    shallow = {
-        replace(config, prefetch_factor=DEEP): rate
-        for config, rate in of_config.items()
-        if config.prefetch_factor == SHALLOW
-    }
-    return [math.log(of_config[config] / rate) for config, rate in shallow.items() if config in of_config]
-
-
-HELD_WINDOW_S = 0.7
-HELD_TURNS = 4
-
-
-def held(chosen: argparse.Namespace) -> Iterator[Readings]:
-    """Each round is a fresh process, since processes differ by what else lies on their heap."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(_held_in_this_process, [chosen.workload] * chosen.rounds)
-
-
-def _held_in_this_process(workload: str) -> Readings:
-    """Medians of a few turns, while the batch before is alive and after it is gone."""
-    arriving = _batches(workload)
-    turns = list(in_turns([lambda _: _held_turn(arriving, "held"), lambda _: _held_turn(arriving, "gone")], HELD_TURNS))
-    return {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-
-
-def _batches(workload: str) -> Iterator[Any]:
-    """Without workers, epoch after epoch."""
-    from torch.utils.data import DataLoader
-
-    study = (WORKLOADS | DOCUMENTS)[workload]()
-    while True:
-        yield from DataLoader(study.dataset, batch_size=study.batch_size, shuffle=True, drop_last=True)
-
-
-def _held_turn(arriving: Iterator[Any], arm: str) -> Readings:
-    begun, faults, count, batch = time.perf_counter(), _page_faults(), 0, None
-    while time.perf_counter() - begun < HELD_WINDOW_S:
-        if arm == "gone":
-            batch = None
-        batch = next(arriving)
-        count += 1
-    del batch
-    ms = 1000 * (time.perf_counter() - begun) / count
-    return {("ms a batch", arm): ms, ("page faults a batch", arm): (_page_faults() - faults) / count}
-
-
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
 FEW_ROUNDS_MACHINES = range(2000, 2120)
 FEW_ROUNDS_KINDS = ("cpu", "mixed")
 FEW_ROUNDS = (2.0, 4.5)
@@ -253,6 +152,7 @@ FEW_ROUNDS_SEEDS = range(4)
 MOST_WORKERS = 64
 # The loop waits for at least this share of the time, or the workers do not hold it up.
 LEAST_WAIT_SHARE = 0.1
+DEPTHS = (2, 8)
 BINS = ((1.0, 2.5), (2.5, 5.0), (5.0, 12.0), (12.0, math.inf))
 
 
@@ -273,7 +173,7 @@ def _few_rounds_on(seed: int) -> list[tuple[float, dict[str, float]]]:
     machine = replace(machine, noise_sd=1e-9, spike_share=0.0, drift_per_hour=0.0)
     counts = {min(max(2, count), MOST_WORKERS) for count in (machine.cores // 2, machine.cores)}
     found = []
-    for workers, depth in ((workers, depth) for workers in sorted(counts) for depth in (SHALLOW, DEEP)):
+    for workers, depth in ((workers, depth) for workers in sorted(counts) for depth in DEPTHS):
         config = LoaderConfig(num_workers=workers, prefetch_factor=depth)
         truth = SimulatedProbe(machine, FakeClock()).truth(
             config, batches=3000 + 20 * workers, warm=3 * workers * depth
@@ -295,28 +195,6 @@ def _few_rounds_readings(burst: Measurement, workers: int, truth: float) -> dict
     return read | ({"as measured, interval holds it": rate.value / truth} if rate.low <= truth <= rate.high else {})
 
 
-def switched(chosen: argparse.Namespace) -> Iterator[Readings]:
-    for case in tracing.CASES:
-        for traced_s, plain_s in tracing.pairs_of_blocks(replace(case, pairs=min(case.pairs, chosen.rounds))):
-            yield {(str(case), "traced"): 1e6 * traced_s, (str(case), "plain"): 1e6 * plain_s}
-
-
-def parts(chosen: argparse.Namespace) -> Iterator[Readings]:
-    """Microseconds a batch, in one process on one thread."""
-    for case, kinds in tracing.parts():
-        yield from in_turns([_block(case, name, deliver) for name, deliver in kinds.items()], chosen.rounds)
-
-
-def _block(case: str, name: str, deliver: Callable[[], object]) -> Arm:
-    def timed(_: int) -> Readings:
-        begun = time.perf_counter()
-        for _ in range(tracing.BLOCK):
-            deliver()
-        return {(case, name): (time.perf_counter() - begun) / tracing.BLOCK * 1e6}
-
-    return timed
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A question, who answers it, and what the answers are held against."""
@@ -325,7 +203,7 @@ class Comparison:
     run: Callable[[argparse.Namespace], Iterator[Readings]]
     reference: str
     asks_for: tuple[str, ...] = ()
-    """Of the command line: "workload", "configs", "records", "processes"."""
+    """Of the command line: "workload", "configs", "processes"."""
     rounds: int = 6
 
 
@@ -338,29 +216,9 @@ COMPARISONS = {
         question="after how many fills of the queues does a window read what the rest of the run reads?",
         run=settling, reference="the rest", asks_for=("workload", "configs"),
     ),
-    "beside": Comparison(
-        question="do neighbours that burn 0 to 50 % of two cores change which of two configurations is faster?",
-        run=beside, reference="second", asks_for=("workload", "configs"),
-    ),
-    "depth": Comparison(
-        question="what does a deeper queue bring, by the records of studies.regret.real?",
-        run=depth, reference=f"prefetch {SHALLOW}", asks_for=("records",),
-    ),
-    "held": Comparison(
-        question="what does a fetch without workers cost once the batch before is gone?",
-        run=held, reference="held", asks_for=("workload",), rounds=8,
-    ),
     "few_rounds": Comparison(
         question="does a window of a few rounds of the workers read the long run? (simulated)",
         run=few_rounds, reference="long run", asks_for=("processes",),
-    ),
-    "tracing": Comparison(
-        question="what does tracing take, switched on and off within one loader? The goal is 1 %",
-        run=switched, reference="plain", rounds=600,
-    ),
-    "tracing_parts": Comparison(
-        question="the same part by part: the loader's wrappers, the loop, the record's travel from a worker",
-        run=parts, reference="plain", rounds=300,
     ),
 }  # fmt: skip
 
@@ -377,19 +235,12 @@ def main() -> None:
         if "configs" in comparison.asks_for:
             example = 'such as \'{"num_workers": 4, "prefetch_factor": 8}\''
             one.add_argument("configs", nargs="+", type=config_of, help=example)
-        if "records" in comparison.asks_for:
-            one.add_argument("records", nargs="+", type=Path)
         if "processes" in comparison.asks_for:
             one.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
         one.add_argument("--rounds", type=int, default=comparison.rounds)
-        one.add_argument("--lock", type=Path, help="file to hold an exclusive lock on while measuring")
     chosen = parser.parse_args()
-    asked, rounds = COMPARISONS[chosen.name], list[Readings]()
-    with QuietTurns(chosen.lock).turns() as quiet:
-        for readings in asked.run(chosen):
-            rounds.append(readings)
-            quiet.next()
-    print(table(rounds, asked.reference))
+    asked = COMPARISONS[chosen.name]
+    print(table(list(asked.run(chosen)), asked.reference))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`python -m studies.gpu`: does tuning reach what the GPU and the loader allow? One table, one JSON file.
+"""`python -m studies.gpu`: does tuning reach what the GPU and the loader allow? A job from end to end, a row of one table.
 
     python -m studies.gpu                              # a GPU, about two minutes a job
     python -m studies.gpu --only transformer --budget 20
     python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
 
-Files go to `$OUT` where that is set, else to `studies/gpu/results`; they are written after every job, so a run that is cut
-off keeps what it has. Figures of `--quick` say that the code runs, and nothing else.
+Each thing that was measured is printed at once, a line that begins with RECORD; a run that is cut off keeps them. Figures of
+`--quick` say that the code runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,121 +14,204 @@ import argparse
 import json
 import os
 import platform
+import random
+import statistics
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from autotune_loader.machine.facts import Machine, inspect_machine
-from studies.gpu.jobs import FULL, QUICK
-from studies.gpu.study import Effort, Findings, as_plain, study
+from autotune_loader import LoaderConfig, TuningResult, tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.opening import open_probe
+from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.tuning.schedule import SEARCH_BURST
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import CEILING_BURST
+from autotune_loader.values.statistics import Round, paired_ratio
+from studies.gpu.jobs import FULL, JOBS, QUICK
+from studies.gpu.training import Loop, Rate
 
-JOBS_BY_WORTH = ("resnet_jpeg", "transformer", "large_batches", "resnet_compute")
-QUICK_EFFORT = Effort(budget_s=4.0, survey_s=0.2, rounds=2, workers=(0, 2))
-RESULTS = Path(__file__).parent / "results"
-# Goals of the issue.
-OF_LIMIT_GOAL, VERDICT_GOAL_S = 0.95, 3.0
+DEFAULT, TUNED, PINNED, AHEAD = "default", "tuned", "tuned, pinned", "tuned, pinned and copied ahead"
+# A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
+VERDICT_WORKERS = 4
+# The step binds where a burst reaches this share of the rate of the step alone.
+BINDS_SHARE = 0.95
+COLUMNS = (
+    "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
+    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events, NVML",
+    "copied ahead over pinned", "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
+    "tuned with",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long the study of one job takes."""
+
+    budget_s: float = 30.0
+    """Of `tune()`."""
+    run_s: float = 2.0
+    """Of one run of the grid, of each limit and in the turns."""
+    rounds: int = 5
+    """In which the last few take turns."""
+    workers: tuple[int, ...] = ()
+    """Of the grid; from the cores where it is empty."""
+
+
+def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
+    """One job from end to end, as a row. The parent's model is on the device before `tune()` is called, as it often is."""
+    loop = Loop(JOBS[name](QUICK if quick else FULL), device, effort.run_s)
+    step_limit = _recorded(name, "the step alone", loop.step()).samples_per_s
+    startup_s, known_s, step_binds = _time_of_verdict(loop)
+    record(name, "verdict", startup_s=startup_s, known_s=known_s, step_binds=step_binds)
+    result = tune(
+        _loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s, reuse=False,
+        progress=False,
+    )  # fmt: skip
+    record(name, "tuned", best=str(result.best), summary=list(result.summary), seconds=result.spent.seconds)
+    grid = {
+        config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
+    }
+    best = max(grid, key=lambda config: grid[config])
+    turns = {DEFAULT: LoaderConfig(), TUNED: result.best, str(best): best}
+    if device != "cpu":
+        turns |= {PINNED: replace(result.best, pin_memory=True, device_prefetch=0)}
+        turns |= {AHEAD: replace(result.best, pin_memory=True, device_prefetch=2)}
+    rates = _in_turns(loop, turns, effort.rounds)
+    loads = [_recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
+    limit = min(step_limit, max(each.samples_per_s for each in loads))
+    rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
+    regret = paired_ratio(rounds, TUNED, str(best))
+    default, tuned = (statistics.median(rate.samples_per_s for rate in rates[key]) for key in (DEFAULT, TUNED))
+    errors = _twin_errors(result, grid)
+    ahead = paired_ratio(rounds, AHEAD, PINNED) if AHEAD in turns else None
+    return [
+        f"{name} ({loop.job.binds})",
+        result.verdict.binding,
+        f"{default:,.1f}",
+        f"{tuned:,.1f} ({tuned / default:.2f}x)",
+        f"{tuned / limit:.1%} of {limit:,.1f}",
+        f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
+        f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
+        _working_share(result),
+        f"{ahead.value:.2f}x ({ahead.low:.2f} to {ahead.high:.2f})" if ahead else "-",
+        f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
+        f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
+        f"{result.best}, in {result.spent.seconds:.0f} s and {len(result.trials)} trials",
+    ]
+
+
+def record(job: str, what: str, **values: Any) -> None:
+    print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
+
+
+def _recorded(job: str, what: str, rate: Rate) -> Rate:
+    record(job, what, **asdict(rate))
+    return rate
+
+
+def _loader(loop: Loop) -> DataLoader[Any]:
+    return DataLoader(loop.job.dataset, **loop.job.parts())
+
+
+def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
+    """Seconds until the probe is warm, seconds from then until it is known whether the step binds, and the answer."""
+    workload, _ = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
+    machine = inspect_machine()
+    begun = time.monotonic()
+    with open_probe(workload, machine, "process", None) as opened:
+        warm = time.monotonic()
+        alone = opened.probe.step_ceiling(None, CEILING_BURST)
+        workers = min(VERDICT_WORKERS, machine.usable_cores)
+        pinned = loop.device.type == "cuda"
+        burst = opened.probe.burst(LoaderConfig(num_workers=workers, pin_memory=pinned), SEARCH_BURST)
+        known_s = time.monotonic() - warm
+    if isinstance(alone, Failure) or isinstance(burst, Failure):
+        raise SystemExit(f"{loop.job.name}: {alone if isinstance(alone, Failure) else burst}")
+    return warm - begun, known_s, burst.samples_per_s.value >= BINDS_SHARE * alone.samples_per_s.value
+
+
+def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
+    """Every number of workers, pageable, pinned, and pinned and copied ahead."""
+    cores = os.cpu_count() or 1
+    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8, 12) if n < cores), cores}))
+    roads = [(False, 0)] if device == "cpu" else [(False, 0), (True, 0), (True, 2)]
+    return [
+        LoaderConfig(num_workers=n, pin_memory=pinned, device_prefetch=ahead)
+        for n in workers
+        for pinned, ahead in roads
+    ]
+
+
+def _in_turns(loop: Loop, configs: dict[str, LoaderConfig], rounds: int) -> dict[str, list[Rate]]:
+    rates: dict[str, list[Rate]] = {key: [] for key in configs}
+    for number in range(rounds):
+        for key in random.Random(number).sample(list(configs), len(configs)):
+            rates[key].append(_recorded(loop.job.name, f"turn: {key}", loop.train(configs[key])))
+    return rates
+
+
+def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[float]:
+    """|predicted / measured - 1| over the grid, of a twin that has seen only the tuner's own bursts."""
+    try:
+        predictions = result.predict_all(list(grid))
+    except ValueError:  # nothing was measured
+        return []
+    pairs: Sequence[Any] = list(zip(predictions, grid.values(), strict=True))
+    return [abs(predicted.samples_per_s.value / measured - 1) for predicted, measured in pairs]
+
+
+def _working_share(result: TuningResult) -> str:
+    """Of a burst of the tuned configuration, by the device's events and by NVML for the same window."""
+    found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
+    return f"{_share(found[-1].gpu.busy_share)}, {_share(found[-1].gpu.util)}" if found else "-"
+
+
+def _util(rates: Sequence[Rate]) -> float | None:
+    known = [rate.gpu_util for rate in rates if rate.gpu_util is not None]
+    return statistics.median(known) if known else None
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def machine(device: str) -> str:
+    """What the figures depend on; named as in studies/README.md, never by a host's name."""
+    facts = inspect_machine()
+    name = torch.cuda.get_device_name(device) if device != "cpu" else "cpu"
+    memory = round((facts.memory.total_bytes or 0) / 2**30)
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+    return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, driver {facts.driver}, {versions}"
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    if device != "cpu" and not torch.cuda.is_available():
+        parser.exit(2, "there is no CUDA device here; --device cpu --quick runs the same code in small\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu only makes sense with --quick")
-    parser.add_argument("--only", default=",".join(JOBS_BY_WORTH), help="jobs, by commas")
+    parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
     parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
     parser.add_argument("--budget", type=float, help="seconds of each tuning run")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     chosen = parser.parse_args(arguments)
-    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.exit(2, "there is no CUDA device here; --device cpu --quick runs the same code in small\n")
-    effort = QUICK_EFFORT if chosen.quick else Effort()
-    effort = effort if chosen.budget is None else Effort(budget_s=chosen.budget)
+    check_device(parser, chosen.device)
+    effort = Effort(budget_s=4.0, run_s=0.2, rounds=2, workers=(0, 2)) if chosen.quick else Effort()
+    effort = effort if chosen.budget is None else replace(effort, budget_s=chosen.budget)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:
         torch.set_num_threads(1)  # more only wait for one another on a busy machine
-    found: list[Findings] = []
+    rows = []
     for name in chosen.only.split(","):
-        begun = time.monotonic()
-        found.append(study(name, QUICK if chosen.quick else FULL, chosen.device, effort))
-        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-        save(found, chosen.device, chosen.quick, chosen.out)
-    print(table(found))
-
-
-def save(found: list[Findings], device: str, quick: bool, folder: Path) -> None:
-    """`gpu.json` and `gpu.md`: what was found so far, and where."""
-    folder.mkdir(parents=True, exist_ok=True)
-    where = {**machine_facts(device), "quick": quick}
-    document = {"machine": where, "jobs": [as_plain(each) for each in found]}
-    (folder / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-    facts = ", ".join(f"{name} {value}" for name, value in where.items())
-    (folder / "gpu.md").write_text(f"# Tuned jobs on a device\n\n{facts}\n\n{table(found)}\n")
-
-
-def machine_facts(device: str) -> dict[str, Any]:
-    """What the figures depend on; named as in studies/README.md, never by a host's name."""
-    machine = inspect_machine()
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
-    return {
-        "name": f"{machine.usable_cores}c-{_gib(machine)}g-{name.lower().replace(' ', '-')}",
-        "driver": machine.driver or "none",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-
-
-def _gib(machine: Machine) -> int:
-    return round((machine.memory.total_bytes or 0) / 2**30)
-
-
-def table(found: list[Findings]) -> str:
-    """The findings as Markdown, goals beside the figures."""
-    head = [
-        "job",
-        "binds",
-        "verdict",
-        "default /s",
-        "tuned /s",
-        f"of the smaller limit (goal {OF_LIMIT_GOAL:.0%} where the loader binds)",
-        "regret against the grid",
-        "GPU busy before, after",
-        "a tuned burst's working share by events, by NVML (goal 3 points apart)",
-        "DevicePrefetcher over pinned copies",
-        "twin's error, median and worst",
-        f"verdict after (goal {VERDICT_GOAL_S:g} s where the step binds)",
-        "tuned with",
-    ]
-    rows = [head, ["---"] * len(head), *(_row(each) for each in found)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _row(found: Findings) -> list[str]:
-    bound = "step binds" if found.said_compute_bound else "step does not bind"
-    return [
-        found.job,
-        found.binds,
-        found.verdict,
-        f"{found.default_per_s:,.1f}",
-        f"{found.tuned_per_s:,.1f} ({found.tuned_per_s / found.default_per_s:.2f}x)",
-        f"{found.of_limit:.1%} of {min(found.step_limit_per_s, found.loader_limit_per_s):,.1f}",
-        f"{found.regret:.1%} ({found.regret_low:.1%} to {found.regret_high:.1%})",
-        f"{_share(found.default_util)}, {_share(found.tuned_util)}"
-        + (f" ({found.util_reason})" if found.util_reason else ""),
-        f"{_share(found.burst_busy_share)}, {_share(found.burst_util)}",
-        "-"
-        if found.prefetcher is None
-        else f"{found.prefetcher:.2f}x ({found.prefetcher_low:.2f} to {found.prefetcher_high:.2f})",
-        f"{_share(found.twin_median_error)}, {_share(found.twin_worst_error)}",
-        f"{found.verdict_s:.1f} s + {found.startup_s:.1f} s of start-up: {bound}",
-        f"{found.best}, in {found.tune_s:.0f} s and {found.trials} trials"
-        + (f", {len(found.failures)} failed" if found.failures else ""),
-    ]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+        rows.append(study(name, chosen.device, effort, quick=chosen.quick))
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+        print(machine(chosen.device) + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)
 
 
 if __name__ == "__main__":

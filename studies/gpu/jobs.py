@@ -3,7 +3,7 @@
     resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16, faster than 16 cores decode
     resnet_compute    step       the same pictures from memory, as bytes, a ResNet four times as wide
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
-    large_batches     h2d        batches of 64 MiB that lie in memory, a step of a few milliseconds
+    large_batches     copy       batches of 64 MiB that lie in memory, a step of a few milliseconds
 
 Everything is importable, so that any start method can send it to another process.
 """
@@ -11,6 +11,7 @@ Everything is importable, so that any start method can send it to another proces
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader.demo import JpegFolder, make_jpegs
 
-CLASSES = 10
+CLASSES, VOCABULARY = 10, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +43,9 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=32,
-    picture=(64, 48),
-    crop=32,
-    batch=8,
-    width=4,
-    depth=(1, 1),
-    layers=1,
-    embedding=16,
-    tokens=16,
+    pictures=32, picture=(64, 48), crop=32, batch=8, width=4, depth=(1, 1), layers=1, embedding=16, tokens=16,
     large_bytes=1 << 20,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +54,20 @@ class Job:
 
     name: str
     binds: str
-    """What binds by construction once the loader is tuned: "loader", "step" or "h2d"."""
+    """What binds by construction once the loader is tuned: "loader", "step" or "copy"."""
     dataset: Dataset[Any]
     model: nn.Module
-    train_step: Any
+    train_step: Callable[[Any, Any], torch.Tensor]
     batch_size: int | None
     """None where the dataset delivers batches."""
 
     def parts(self) -> dict[str, Any]:
         """DataLoader's arguments that are not tuned."""
         return {"batch_size": self.batch_size, **({} if self.batch_size is None else {"shuffle": True})}
+
+    def samples_of(self, batch: Any) -> int:
+        first = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return 1 if self.batch_size is None else len(first)
 
 
 class BasicBlock(nn.Module):
@@ -91,36 +88,29 @@ class BasicBlock(nn.Module):
         return torch.relu(within + self.around(x))
 
 
-class ResNet(nn.Module):
+def resnet(width: int, depth: tuple[int, ...]) -> nn.Module:
     """ResNet-18 at width 64 and depth (2, 2, 2, 2)."""
-
-    def __init__(self, width: int, depth: tuple[int, ...]) -> None:
-        super().__init__()
-        stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        blocks: list[nn.Module] = []
-        inputs = width
-        for stage, count in enumerate(depth):
-            outputs = width << stage
-            blocks += [
-                BasicBlock(inputs if i == 0 else outputs, outputs, 2 if i == 0 < stage else 1) for i in range(count)
-            ]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    inputs = width
+    for stage, count in enumerate(depth):
+        outputs = width << stage
+        for number in range(count):
+            layers.append(BasicBlock(inputs, outputs, 2 if number == 0 < stage else 1))
             inputs = outputs
-        self.layers = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
 class Transformer(nn.Module):
     """A language model: it predicts each token from those before."""
 
-    def __init__(self, size: Size, vocabulary: int = 1024) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, size.embedding)
+        self.tokens = nn.Embedding(VOCABULARY, size.embedding)
         self.places = nn.Parameter(torch.zeros(size.tokens, size.embedding))
         layer = nn.TransformerEncoderLayer(size.embedding, 4, 4 * size.embedding, dropout=0.0, batch_first=True)
         self.body = nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
-        self.head = nn.Linear(size.embedding, vocabulary)
+        self.head = nn.Linear(size.embedding, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         later = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
@@ -139,132 +129,77 @@ class Sums(nn.Module):
         return (x * self.weight).mean()
 
 
-class PictureStep:
+def picture_step(model: Any, batch: Any) -> torch.Tensor:
     """Classify pictures, in bfloat16 on CUDA; bytes become floats on the device."""
-
-    def __init__(self, in_half: bool = True) -> None:
-        self.in_half = in_half
-
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        pictures, labels = batch
-        with _bfloat16_on(pictures.device, self.in_half):
-            scores = model(pictures.float() / 255 if pictures.dtype == torch.uint8 else pictures)
-        return nn.functional.cross_entropy(scores.float(), labels)
+    pictures, labels = batch
+    with bfloat16_on(pictures.device):
+        scores = model(pictures.float() / 255 if pictures.dtype == torch.uint8 else pictures)
+    return nn.functional.cross_entropy(scores.float(), labels)
 
 
-class TokenStep:
+def token_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """Predict the next token, in bfloat16 on CUDA."""
-
-    def __init__(self, in_half: bool = True) -> None:
-        self.in_half = in_half
-
-    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with _bfloat16_on(batch.device, self.in_half):
-            scores = model(batch)
-        return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+    with bfloat16_on(batch.device):
+        scores = model(batch)
+    return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-class SumStep:
-    """What `Sums` says of a batch is its loss."""
-
-    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch)
-        return loss
+def sum_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch)  # type: ignore[no-any-return]
 
 
-def _bfloat16_on(device: torch.device, in_half: bool) -> torch.autocast:
+def bfloat16_on(device: torch.device) -> torch.autocast:
     # Most CPUs only emulate it.
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=in_half and device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-class Bytes(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures in memory, as bytes."""
+class InMemory(Dataset[Any]):
+    """A few distinct tensors, shown again and again; with labels, where they are pictures."""
 
-    def __init__(self, crop: int, length: int = 8192, distinct: int = 256) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.pictures = torch.randint(0, 256, (distinct, 3, crop, crop), dtype=torch.uint8, generator=generator)
-        self.length = length
+    def __init__(self, tensors: torch.Tensor, length: int, *, labelled: bool = False) -> None:
+        self.tensors, self.length, self.labelled = tensors, length, labelled
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.pictures[index % len(self.pictures)], index % CLASSES
-
-
-class Tokens(Dataset[torch.Tensor]):
-    """Sequences in memory."""
-
-    def __init__(self, tokens: int, length: int = 65536, distinct: int = 1024, vocabulary: int = 1024) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.sequences = torch.randint(0, vocabulary, (distinct, tokens), generator=generator)
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.sequences[index % len(self.sequences)]
-
-
-class LargeBatches(Dataset[torch.Tensor]):
-    """Whole batches that lie in memory."""
-
-    def __init__(self, batch_bytes: int, length: int = 4096, distinct: int = 4) -> None:
-        self.batches = [torch.rand(batch_bytes // 4) for _ in range(distinct)]
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batches[index % len(self.batches)]
+    def __getitem__(self, index: int) -> Any:
+        found = self.tensors[index % len(self.tensors)]
+        return (found, index % CLASSES) if self.labelled else found
 
 
 def resnet_jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
     return Job(
-        name="resnet_jpeg",
-        binds="loader",
-        dataset=JpegFolder(folder, size.crop),
-        model=ResNet(size.width, size.depth),
-        train_step=PictureStep(),
-        batch_size=size.batch,
-    )
+        name="resnet_jpeg", binds="loader", dataset=JpegFolder(folder, size.crop), model=resnet(size.width, size.depth),
+        train_step=picture_step, batch_size=size.batch,
+    )  # fmt: skip
 
 
 def resnet_compute(size: Size) -> Job:
+    pictures = torch.randint(0, 256, (256, 3, size.crop, size.crop), dtype=torch.uint8)
     return Job(
-        name="resnet_compute",
-        binds="step",
-        dataset=Bytes(size.crop),
-        model=ResNet(4 * size.width, size.depth),
-        train_step=PictureStep(),
-        batch_size=size.batch,
-    )
+        name="resnet_compute", binds="step", dataset=InMemory(pictures, 8192, labelled=True),
+        model=resnet(4 * size.width, size.depth), train_step=picture_step, batch_size=size.batch,
+    )  # fmt: skip
 
 
 def transformer(size: Size) -> Job:
+    tokens = torch.randint(0, VOCABULARY, (1024, size.tokens))
     return Job(
-        name="transformer",
-        binds="step",
-        dataset=Tokens(size.tokens),
-        model=Transformer(size),
-        train_step=TokenStep(),
+        name="transformer", binds="step", dataset=InMemory(tokens, 65536), model=Transformer(size), train_step=token_step,
         batch_size=size.batch,
-    )
+    )  # fmt: skip
 
 
 def large_batches(size: Size) -> Job:
     return Job(
-        name="large_batches",
-        binds="h2d",
-        dataset=LargeBatches(size.large_bytes),
-        model=Sums(),
-        train_step=SumStep(),
-        batch_size=None,
-    )
+        name="large_batches", binds="copy", dataset=InMemory(torch.rand(4, size.large_bytes // 4), 4096), model=Sums(),
+        train_step=sum_step, batch_size=None,
+    )  # fmt: skip
 
 
-JOBS = {make.__name__: make for make in (resnet_jpeg, resnet_compute, transformer, large_batches)}
+JOBS: dict[str, Callable[[Size], Job]] = {
+    make.__name__: make for make in (resnet_jpeg, transformer, large_batches, resnet_compute)
+}
+"""Most valuable first."""

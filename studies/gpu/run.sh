@@ -3,8 +3,9 @@
 #
 #     sh studies/gpu/run.sh              # all of them, about half an hour
 #     sh studies/gpu/run.sh first        # the tests marked gpu, then resnet_jpeg
-#     sh studies/gpu/run.sh second       # transformer, large_batches
-#     sh studies/gpu/run.sh third        # resnet_compute, Lightning and the HF Trainer
+#     sh studies/gpu/run.sh second       # AutoLoader, watch, Lightning, the HF Trainer, compare()
+#     sh studies/gpu/run.sh third        # transformer, large_batches
+#     sh studies/gpu/run.sh fourth       # resnet_compute
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
@@ -24,23 +25,26 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 
+TESTS="tests/pipeline/test_prefetch.py tests/probe/test_cuda.py"
+
 # limited SECONDS LOG COMMAND...: what the command prints is shown and kept; what takes longer is ended
 limited() {
     seconds=$1 log=$2
     shift 2
-    { timeout "$seconds" "$PYTHON" "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
-    ! grep -q "^FAILED with" "$OUT/$log" || status=1
+    { timeout "$seconds" "$PYTHON" -W ignore "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
+    ! grep -q "^FAILED" "$OUT/$log" || status=1
 }
-tests() {
-    limited 200 gpu-tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 \
-        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py
-}
-study_of() { limited "$1" "$2.txt" -W ignore -m studies.gpu --only "$2" --out "$OUT/$2"; }
-frameworks() { limited 200 frameworks.txt -W ignore -m studies.frameworks --device cuda --only Lightning,"HF Trainer" --out "$OUT/frameworks.md"; }
+tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 $TESTS "$@"; }
+study() { limited "$1" "$2.txt" -m studies.gpu --only "$2"; }
+uses() { limited 460 uses.txt -m studies.gpu.uses "$@"; }
+first() { tests; study 260 resnet_jpeg; }
+second() { uses; }
+third() { study 230 transformer; study 230 large_batches; }
+fourth() { study 270 resnet_compute; }
 check() {
-    limited 400 check.txt -W ignore -m studies.gpu --device cpu --quick --out "$OUT/check"
-    limited 60 check-tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider --collect-only -q \
-        tests/pipeline/test_prefetch.py tests/probe/test_cuda.py
+    limited 300 check.txt -m studies.gpu --device cpu --quick
+    uses --device cpu --quick
+    tests --collect-only
 }
 
 part=${1:-all}
@@ -48,11 +52,8 @@ if [ "$part" != check ]; then
     "$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
 fi
 case $part in
-first) tests && study_of 270 resnet_jpeg ;;
-second) study_of 235 transformer && study_of 235 large_batches ;;
-third) study_of 270 resnet_compute && frameworks ;;
-all) tests && study_of 270 resnet_jpeg && study_of 235 transformer && study_of 235 large_batches && study_of 270 resnet_compute && frameworks ;;
-tests | frameworks | check) "$part" ;;
-*) echo "$part is no part; first, second, third, tests, frameworks, check or all would work" >&2 && exit 2 ;;
+first | second | third | fourth | check) "$part" ;;
+all) first; second; third; fourth ;;
+*) echo "$part is no part; first, second, third, fourth, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import statistics
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,14 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
 from studies.gpu.jobs import Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 3
+SAMPLE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class Rate:
 
     samples_per_s: float
     gpu_util: float | None
-    gpu_reason: str | None
+    """NVML's utilisation, mean over the run; None off CUDA, or where NVML does not answer."""
 
 
 class Loop:
@@ -41,46 +40,33 @@ class Loop:
     """
 
     def __init__(self, job: Job, device: str, seconds: float) -> None:
-        self.job = job
-        self.device = torch.device(device)
-        self.seconds = seconds
+        self.job, self.device, self.seconds = job, torch.device(device), seconds
         self.model: Any = job.model.to(self.device).train()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.cores = inspect_machine().usable_cores
 
-    def train(self, config: LoaderConfig) -> Rate:
-        """Train with the loader that `config` makes."""
-        return self._timed(self._loader(config), max(1, config.num_workers) * (config.prefetch_factor or 1))
-
-    def load(self, config: LoaderConfig) -> Rate:
-        """Only load and copy, without a step: what the loader allows."""
+    def train(self, config: LoaderConfig, *, with_step: bool = True) -> Rate:
+        """Train with the loader that `config` makes; without a step, only load and copy: what the loader allows."""
+        loader: DataLoader[Any] = DataLoader(self.job.dataset, **self.job.parts(), **config.to_kwargs())
         depth = max(1, config.num_workers) * (config.prefetch_factor or 1)
-        return self._timed(self._loader(config), depth, with_step=False)
+        return self.timed(prefetched_as_tuned(loader, config, self.device), depth, with_step=with_step)
 
     def step(self) -> Rate:
         """Only step, on one batch that lies on the device: what the step allows."""
         batch = move(next(iter(DataLoader(self.job.dataset, **self.job.parts()))), self.device)
-        return self._timed(_endless(batch), depth=4)
+        return self.timed([batch], depth=4)
 
-    def _loader(self, config: LoaderConfig) -> Iterable[Any]:
-        loader: DataLoader[Any] = DataLoader(self.job.dataset, **self.job.parts(), **config.to_kwargs())
-        return prefetched_as_tuned(loader, config, self.device)
-
-    def _timed(self, batches: Iterable[Any], depth: int, with_step: bool = True) -> Rate:
+    def timed(self, batches: Iterable[Any], depth: int, *, with_step: bool = True) -> Rate:
         endless = _again(batches)
         for _ in range(FILLED_ROUNDS * depth + 1):
             self._take(next(endless), with_step)
         self._synchronize()
-        gpus = Gpus(cuda_uuids=_uuids(self.device)) if self.device.type == "cuda" else None
-        with TreeMeter(os.getpid(), gpus=gpus) as meter:
-            samples, begun, opened = 0, time.perf_counter(), time.monotonic()
+        with Utilisation(self.device) as used:
+            samples, begun = 0, time.perf_counter()
             while time.perf_counter() - begun < self.seconds:
                 samples += self._take(next(endless), with_step)
             self._synchronize()
             rate = samples / (time.perf_counter() - begun)
-        del endless
-        gpu = meter.util_since(opened)
-        return Rate(samples_per_s=rate, gpu_util=gpu.util, gpu_reason=gpu.reason)
+        return Rate(samples_per_s=rate, gpu_util=used.mean())
 
     def _take(self, batch: Any, with_step: bool) -> int:
         batch = move(batch, self.device)
@@ -88,23 +74,41 @@ class Loop:
             self.optimizer.zero_grad(set_to_none=True)
             self.job.train_step(self.model, batch).backward()
             self.optimizer.step()
-        first = batch[0] if isinstance(batch, (tuple, list)) else batch
-        return 1 if self.job.batch_size is None else len(first)
+        return self.job.samples_of(batch)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
+class Utilisation:
+    """NVML's utilisation of a device while a block lasts, sampled by a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._seen, self._ended = device, list[float](), threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Utilisation:
+        if self._device.type == "cuda":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def mean(self) -> float | None:
+        return statistics.fmean(self._seen) if self._seen else None
+
+    def _sample(self) -> None:
+        try:
+            while not self._ended.wait(SAMPLE_S):
+                self._seen.append(torch.cuda.utilization(self._device) / 100)
+        except (RuntimeError, ModuleNotFoundError) as error:  # no NVML, or none that may be asked
+            print(f"no utilisation: {error}", flush=True)
+
+
 def _again(batches: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from batches
-
-
-def _endless(batch: Any) -> Iterator[Any]:
-    while True:
-        yield batch
-
-
-def _uuids(device: torch.device) -> list[str]:
-    return [str(torch.cuda.get_device_properties(device).uuid)]

@@ -10,11 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from msgspec import to_builtins
-
 from studies.libraries.attempt import Attempt, Outcome
 from studies.libraries.environments import ENVIRONMENTS, Environment
-from studies.libraries.page import RESULTS, read_results
+from studies.libraries.page import HEAD, RESULTS, row, rows_by_library
 
 MODULES = ("structures", "streams", "pictures", "frameworks")
 # tune() has 8 s; importing a library, and an epoch, may take some more. What takes longer hangs.
@@ -80,28 +78,23 @@ def main() -> None:
     unknown = set(asked) - {each.library for each in ENVIRONMENTS}
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(each.library for each in ENVIRONMENTS)} would work")
-    kept = {each.library: [] for each in ENVIRONMENTS} if not asked else _by_library(read_results())
+    kept = rows_by_library() if asked else {}
+    wrong = 0
     for environment in ENVIRONMENTS:
         if asked and environment.library not in asked:
             continue
-        kept[environment.library] = outcomes_of(environment)
-        for each in kept[environment.library]:
+        kept[environment.library] = []
+        for each in outcomes_of(environment):
             print(
                 f"{each.library} {each.version}: {each.what}: {each.outcome}: {each.config or each.sentence}",
                 flush=True,
             )
-        order = [row for known in ENVIRONMENTS for row in kept.get(known.library, [])]
-        RESULTS.write_text("".join(json.dumps(to_builtins(row)) + "\n" for row in order))
-    wrong = [row for rows in kept.values() for row in rows if row.outcome == "wrong"]
-    print(f"{sum(map(len, kept.values()))} rows, {len(wrong)} wrong")
+            wrong += each.outcome == "wrong"
+            kept[environment.library].append(row(each))
+        rows = [each for known in ENVIRONMENTS for each in kept.get(known.library, [])]
+        RESULTS.write_text(HEAD + "".join(f"{each}\n" for each in rows))
+    print(f"{sum(map(len, kept.values()))} rows, {wrong} wrong")
     raise SystemExit(1 if wrong else 0)
-
-
-def _by_library(rows: list[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for row in rows:
-        found.setdefault(row.library, []).append(row)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,29 +1,32 @@
-"""The table of the documentation, of what the attempts came to."""
+"""The table of the documentation, of what the attempts came to: `results.md`, a row for each."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from studies.libraries.attempt import Outcome
 
-RESULTS = Path(__file__).with_name("results.jsonl")
+RESULTS = Path(__file__).with_name("results.md")
+HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
 # Notes of a result that are about the loader, and not about the step or the machine.
 ABOUT_LOADERS = ("dataset_or_loader=", "the dataset makes", "how many samples", "every worker")
 
 
-def read_results() -> list[Outcome]:
-    return [Outcome(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def table() -> str:
-    """One row for each attempt, in Markdown."""
-    head = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
-    return head + "\n".join(map(_row, read_results()))
+    """The whole table, in Markdown."""
+    return RESULTS.read_text()
 
 
-def _row(each: Outcome) -> str:
+def rows_by_library() -> dict[str, list[str]]:
+    """The rows that are kept, by the library's name."""
+    rows: dict[str, list[str]] = {}
+    for line in table().splitlines()[2:] if RESULTS.exists() else ():
+        rows.setdefault(line.split("|")[1].split()[0], []).append(line)
+    return rows
+
+
+def row(each: Outcome) -> str:
     name = each.library if each.outcome == "not tried" else f"{each.library} {each.version}"
     says = f"`{each.config}`" if each.config and each.outcome == "tuned" else _escaped(each.sentence)
     about_loader = [note for note in each.notes if note.startswith(ABOUT_LOADERS) or "of its own" in note]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -67,19 +66,6 @@ class Timed:
     """Share of the cores that everything else on the machine used meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Mean seconds of the stages of one batch, by stamps of our own around fetch and step."""
-
-    fetch_s: float
-    """Wall seconds of fetching and collating in a worker."""
-    fetch_cpu_s: float
-    """CPU seconds of the same."""
-    step_s: float
-    loop_s: float
-    """From one batch to the next."""
-
-
 class BenchError(RuntimeError):
     """A configuration could not be timed."""
 
@@ -107,14 +93,6 @@ class Bench:
             BenchError: it failed, or did not answer in time.
         """
         return Timed(**self._answer({"config": config.to_dict(), "timing": asdict(timing)}))
-
-    def look(self, config: LoaderConfig, seconds: float) -> Stages:
-        """Train for so many seconds from the first batch on, and time the stages of each batch.
-
-        Raises:
-            BenchError: it failed, or did not answer in time.
-        """
-        return Stages(**self._answer({"config": config.to_dict(), "look_s": seconds}))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._child is None:
@@ -273,61 +251,18 @@ class TimedJob:
         while epochs:
             yield from loader
 
-    def _loader(self, config: LoaderConfig, dataset: Any = None, collate_fn: Any = None) -> Any:
+    def _loader(self, config: LoaderConfig) -> Any:
         from torch.utils.data import DataLoader
 
         sampler = self._study.sampler
         order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
         return DataLoader(
-            dataset or self._study.dataset,
+            self._study.dataset,
             batch_size=self._study.batch_size,
             drop_last=True,
-            collate_fn=collate_fn,
             **order,
             **config.to_kwargs(),
         )
-
-    def look(self, config: LoaderConfig, seconds: float) -> Stages:
-        """The child's side of `Bench.look`; whole rounds of the workers are left out while they start."""
-        loader = self._loader(config, _StampedFetch(self._study.dataset), _stamped_collate)
-        seen: list[tuple[float, float, float]] = []
-        ends: list[float] = []
-        for batch, fetch_s, fetch_cpu_s in self._batches(loader, epochs=True):
-            begun = time.perf_counter()
-            self._step.run(batch)
-            ends.append(time.perf_counter())
-            seen.append((fetch_s, fetch_cpu_s, ends[-1] - begun))
-            if ends[-1] - ends[0] > seconds and len(ends) > 2 * config.num_workers + 2:
-                break
-        fetch_s, fetch_cpu_s, step_s = (
-            statistics.fmean(each) for each in zip(*seen[config.num_workers :], strict=True)
-        )
-        batches, window_s = between_smooth_ends(ends, config.num_workers)
-        return Stages(fetch_s=fetch_s, fetch_cpu_s=fetch_cpu_s, step_s=step_s, loop_s=window_s / batches)
-
-
-class _StampedFetch:
-    """A dataset that fetches whole batches, and says when it began."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, indices: list[Any]) -> tuple[float, float, list[Any]]:
-        begun, cpu_begun = time.perf_counter(), time.process_time()
-        many = getattr(self._dataset, "__getitems__", None)
-        return begun, cpu_begun, many(indices) if many else [self._dataset[index] for index in indices]
-
-
-def _stamped_collate(fetched: tuple[float, float, list[Any]]) -> tuple[Any, float, float]:
-    """The batch, and wall and CPU seconds that fetching and collating it took."""
-    from torch.utils.data import default_collate
-
-    begun, cpu_begun, samples = fetched
-    batch = default_collate(samples)
-    return batch, time.perf_counter() - begun, time.process_time() - cpu_begun
 
 
 def batches_until_settled(config: LoaderConfig, fills: int = FILLS) -> int:
@@ -348,10 +283,9 @@ def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
     from dataclasses import replace
 
-    from studies.jobs import REAL_JOBS
     from studies.workloads import DOCUMENTS, WORKLOADS, repeated
 
-    study = (WORKLOADS | DOCUMENTS | REAL_JOBS)[name]()
+    study = (WORKLOADS | DOCUMENTS)[name]()
     times = REPEATS.get(name, MOST_REPEATS)
     return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
 
@@ -366,10 +300,7 @@ def main(name: str) -> None:
         request = json.loads(line)
         try:
             config = LoaderConfig(**request["config"])
-            looks = "look_s" in request
-            answer = asdict(
-                job.look(config, request["look_s"]) if looks else job.time(config, Timing(**request["timing"]))
-            )
+            answer = asdict(job.time(config, Timing(**request["timing"])))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -42,8 +42,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
-from studies.fidelity.measure import workload_of
-from studies.workloads import WORKLOADS
+from studies.workloads import WORKLOADS, workload_of
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 TOLERANCE = 0.02

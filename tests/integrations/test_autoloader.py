@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader import AutoLoader, LoaderConfig, TuningResult
-from autotune_loader.integrations import transformers as of_transformers
+from autotune_loader import AutoLoader
 from autotune_loader.integrations.accelerate import tune_live
-from autotune_loader.integrations.lightning import loader_watch
-from autotune_loader.results.loader_file import Measured
-from autotune_loader.values.statistics import Interval
 
 pytestmark = [
     pytest.mark.timeout(300),  # the frameworks' imports take most of it on a busy machine
@@ -79,13 +75,8 @@ def test_lightning_trains_with_one(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module, loader = Module(), AutoLoader(Waiting(), batch_size=BATCH, shuffle=True)
-    promised = tmp_path / "loader.json"
-    fast = Interval(value=1e6, low=1e6, high=1e6, count=3)
-    TuningResult(best=LoaderConfig(num_workers=1), status="complete", baseline=LoaderConfig(),
-                 measured=Measured(samples_per_s=fast)).save(promised)  # fmt: skip
-    watch = loader_watch(str(promised))
     trainer = lightning.Trainer(
-        callbacks=[watch], max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module, loader)
@@ -93,7 +84,6 @@ def test_lightning_trains_with_one(tmp_path: Path) -> None:
     assert trainer.train_dataloader is loader
     assert len(module.model.seen) == 3 * SIZE
     assert_changed(loader, module.model.seen)
-    assert "loader.json says 1,000,000 with 1 worker" in watch.said
 
 
 def test_a_trainer_of_hugging_face_trains_with_one(tmp_path: Path) -> None:
@@ -108,15 +98,10 @@ def test_a_trainer_of_hugging_face_trains_with_one(tmp_path: Path) -> None:
         report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no",
     )  # fmt: skip
     trainer, model = None, Classifier()
-    watch = of_transformers.loader_watch(str(tmp_path / "loader.json"))
-    fast = Interval(value=1e6, low=1e6, high=1e6, count=3)
-    TuningResult(best=LoaderConfig(num_workers=1), status="complete", baseline=LoaderConfig(),
-                 measured=Measured(samples_per_s=fast)).save(tmp_path / "loader.json")  # fmt: skip
-    trainer = LiveTrainer(model, args, train_dataset=Waiting(), callbacks=[watch])
+    trainer = LiveTrainer(model, args, train_dataset=Waiting())
     trainer.train()
 
     assert len(model.seen) == 3 * SIZE
-    assert "loader.json says 1,000,000" in watch.said
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, model.seen)
 
 

@@ -8,11 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.integrations.accelerate import tune_before_prepare
-from autotune_loader.integrations.datasets import as_shards
 from autotune_loader.integrations.lightning import tuned
-from autotune_loader.integrations.torchdata import measure_snapshot_cost
 from autotune_loader.integrations.transformers import tune_trainer
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError
 
 DATA = TensorDataset(torch.zeros(4, 2))
@@ -20,8 +17,6 @@ CALLS = {
     "lightning": lambda: tuned(None),
     "transformers": lambda: tune_trainer(None),
     "accelerate": lambda: tune_before_prepare(None, DataLoader(DATA)),
-    "torchdata": lambda: measure_snapshot_cost(DATA, LoaderConfig()),
-    "datasets": lambda: as_shards(DATA),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autotune_loader import tune
-from autotune_loader.integrations.torchdata import for_resume, measure_snapshot_cost, workers_in
+from autotune_loader.integrations.torchdata import for_resume, workers_in
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.values.config import LoaderConfig
 
@@ -72,13 +72,3 @@ def test_another_number_of_workers_is_what_torchdata_refuses(points: Any) -> Non
 def test_the_same_workers_need_no_change() -> None:
     assert for_resume(LoaderConfig(num_workers=2), {}) == LoaderConfig(num_workers=2)
     assert workers_in({}) is None
-
-
-def test_the_cost_of_snapshots_is_measured_against_the_rarest(points: Any) -> None:
-    # GIVEN a configuration WHEN two intervals are measured
-    costs = measure_snapshot_cost(points, LoaderConfig(num_workers=1), every_n_steps=(1, 50), batches=4, rounds=1)
-
-    # THEN each has its seconds per batch, and the rarest is the measure
-    assert [cost.every_n_steps for cost in costs] == [1, 50]
-    assert all(cost.batch_s > 0 for cost in costs)
-    assert costs[1].relative == 0.0

@@ -212,14 +212,6 @@ def test_a_loop_that_waits_is_not_settled_on_before_one_that_did_not_is_tried_be
     assert denied_by([waits, disturbed], TWO) is None
 
 
-def test_a_machine_that_turns_slower_as_a_whole_is_no_reason_to_try_anything() -> None:
-    slower = replace(COMPUTING, cpu_s=0.045, step_s=0.0075)
-    trained = train(COMPUTING, 120, then=slower)
-
-    assert [event.kind for event in trained.tuner.history].count("shift") >= 1
-    assert [when for when, _ in trained.training.changes if when > 60] == []
-
-
 def test_trying_never_costs_more_than_it_may() -> None:
     trained = train(replace(COMPUTING, noise_sd=0.1), 120, LoaderConfig(num_workers=3, prefetch_factor=4))
     fixed = SimulatedProbe(COMPUTING, FakeClock()).truth(LoaderConfig(num_workers=3, prefetch_factor=4))

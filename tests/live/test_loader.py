@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.traces import pauses
@@ -52,11 +52,14 @@ def test_arguments_beside_an_existing_loader_win() -> None:
     assert list(loader) == [3, 3, 3, 1]
 
 
-def test_what_needs_workers_is_a_wish_without_them() -> None:
-    loader = AutoLoader(Numbers(4), persistent_workers=True, prefetch_factor=4)
+@pytest.mark.parametrize("arguments", [{"persistent_workers": True}, {"prefetch_factor": 4}, {"num_workers": -1}])
+def test_what_torch_refuses_is_refused_as_torch_does(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as plain:  # noqa: PT011 - its message is compared
+        DataLoader(Numbers(4), **arguments)
+    with pytest.raises(ValueError) as ours:  # noqa: PT011
+        AutoLoader(Numbers(4), **arguments)
 
-    assert loader.config == LoaderConfig()
-    assert len(list(loader)) == 4
+    assert str(ours.value) == str(plain.value)
 
 
 def test_a_configuration_or_its_file_is_where_it_starts(tmp_path: Any) -> None:
@@ -71,31 +74,6 @@ def test_tells_samplers_and_datasets_their_epoch() -> None:
     AutoLoader(data, sampler=sampler, batch_size=2).set_epoch(3)
 
     assert sampler.epoch == 3
-
-
-def test_persistent_workers_are_not_kept_for_a_dataset_that_is_told_its_epoch() -> None:
-    data = Numbers(4)
-    data.epoch = 0  # type: ignore[attr-defined]
-    kept = LoaderConfig(num_workers=1, persistent_workers=True)
-
-    assert not AutoLoader(data, config=kept).config.persistent_workers
-    assert AutoLoader(data, num_workers=1, persistent_workers=True).config.persistent_workers
-
-
-def test_nor_for_a_dataset_that_wraps_one() -> None:
-    inner = Numbers(4)
-    inner.epoch = 0  # type: ignore[attr-defined]
-    kept = LoaderConfig(num_workers=1, persistent_workers=True)
-    assert not AutoLoader(Subset(inner, [0, 1]), batch_size=2, config=kept).config.persistent_workers
-
-
-def test_without_workers_the_loop_makes_its_batches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a torch whose iterators, which take 7 us a batch, are not to be had
-    loader = AutoLoader(Numbers(6), batch_size=2)
-    monkeypatch.setattr(DataLoader, "__iter__", None)
-
-    # WHEN it is iterated THEN its batches come all the same
-    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # this machine may have nothing to pin for

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from report.example import synthetic_result
 
-from autotune_loader.report.invariants import contradictions
 from autotune_loader.results.loader_file import Advice, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 from tests.support import SimulatedMachine, simulated_result
+from tests.support.invariants import contradictions
 
 KEPT = sorted((Path(__file__).parent / "data").glob("*.json"))
 """Of real runs: the demo and a job that sleeps, on a quiet machine and beside two busy processes."""

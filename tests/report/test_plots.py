@@ -13,10 +13,8 @@ from report.example import BASELINE, BEST, synthetic_result
 
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.plots.failures import failures_info
 from autotune_loader.report.plots.heatmap import heatmap_info
 from autotune_loader.report.plots.history import history_info
-from autotune_loader.report.plots.memory import labelled, memory_info
 from autotune_loader.report.plots.speedup import speedup_info
 from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
 from autotune_loader.report.plots.workers import workers_info
@@ -24,7 +22,6 @@ from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
-from autotune_loader.values.measurement import MemoryUse
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import SimulatedMachine, simulated_result
@@ -102,7 +99,6 @@ def test_workers_shows_the_fastest_at_each_number_of_workers_as_the_table_has_it
         if row.rate is not None:
             rates.setdefault(row.config.num_workers, []).append(row.rate.value)
     assert [(workers, rate.value) for workers, rate in info.fastest] == [(w, max(r)) for w, r in sorted(rates.items())]
-    assert len(info.others) + len(info.fastest) == sum(map(len, rates.values()))
 
 
 def test_workers_marks_the_chosen_one_with_its_rate_from_the_finals(result: TuningResult) -> None:
@@ -131,7 +127,6 @@ def test_what_ran_in_the_finals_alone_is_in_every_picture(surprising: TuningResu
     info = workers_info(surprising)
     assert info.plateau[0] < info.best[1].value < info.plateau[1]
     assert [cell.samples_per_s for cell in heatmap_info(surprising).cells if cell.is_best] == [info.best[1].value]
-    assert sum(point.is_best for point in memory_info(surprising).points) == 1
     assert timeline_info(surprising).config == surprising.best
     assert timeline_info(surprising).wait_share == surprising.measured.wait_share
 
@@ -146,16 +141,6 @@ def test_the_axis_of_rounds_has_a_tick_for_each_and_room_for_the_whole_interval(
         assert axes.get_ylim()[1] > told.speedup.high
 
 
-def test_ticks_of_memory_differ_where_all_take_the_same(result: TuningResult) -> None:
-    # GIVEN configurations that take the same memory
-    same = MemoryUse(rss_bytes=(250 << 20) + 1000, pss_bytes=(250 << 20) + 1000)
-    trials = [t if t.failure else replace(t, measurement=replace(t.measurement, memory=same)) for t in result.trials]
-    figure = plots.plot_memory(replace(result, trials=tuple(trials)))
-    figure.canvas.draw()
-    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert len(labels) == len(set(labels)) > 2
-
-
 def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) -> None:
     states = {(cell.workers, cell.prefetch_factor): cell.state for cell in heatmap_info(result).cells}
     assert states[4, 4] == "measured"
@@ -164,30 +149,6 @@ def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) 
     assert states[0, 2] == "impossible"
     assert states[2, None] == "impossible"
     assert states[0, None] == "measured"
-
-
-def test_memory_falls_back_to_rss_for_all_when_one_burst_lacks_pss(result: TuningResult) -> None:
-    # GIVEN one burst without PSS
-    first = result.trials[0]
-    memory = replace(first.measurement.memory, pss_bytes=None)
-    changed = replace(first, measurement=replace(first.measurement, memory=memory))
-    # WHEN the points are gathered
-    info = memory_info(replace(result, trials=(changed, *result.trials[1:])))
-    # THEN all are RSS, so that they can be compared
-    assert info.meter == "rss"
-    rss = {trial.measurement.memory.rss_bytes for trial in result.trials if trial.measurement}
-    assert {point.memory_bytes for point in info.points} == rss
-
-
-def test_memory_labels_do_not_lie_on_each_other(result: TuningResult) -> None:
-    # GIVEN two bursts that are almost the same
-    points = memory_info(result).points
-    twin = replace(points[3], memory_bytes=points[3].memory_bytes + 1024, label="twin")
-    # WHEN labels are given out
-    names = [point.label for point in labelled((*points, twin))]
-    # THEN only one of the two has one, and the chosen one has its own
-    assert ("twin" in names) != (points[3].label in names)
-    assert f"{BEST.num_workers}×{BEST.prefetch_factor}" in names
 
 
 def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:
@@ -205,12 +166,6 @@ def test_history_never_falls(result: TuningResult) -> None:
     assert rates == sorted(rates)
     assert rates[-1] == max(trial.samples_per_s or 0 for trial in result.trials)
     assert info.failed == (13, 14)
-
-
-def test_failures_are_grouped_by_kind_most_frequent_first(result: TuningResult) -> None:
-    again = replace(result.trials[-1], number=15)
-    info = failures_info(replace(result, trials=(*result.trials, again)))
-    assert [(group.kind, group.count) for group in info.groups] == [("oom_killed", 2), ("shared_memory", 1)]
 
 
 def test_speedup_is_the_ratio_within_each_round(result: TuningResult) -> None:

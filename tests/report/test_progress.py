@@ -7,9 +7,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from report.example import BASELINE, BEST, KILLED, synthetic_result
+from report.example import BASELINE, BEST, KILLED
 
-from autotune_loader.report.progress import LiveProgress, PlainProgress, Progress, make_progress
+from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
@@ -49,15 +49,16 @@ FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), role="search", fai
 def play(progress: Progress) -> None:
     first, second = measured(0, BASELINE, 389.0), measured(1, BEST, 1308.0)
     with progress:
-        progress.announce("Loss inferred: cross_entropy")
+        progress.announce("config [/red] [bold]")  # square brackets are text
         progress.trial(first, first, 55.0)
         progress.trial(second, second, 53.4)
         progress.trial(FAILED, second, 50.0)
         progress.finals_round(1, {BEST: 1300.0, BASELINE: 390.0}, 20.0)
+    progress.close()  # twice is harmless
 
 
 LINES = """\
-Loss inferred: cross_entropy
+config [/red] [bold]
 trial   0  0 workers                                           389/s ± 2.0 %         best 389/s      55 s left
 trial   1  4 workers, prefetch 4, 1 step thread                1,308/s ± 2.0 %       best 1,308/s    53 s left
 trial   3  16 workers, prefetch 2                              failed: oom_killed    best 1,308/s    50 s left
@@ -65,101 +66,53 @@ round   1  4 workers, prefetch 4, 1 step thread                1,300/s, fastest 
 """
 
 
-def test_plain_progress_is_one_line_per_event() -> None:
-    stream = io.StringIO()
-    play(PlainProgress(stream))
-    assert stream.getvalue() == LINES
-
-
-def test_live_progress_prints_the_same_lines_and_redraws_the_best_so_far() -> None:
-    # GIVEN a terminal
-    terminal = Terminal()
+def test_a_terminal_gets_the_lines_and_the_best_so_far_below_them() -> None:
+    # GIVEN a terminal, and the threads and streams there were before
+    terminal, threads, streams = Terminal(), threading.active_count(), (sys.stdout, sys.stderr)
     # WHEN it is drawn on
     play(make_progress("auto", stream=terminal))
-    # THEN every line is there, and the line below them was drawn and removed
+    # THEN every line is there, the line below them was drawn and removed, and nothing runs beside the tuner
     written = terminal.getvalue()
     assert all(line in written for line in LINES.splitlines())
     assert "best so far 1,308/s with 4 workers, prefetch 4, 1 step thread, 53 s left" in written
     assert "paired rounds: 1 so far, 20 s left" in written
     assert "\x1b[2K" in written
+    assert (threading.active_count(), (sys.stdout, sys.stderr)) == (threads, streams)
 
 
-def test_live_progress_starts_no_thread_and_leaves_the_streams_alone() -> None:
-    # GIVEN what there was before
-    threads, streams = threading.active_count(), (sys.stdout, sys.stderr)
-    # WHEN a live line is open
-    progress = LiveProgress(Terminal())
-    progress.trial(FAILED, None, 10.0)
-    # THEN nothing runs beside the tuner, and prints go where they went
-    assert threading.active_count() == threads
-    assert (sys.stdout, sys.stderr) == streams
-    progress.close()
-
-
-def test_closing_twice_is_harmless() -> None:
-    terminal = Terminal()
-    progress = LiveProgress(terminal)
-    progress.announce("hello")
-    progress.close()
-    written = terminal.getvalue()
-    progress.close()
-    assert terminal.getvalue() == written
-
-
-def test_square_brackets_are_text() -> None:
-    terminal = Terminal()
-    with LiveProgress(terminal) as progress:
-        progress.announce("config [/red] [bold]")
-    assert "config [/red] [bold]" in terminal.getvalue()
-
-
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_a_batch_job_is_silent_but_logs(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    # GIVEN a stream that nobody looks at
+@pytest.mark.parametrize(
+    ("mode", "notebook", "rank", "printed", "logged"),
+    [
+        ("auto", False, None, False, True),
+        ("off", True, None, False, True),
+        ("on", False, None, True, False),
+        ("auto", True, None, True, False),
+        ("on", False, "1", False, False),
+    ],
+)
+def test_who_gets_the_lines_where_stderr_is_no_terminal(
+    mode: str,
+    notebook: bool,
+    rank: str | None,
+    printed: bool,
+    logged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # GIVEN a Jupyter kernel or none, and a rank or none
+    shell = type("ZMQInteractiveShell" if notebook else "Terminal", (), {})()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     stream = io.StringIO()
-    # WHEN a library call reports to it
+    # WHEN a run reports
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         play(make_progress(mode, stream=stream))
-    # THEN nothing is printed and every event is a record
-    assert stream.getvalue() == ""
-    assert [record.message for record in caplog.records] == LINES.splitlines()
-
-
-def test_on_prints_plain_lines_where_stderr_is_no_terminal() -> None:
-    stream = io.StringIO()
-    play(make_progress("on", stream=stream))
-    assert stream.getvalue() == LINES
-
-
-def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a Jupyter kernel, whose stderr is no terminal
-    shell = type("ZMQInteractiveShell", (), {})()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    # THEN its lines are printed
-    assert type(make_progress("auto", stream=io.StringIO())) is PlainProgress
-
-
-@pytest.mark.parametrize("mode", ["auto", "on"])
-def test_ranks_other_than_zero_are_silent(
-    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    terminal = Terminal()
-    with caplog.at_level(logging.INFO, logger="autotune_loader"):
-        play(make_progress(mode, stream=terminal))
-    assert terminal.getvalue() == ""
-    assert caplog.records == []
+    # THEN its lines are printed, or are records of the log
+    assert stream.getvalue() == (LINES if printed else "")
+    assert [record.message for record in caplog.records] == (LINES.splitlines() if logged else [])
 
 
 def test_a_mistyped_mode_is_answered_with_one_that_works() -> None:
     with pytest.raises(ValueError, match=r"progress='of' .* progress='off' would work"):
         make_progress("of")
-
-
-def test_every_trial_of_a_real_run_fits_one_line() -> None:
-    stream = io.StringIO()
-    result = synthetic_result()
-    with PlainProgress(stream) as progress:
-        for trial in result.trials:
-            progress.trial(trial, result.trials[0], 12.0)
-    assert len(stream.getvalue().splitlines()) == len(result.trials)

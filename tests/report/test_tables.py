@@ -76,7 +76,7 @@ def test_draws_the_table(small_result: TuningResult) -> None:
             "",
             "x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red]; start with --shm-size=1g",
             "",
-            "> chosen   = as fast, within what can be told   b before tuning   x failed",
+            "> chosen   = equally fast   b before tuning   x failed",
         ]
     )
 
@@ -169,8 +169,8 @@ def test_rates_of_batches_are_called_so_everywhere(small_result: TuningResult) -
 
 def test_the_mark_of_a_guess_is_called_so(small_result: TuningResult) -> None:
     guess = replace(small_result, status="undecided", summary=("Not decided: why.",))
-    assert render_trials(guess).splitlines()[-1].startswith("> safest guess   = as fast")
-    assert render_trials(small_result).splitlines()[-1].startswith("> chosen   = as fast")
+    assert render_trials(guess).splitlines()[-1].startswith("> safest guess   = equally fast")
+    assert render_trials(small_result).splitlines()[-1].startswith("> chosen   = equally fast")
 
 
 def test_a_configuration_has_one_row_whether_or_not_workers_live_on(small_result: TuningResult) -> None:

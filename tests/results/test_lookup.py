@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,17 @@ def test_a_variable_that_names_no_file_is_an_error_even_with_a_file_here() -> No
     # WHEN THEN silently using the wrong one is refused
     with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='gone\.json' names no file"):
         find_loader_file({"AUTOTUNE_LOADER_CONFIG": "gone.json"})
+
+
+@pytest.mark.process
+def test_reading_a_file_needs_the_standard_library_alone(nowhere: Path) -> None:
+    # GIVEN a machine without torch and without what tuning needs
+    write(Path("loader.json"), 3)
+    blocked = "torch numpy pandas msgspec optuna click rich psutil pynvml matplotlib platformdirs jinja2"
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked.split()}))\n"
+        "from autotune_loader import load_config; print(load_config('loader.json').to_kwargs()['num_workers'])"
+    )
+    # WHEN THEN a training job reads its configuration
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("3\n", "")

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results import load as loading
-from autotune_loader.results.load import clamp, load_config
+from autotune_loader.results.load import MAX_FILE_BYTES, clamp, load_config
 from autotune_loader.results.loader_file import (
-    MAX_FILE_BYTES,
     Advice,
     BatchSizeChoice,
     Finals,
@@ -227,16 +225,16 @@ def test_the_least_file_is_enough(tmp_path):
     assert TuningResult.load(written(tmp_path)).verdict.binding == "unknown"
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.7", "0.9"])
+@pytest.mark.parametrize("version", ["2.0", "2.7", "1.2"])
 def test_the_same_and_older_major_versions_load(tmp_path, version):
     assert load_config(written(tmp_path, schema_version=version)).num_workers == 2
 
 
 def test_a_newer_major_version_is_refused_with_the_way_out(tmp_path):
-    path = written(tmp_path, schema_version="2.0")
+    path = written(tmp_path, schema_version="3.0")
     with pytest.raises(ConfigFileError) as caught:
         load_config(path)
-    for part in (str(path), "schema_version='2.0'", "'1.2'", "pip install -U autotune-loader"):
+    for part in (str(path), "schema_version='3.0'", "'2.0'", "pip install -U autotune-loader"):
         assert part in str(caught.value)
 
 
@@ -296,7 +294,7 @@ def test_a_corrupt_file_is_named(tmp_path, content):
 def test_a_wrong_value_is_named_with_a_way_out(tmp_path, changes, named):
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigFileError) as caught:
-        load_config(path)
+        TuningResult.load(path)
     for part in (str(path), named, "result.save('loader.json')"):
         assert part in str(caught.value)
 
@@ -390,7 +388,10 @@ def mutate(values, path, replacement):
 
 
 def outcome_of_loading(file):
-    with mock.patch.object(loading, "inspect_machine", return_value=FakeMachine(HERE)), warnings.catch_warnings():
+    with (
+        mock.patch("autotune_loader.machine.facts.inspect_machine", return_value=FakeMachine(HERE)),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             TuningResult.load(file)
@@ -414,7 +415,7 @@ class FakeMachine:
 @pytest.fixture
 def on_machine(monkeypatch):
     def set_machine(fingerprint):
-        monkeypatch.setattr(loading, "inspect_machine", lambda: FakeMachine(fingerprint))
+        monkeypatch.setattr("autotune_loader.machine.facts.inspect_machine", lambda: FakeMachine(fingerprint))
 
     return set_machine
 
@@ -478,7 +479,7 @@ def test_a_machine_with_more_cores_is_no_reason_for_a_warning(tmp_path, on_machi
 
 
 def test_a_mistyped_on_mismatch_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="on_mismatch='wran' is not 'warn', 'clamp' or 'raise'; on_mismatch='warn'"):
+    with pytest.raises(ValueError, match="on_mismatch='wran'"):
         load_config(tmp_path / "loader.json", on_mismatch="wran")
 
 

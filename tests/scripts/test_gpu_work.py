@@ -12,8 +12,8 @@ import torch
 
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.scripts import gpu_work
+from autotune_loader.scripts.batch_log import BatchLog, Loop
 from autotune_loader.scripts.gpu_work import GpuWork, recent_use
-from autotune_loader.scripts.tally import Tally
 from tests.support import FakeClock, FakeGpu, FakeGpus
 
 PERIOD_S, KEPT_S = 0.02, 2.0
@@ -35,24 +35,24 @@ def work_of(gpu: FakeGpu) -> GpuWork:
     return GpuWork(lambda: gpus.recent_use(device))
 
 
-def iterate(tally: Tally, clock: FakeClock, seconds: float) -> None:
+def iterate(log: BatchLog, clock: FakeClock, seconds: float) -> None:
     """An epoch with batches of 0.1 s, 0.05 of which the loop waits."""
-    tally.begin(0.0)
+    loop = Loop(log, None)
     for _ in range(round(seconds * 10)):
         asked = clock()
-        tally.ask(asked)
+        loop.ask(asked)
         clock.advance(0.05)
-        tally.receive(asked, clock(), 1)
+        loop.receive(clock(), [])
         clock.advance(0.05)
-    tally.ask(clock())
-    tally.end(clock(), clock())
+    loop.ask(clock())
+    loop.end(clock())
 
 
 def test_each_loader_has_the_share_of_its_own_time() -> None:
     # GIVEN a GPU that works for 70 % of each second of training and is idle for the validation, an epoch of each in turns
     clock = FakeClock()
     gpu = a_gpu(clock, lambda moment: moment % 14.0 < 8.0 and moment % 1.0 < 0.7)
-    training, validation = Tally(work_of(gpu)), Tally(work_of(gpu))
+    training, validation = BatchLog(work_of(gpu)), BatchLog(work_of(gpu))
 
     for _ in range(3):
         iterate(training, clock, 8.0)
@@ -65,16 +65,16 @@ def test_each_loader_has_the_share_of_its_own_time() -> None:
 def test_a_pause_between_two_batches_does_not_count() -> None:
     # GIVEN a GPU that works in each step of 0.5 s, and a minute between two batches in which it is idle
     clock = FakeClock()
-    tally = Tally(work_of(a_gpu(clock, lambda moment: moment < 4.0 or moment > 64.0)))
-    tally.begin(0.0)
+    log = BatchLog(work_of(a_gpu(clock, lambda moment: moment < 4.0 or moment > 64.0)))
+    loop = Loop(log, None)
     for step_s in (*[0.5] * 8, 60.0, *[0.5] * 8):
-        tally.ask(clock())
-        tally.receive(clock(), clock(), 1)
+        loop.ask(clock())
+        loop.receive(clock(), [])
         clock.advance(step_s)
-    tally.ask(clock())
-    tally.end(clock(), clock())
+    loop.ask(clock())
+    loop.end(clock())
 
-    assert tally.gpu.share == pytest.approx(1.0, abs=0.03)
+    assert log.gpu.share == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_pause_between_two_batches_does_not_count() -> None:
     ids=["keeps no samples", "does not tell"],
 )
 def test_without_samples_there_is_no_share(gpu: FakeGpu) -> None:
-    tally = Tally(work_of(gpu))
-    iterate(tally, FakeClock(), 5.0)
-    assert tally.gpu.share is None
+    log = BatchLog(work_of(gpu))
+    iterate(log, FakeClock(), 5.0)
+    assert log.gpu.share is None
 
 
 def test_a_driver_that_fails_ends_no_training() -> None:
@@ -95,10 +95,10 @@ def test_a_driver_that_fails_ends_no_training() -> None:
         asked.append(1)
         raise RuntimeError("driver")
 
-    tally = Tally(GpuWork(fails))
-    iterate(tally, FakeClock(), 5.0)
+    log = BatchLog(GpuWork(fails))
+    iterate(log, FakeClock(), 5.0)
 
-    assert (tally.gpu.share, len(asked)) == (None, 1)
+    assert (log.gpu.share, len(asked)) == (None, 1)
 
 
 def test_the_gpu_is_the_current_one_and_cuda_is_left_alone_where_it_is_not_in_use(

@@ -92,4 +92,4 @@ def test_what_may_not_be_changed_is_watched_with_the_reason(bench: Bench, loader
     code, printed, report = bench.command("run", "train.py")
 
     assert (code, printed) == (0, plain)
-    assert why in report.partition("watched, not tuned: ")[2]
+    assert why in report.partition("not changed: ")[2]

@@ -32,7 +32,7 @@ class SimulatedTraining:
 
     def __init__(self, machine: SimulatedMachine, clock: FakeClock, config: LoaderConfig, *, seed: int = 0) -> None:
         self.traces, self.failures = LiveTraces(), dict[LoaderConfig, Failure]()
-        self.config, self.keeps_workers = config, False
+        self.config, self.awaits_proof = config, False
         self.changes: list[tuple[float, LoaderConfig]] = []
         """When it was asked to change, and to what."""
         self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()
@@ -51,13 +51,17 @@ class SimulatedTraining:
         self._machine = machine
         self._disturb()
 
+    def may_run(self, config: LoaderConfig) -> bool:
+        """Simulated workers make what anyone makes."""
+        return True
+
     def change_to(self, config: LoaderConfig) -> None:
         """Another configuration from the next batch on; one that the machine fails with changes nothing."""
         failure = self._machine.fails(config) if self._machine.fails else None
         if failure is not None:
             self.failures[config.key()] = failure
             return
-        self.config, self.keeps_workers = config, False
+        self.config = config
         self.changes.append((self._clock(), config))
 
     def train(self) -> BatchTrace:

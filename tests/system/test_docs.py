@@ -35,16 +35,10 @@ join = dist.init_process_group
 dist.init_process_group = lambda backend: join("gloo")  # no GPU is needed to read a page
 """,
         "dist.destroy_process_group()\ntune = lambda *a, storage, **o: autotune_loader.tune(*a, **o)  # no server here",
-        """
-import autotune_loader.results.fleet as fleet
-add, load = fleet.add_to_fleet, load_config
-fleet.add_to_fleet = lambda path, result: add(path.replace("/shared/", ""), result)
-load_config = lambda path: load(path.replace("/shared/", ""))
-""",
     ],
     "docs/frameworks.md": [
         """
-import lightning, transformers, accelerate, datasets
+import lightning, transformers, accelerate
 from torch.utils.data import DataLoader
 from transformers import Trainer
 autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
@@ -83,11 +77,6 @@ accelerator = accelerate.Accelerator(cpu=True)
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(dataset, batch_size=16)
-""",
-        """
-from autotune_loader import tune
-dataset = datasets.Dataset.from_dict({"x": [[0.5] * 8] * 256, "labels": [0, 1] * 128})
-model = Model()
 """,
     ],
 }

@@ -160,13 +160,13 @@ class Evidence:
         return None if self.twin is None else self.twin.predict_all([config], cores=cores)[0]
 
     def stage_gain(self, stage: StageTime, factor: float) -> float | None:
-        """Relative gain if a stage took so many times what it takes, as the twin has it; None without a twin."""
+        """Relative gain if a stage took so many times what it takes, predicted by the twin; None without a twin."""
         if self.twin is None:
             return None
         return self.predicted_gain(twin=with_stages(self.twin, self.stage_times, {stage.stage: factor}))
 
     def gain_without_waiting(self) -> float | None:
-        """Relative gain if a fetch waited for nothing, as the twin has it; None without a twin."""
+        """Relative gain if a fetch waited for nothing, predicted by the twin; None without a twin."""
         return None if self.twin is None else self.predicted_gain(twin=without_waiting(self.twin))
 
     def predicted_gain(

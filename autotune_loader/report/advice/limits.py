@@ -30,7 +30,7 @@ def step_cpu_s(on_a_cached_batch: Measurement, usable_cores: float) -> float | N
 def cpu_limit(bursts: Sequence[Measurement], usable_cores: float, steps: Iterable[Measurement] = ()) -> Interval | None:
     """Samples/s: cores over the CPU seconds that a batch needs at least, for its fetch and for a step that computes here.
 
-    A worker's CPU seconds grow when the machine is crowded, and a step's with its threads; the least of each is taken,
+    A worker's CPU seconds grow when the machine is crowded, and a step's with its threads; the smallest of each is taken,
     so that this stays a limit.
 
     Args:

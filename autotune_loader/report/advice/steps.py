@@ -100,7 +100,7 @@ def _step_on_cpu_s(evidence: Evidence) -> float:
 
 
 def _more_cores(evidence: Evidence) -> Iterator[Advice]:
-    """Twice the cores with up to twice the workers, as the twin has it."""
+    """Twice the cores with up to twice the workers, predicted by the twin."""
     if evidence.twin is None or evidence.best.num_workers == 0:
         return
     cores = 2 * evidence.usable_cores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from autotune_loader.report.units import rate_text
 from autotune_loader.values.errors import MissingExtraError
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
-_Point = TypeVar("_Point")
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the same palette
@@ -97,16 +96,6 @@ def svg_bytes(figure: Figure) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "autotune_loader", **_STYLE}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
-
-
-def apart(points: Sequence[_Point], place: Callable[[_Point], tuple[float, float]]) -> list[_Point]:
-    """The points that get a label: each that is no nearer than one, in either direction, to an earlier one that has its own."""
-    kept: list[_Point] = []
-    for point in points:
-        x, y = place(point)
-        if not any(abs(x - other_x) < 1 and abs(y - other_y) < 1 for other_x, other_y in map(place, kept)):
-            kept.append(point)
-    return kept
 
 
 def draw_rates(axes: Axes, points: Sequence[tuple[float, Interval]], marker: str, **style: Any) -> None:

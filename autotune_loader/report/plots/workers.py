@@ -18,10 +18,6 @@ class WorkersInfo:
 
     fastest: tuple[tuple[int, Interval], ...]
     """(workers, samples/s) of the fastest configuration with each number of workers, by workers."""
-    others: tuple[tuple[int, float], ...]
-    """The other configurations."""
-    predicted: tuple[tuple[int, float], ...]
-    """The twin's highest prediction at each number of workers, made before the burst."""
     curve: tuple[tuple[int, float], ...]
     """What the twin says after the last burst, for the chosen configuration with any number of workers."""
     best: tuple[int, Interval] | None
@@ -39,18 +35,11 @@ def workers_info(result: TuningResult) -> WorkersInfo:
     fastest: dict[int, Interval] = {}
     for workers, rate in sorted(measured, key=lambda pair: pair[1].value):
         fastest[workers] = rate
-    predicted: dict[int, float] = {}
-    for trial in result.trials:
-        if trial.predicted_samples_per_s is not None:
-            workers = trial.config.num_workers
-            predicted[workers] = max(predicted.get(workers, 0.0), trial.predicted_samples_per_s)
     best = rate_of(result.best, result.finals, result.trials, is_best=True)
     baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
     tolerance = tolerance_of(result)
     return WorkersInfo(
         fastest=tuple(sorted(fastest.items())),
-        others=tuple((workers, rate.value) for workers, rate in measured if rate is not fastest[workers]),
-        predicted=tuple(sorted(predicted.items())),
         curve=_curve(result, max([*fastest, result.best.num_workers]) if fastest else -1),
         best=(result.best.num_workers, best) if best else None,
         best_from_finals=bool(result.finals.rates_of(result.best)),
@@ -67,7 +56,7 @@ def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
 
 
 def plot_workers(result: TuningResult) -> canvas.Figure:
-    """Samples/s over workers: bursts with their intervals, the twin's predictions, the plateau and the ceiling."""
+    """Samples/s over workers: measured with intervals, predicted, the plateau and the ceiling."""
     info = workers_info(result)
     content = (
         partial(_draw, info, result.measured.rate_unit)
@@ -85,12 +74,8 @@ def _draw(info: WorkersInfo, unit: str, axes: canvas.Axes) -> None:
         axes.axhspan(
             *info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label=f"within {tolerance} of the chosen one"
         )
-    draw_points, purple = partial(canvas.draw_points, axes), canvas.PURPLE
-    draw_points(info.others, "o", color=canvas.GREY, markersize=4, alpha=0.7, label="others")
-    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="fastest, 95 % interval")
-    hollow = {"markerfacecolor": "none", "markersize": 8}
-    draw_points(info.predicted, "D", color=purple, label="predicted before the burst", **hollow)
-    draw_points(info.curve, ":", color=purple, linewidth=2, label="the twin, chosen settings")
+    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="measured, 95 % interval")
+    canvas.draw_points(axes, info.curve, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
     for point, marker, colour, size, label in (
         (info.baseline, "s", canvas.BLACK, 8, "before tuning"),
         (info.best, "*", canvas.VERMILLION, 15, "chosen, in the paired rounds" if info.best_from_finals else "chosen"),

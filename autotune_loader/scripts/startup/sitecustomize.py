@@ -22,11 +22,11 @@ def _begin(package_folder: str) -> None:
     if not is_known:
         sys.path.append(package_folder)
     try:
-        from autotune_loader.scripts.children import begin
+        from autotune_loader.scripts.hook import begin_as_handed_on
     finally:
         if not is_known:
             sys.path.remove(package_folder)
-    begin()
+    begin_as_handed_on()
 
 
 _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - nothing is imported that Python has not

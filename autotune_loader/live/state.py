@@ -1,0 +1,171 @@
+"""What a loader, its running epochs and its tuner share; and the one guard between what decides and what trains."""
+
+from __future__ import annotations
+
+import dis
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune_loader.live.budgets import Budgets
+from autotune_loader.live.numbered import Item, Raised
+from autotune_loader.live.step_threads import StepThreads
+from autotune_loader.live.traces import LiveTraces
+from autotune_loader.live.trust import TRUSTED, Refusal, Trust
+from autotune_loader.pipeline.stages import StageTally
+from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+
+log = logging.getLogger("autotune_loader.live")
+
+WORKER_READ = Refusal(
+    reason="its samples may depend on which worker makes them: its dataset or worker_init_fn asks who the worker is",
+    mend="do without get_worker_info().id and .num_workers",
+)
+
+
+def depends_on_worker(init_fn: Any) -> Refusal | None:
+    """Why samples may depend on the number of workers: a `worker_init_fn` that looks at who the worker is."""
+    if init_fn is None:
+        return None
+    code = getattr(getattr(init_fn, "__func__", init_fn), "__code__", None)
+    if code is not None and code.co_argcount:
+        argument = code.co_varnames[code.co_argcount - 1]
+        loaded = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD")}
+        if argument not in code.co_cellvars and not {argument, "get_worker_info"} & _flat(loaded):
+            return None
+    return Refusal(
+        reason="its worker_init_fn may make each worker another one",
+        mend="a worker_init_fn that does not look at its argument",
+    )
+
+
+def _flat(names: set[Any]) -> set[Any]:
+    """Python 3.13 loads two variables at once."""
+    return {name for each in names for name in (each if isinstance(each, tuple) else (each,))}
+
+
+def _never(now: float) -> float:  # noqa: ARG001 - a tuner looks at the clock
+    return math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderState:
+    """Of one loader, over all its epochs."""
+
+    asked: LoaderConfig
+    """What the user's arguments say."""
+    config: LoaderConfig
+    """Wanted now; an epoch that finds another than its own changes to it."""
+    budgets: Budgets
+    traces: LiveTraces = field(default_factory=LiveTraces)
+    shape: BatchShape | None = None
+    """The largest batch seen at the start of an epoch."""
+    losses: int = 0
+    """Pools that were started anew because workers were lost."""
+    stages: StageTally | None = None
+    """What watched workers were at lately; None where they are not watched."""
+    threads: StepThreads | None = None
+    """Sets those of the step; None leaves them alone."""
+    failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
+    """Configurations that raised where the one asked for did not."""
+    refusal: Refusal | None = None
+    """Why the number of workers stays as it was asked for."""
+    is_tuned: bool = False
+    """Whether other configurations than the one asked for may run."""
+    proof: weakref.ref[Trust] | None = None
+    """That workers give what the training process gives; held by the loader and its iterators, as it holds the dataset."""
+    wake: float = math.inf
+    """When `look` is to be called next, in seconds of the traces' clock."""
+    look: Callable[[float], float] = _never
+    """Thinks between two batches; returns when to be called again."""
+    settled: LoaderConfig | None = None
+    """What the tuner has settled on last."""
+    tuned: weakref.ref[Any] | None = None
+    """The iterator whose batches are noted."""
+
+    def aside(self) -> LoaderState:
+        """Of an iterator that runs beside the one that is tuned: with the configuration of now, to its end."""
+        return LoaderState(
+            asked=self.asked,
+            config=self.config,
+            budgets=self.budgets,
+            failures=self.failures,
+            refusal=self.refusal,
+            is_tuned=self.is_tuned,
+            proof=self.proof if self.trust is not None and self.trust.verdict is TRUSTED else None,
+        )
+
+    @property
+    def trust(self) -> Trust | None:
+        """None where nothing is to be proven."""
+        return None if self.proof is None else self.proof()
+
+    def may_run(self, config: LoaderConfig) -> bool:
+        """Whether batches of a configuration are known to be those of the one asked for."""
+        if config.num_workers == self.asked.num_workers:
+            return True
+        if self.refusal is not None or not self.is_tuned:
+            return False
+        if config.num_workers and self.asked.num_workers:
+            return True
+        return self.trust is not None and self.trust.verdict is TRUSTED
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Whether the training process makes the batches, and it is not known yet whether workers may."""
+        trust = self.trust
+        if trust is None or self.refusal is not None or self.asked.num_workers:
+            return False
+        if isinstance(trust.verdict, Refusal):
+            self.refuse(trust.verdict)
+        return trust.verdict is None
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Run what was asked for, from now on."""
+        if self.refusal is None:
+            self.refusal = refusal
+            log.info("the number of workers stays %d: %s; %s", self.asked.num_workers, refusal.reason, refusal.mend)
+        if self.config.num_workers != self.asked.num_workers:
+            self.config = self.asked
+
+    def think(self, now: float) -> None:
+        """Let the tuner look."""
+        try:
+            self.wake = self.look(now)
+        except Exception as error:
+            self.give_up(error)
+
+    def make(self, make: Callable[[Item], Any], item: Item) -> Any:
+        """A batch that the training process makes, looked at as long as workers are not proven."""
+        trust = self.trust
+        if trust is None or trust.verdict is not None:
+            return make(item)
+        made = None
+        try:
+            with trust.fetching(item):
+                made = make(item)
+            if not isinstance(made[0], Raised):
+                trust.made(item, made[0])
+        except Exception as error:  # never the user's: `make` returns these
+            self.give_up(error)
+        return make(item) if made is None else made
+
+    def still_holds(self) -> bool:
+        """Whether the dataset is what it was when workers were proven."""
+        trust = self.trust
+        try:
+            return trust is None or trust.still_holds()
+        except Exception as error:
+            self.give_up(error)
+            return False
+
+    def give_up(self, error: Exception) -> None:
+        """The tuner may fail, training may not."""
+        self.wake, self.look = math.inf, _never
+        self.config = self.settled or self.asked
+        log.warning("tuning has ended, training goes on with %s: %s: %s", self.config, type(error).__name__, error)

@@ -1,0 +1,205 @@
+"""A process beside the training that can change nothing of it: no file, no position, no shared memory, no other process.
+
+forked_twice   nobody's child, so that who waits for children of their own finds none of ours
+become_helper  no signal handlers, no finalisers by the garbage collector, no file can be written
+cut_off        descriptors lead nowhere or have positions of their own; writing to shared memory ends the process
+Guard          an audit hook: what would change a file or start a process ends the process first, with a report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import os
+import resource
+import signal
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+NICE = 5
+"""What the loop does comes first."""
+PR_SET_PDEATHSIG, PROT_READ = 1, 1
+"""Of Linux: `prctl(2)`, `mprotect(2)`."""
+WRITES = {
+    "os.remove": "removes", "os.rename": "renames", "os.rmdir": "removes", "os.mkdir": "makes", "os.truncate": "writes",
+    "os.chmod": "changes", "os.chown": "changes", "os.link": "makes", "os.symlink": "makes", "os.utime": "changes",
+    "os.setxattr": "changes", "os.removexattr": "changes", "tempfile.mkstemp": "writes", "tempfile.mkdtemp": "makes",
+    "shutil.copyfile": "writes", "shutil.move": "moves", "shutil.rmtree": "removes", "shutil.copytree": "writes",
+    "shutil.make_archive": "writes", "shutil.unpack_archive": "writes", "shutil.chown": "changes",
+}  # fmt: skip
+"""Audit events that change files, and the verb; the first argument is the file."""
+STARTS = ("subprocess.Popen", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
+KILLS = ("os.kill", "os.killpg", "signal.pthread_kill")
+"""... that start or end processes: what these do, nobody knows."""
+SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
+
+
+def forked_twice(child: Callable[[], Any]) -> int:
+    """Run a function in a process that is nobody's child, so that who waits for children of their own finds none of ours.
+
+    Returns:
+        Its number.
+    """
+    read_end, write_end = os.pipe()
+    with _undisturbed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads; torch's workers are forked, too
+        first = os.fork()
+        if not first:
+            _begin_child(write_end, child)
+        with contextlib.suppress(ChildProcessError):  # children are not waited for where SIGCHLD is ignored
+            os.waitpid(first, 0)
+    os.close(write_end)
+    number = os.read(read_end, 4)
+    os.close(read_end)
+    if len(number) < 4:
+        raise OSError(errno.EAGAIN, "no helper process could be forked")
+    return int.from_bytes(number, "little")
+
+
+def _begin_child(write_end: int, child: Callable[[], Any]) -> NoReturn:
+    try:
+        second = os.fork()
+        if second:
+            os.write(write_end, second.to_bytes(4, "little"))
+        else:
+            os.close(write_end)
+            child()
+    finally:
+        os._exit(0)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold signals back, so that no handler of the user's runs in a child, nor hears of the end of our own one."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    is_set_aside = callable(handler) and threading.current_thread() is threading.main_thread()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if is_set_aside:  # blocking is not enough: another thread would take the signal
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_set_aside:
+            signal.signal(signal.SIGCHLD, handler)
+            if _has_ended_child():  # one of the user's, which ended meanwhile
+                os.kill(os.getpid(), signal.SIGCHLD)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _has_ended_child() -> bool:
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
+def become_helper() -> None:
+    """Out of reach of what belongs to the training process."""
+    gc.disable()  # no object of the user's may be finalised
+    gc.freeze()
+    sys.unraisablehook = lambda _: None
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)  # an event loop of the training process would hear of our signals
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the loop
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file can be written, by whatever library
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+
+
+def cut_off(keep: int) -> None:
+    """Regular files get positions of their own and cannot be written; pipes, sockets and terminals lead nowhere.
+
+    Whoever writes to memory that is shared with other processes is ended by a signal; and so is the process with its parent.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _protect_shared_memory(libc)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number in (keep, nowhere):
+            continue
+        with contextlib.suppress(OSError):
+            mode = os.fstat(number).st_mode
+            if stat.S_ISREG(mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+                _reopen(number, nowhere)
+            elif not stat.S_ISDIR(mode) and not (stat.S_ISCHR(mode) and not os.isatty(number)):
+                os.dup2(nowhere, number, inheritable=False)
+    _unflushed.extend((sys.stdout, sys.stderr))
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+
+
+_unflushed: list[Any] = []
+"""Kept, as they may hold what the training process will write."""
+
+
+def _reopen(number: int, nowhere: int) -> None:
+    try:
+        position = os.lseek(number, 0, os.SEEK_CUR)
+        own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        os.dup2(nowhere, number, inheritable=False)
+        return
+    os.lseek(own, position, os.SEEK_SET)
+    os.dup2(own, number, inheritable=False)
+    os.close(own)
+
+
+def _protect_shared_memory(libc: Any) -> None:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split(maxsplit=2)
+        if permissions.startswith("rw") and permissions.endswith("s"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), PROT_READ)
+
+
+class Guard:
+    """An audit hook that ends this process before it changes what is outside of it.
+
+    Args:
+        report: told of it first, in words ("removes `/data/1.npy`").
+    """
+
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self._report = report
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        did = _deed(event, arguments)
+        if did is not None:
+            self._report(did)
+            os._exit(0)
+
+
+def _deed(event: str, arguments: tuple[Any, ...]) -> str | None:
+    """What an audit event would change, in words; None where it changes nothing."""
+    if event == "open":
+        path, _, flags = arguments
+        writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC)
+        return f"writes {_quoted(path)}" if writes and path != os.devnull else None
+    if event in WRITES:
+        return f"{WRITES[event]} {_quoted(arguments[0] if arguments else None)}"
+    if event.startswith(STARTS):
+        return f"starts a process ({event})"
+    if event in KILLS:
+        return f"signals a process ({event})"
+    if event == "http.client.send" and isinstance(arguments[1], bytes) and not arguments[1].startswith(SAFE_METHODS):
+        return "sends data to a server"
+    return None
+
+
+def _quoted(path: Any) -> str:
+    return f"`{os.fsdecode(path)}`" if isinstance(path, (str, bytes)) else "a file"

@@ -1,0 +1,171 @@
+"""What training loops spend on one loader: batches, samples, and how long they wait, over all epochs of the script.
+
+epoch begins ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
+                 waits                       waits                       waits
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
+from autotune_loader.pipeline.batches import bytes_of, samples_in, tensors_in
+from autotune_loader.pipeline.trace_log import History
+from autotune_loader.pipeline.workload import length_of
+from autotune_loader.scripts.carrying import Fetch
+from autotune_loader.scripts.gpu_work import GpuWork
+from autotune_loader.values.trace import BatchTrace
+
+MOST_ROWS = 20_000
+"""Batches whose histories are kept at least; twice as many at most (10 MiB)."""
+CPU_EVERY_S = 0.25
+"""So often the CPU time of this process is read."""
+
+
+class BatchLog:
+    """Adds up what the loops over one loader see, in seconds of one clock. Pauses, in which nobody asks, are no steps.
+
+    Args:
+        gpu: takes over samples of the GPU in the same stretches; the current CUDA device's where None.
+    """
+
+    def __init__(self, gpu: GpuWork | None = None) -> None:
+        self.gpu = gpu or GpuWork()
+        self.batches = self.samples = self.epochs = 0
+        self.waited_s = self.began_s = self.stepped_s = 0.0
+        """Until a batch was there, starts of workers included; of that, until the first of an epoch was; in steps."""
+        self.running = 0
+        """Epochs under way."""
+        self.batch_bytes = self.batch_tensors = 0
+        """Of the largest first batch of an epoch."""
+        self.cpu: deque[tuple[float, float]] = deque(maxlen=4096)
+        """Now and then: the time, and seconds of CPU of this process."""
+        self._rows = History()
+
+    @property
+    def active_s(self) -> float:
+        """Seconds of training with this loader."""
+        return self.waited_s + self.stepped_s
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of them in which the loop waited; None before there was a step, without which there is no share."""
+        return self.waited_s / self.active_s if self.stepped_s > 0 else None
+
+    @property
+    def starting_share(self) -> float:
+        """Share of them in which the loop waited for epochs to start: for their first batch longer than for another."""
+        others = self.batches - self.epochs
+        if others <= 0 or self.active_s <= 0:
+            return 0.0
+        typical_s = (self.waited_s - self.began_s) / others
+        return max(0.0, self.began_s - self.epochs * typical_s) / self.active_s
+
+    def latest(self, most: int) -> list[BatchTrace]:
+        """The latest batches whose history is known, oldest first."""
+        return self._rows[max(0, len(self._rows) - most) :]
+
+    def measure(self, batch: Any) -> None:
+        """Look at the first batch of an epoch."""
+        tensors = list(tensors_in(batch))
+        self.batch_bytes = max(self.batch_bytes, sum(bytes_of(each) for each in tensors))
+        self.batch_tensors = max(self.batch_tensors, len(tensors))
+
+    def note(self, fetch: Fetch, samples: int, asked: float, received: float, step_end: float) -> None:
+        """A batch with its history."""
+        self._rows.note(((*fetch, samples), asked, received, step_end))
+        if len(self._rows) > 2 * MOST_ROWS:
+            self._rows.forget(MOST_ROWS)
+        if not self.cpu or step_end >= self.cpu[-1][0] + CPU_EVERY_S:
+            self.cpu.append((step_end, time.process_time()))
+
+
+class Loop:
+    """Whoever takes batches from one iterator, epoch after epoch; an epoch counts from its first request on.
+
+    Args:
+        log: adds up.
+        loader: whose batches they are; it is not kept.
+    """
+
+    def __init__(self, log: BatchLog, loader: Any) -> None:
+        self._log = log
+        size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
+        self._size: int | None = size if isinstance(size, int) else None
+        self._whole = 0 if self._size is None or is_stream else length_of(getattr(loader, "sampler", None)) or 0
+        self._is_running = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.leave()
+        self._left, self._batches, self._asked = self._whole, 0, 0.0
+        self._is_running, self._is_asked = True, False
+        self._last: tuple[Fetch | None, int, float, float] | None = None
+        self._log.running += 1
+
+    def again(self) -> None:
+        """Another epoch begins with the same iterator."""
+        if self._is_asked or not self._is_running:
+            self._begin()
+
+    def blocked(self, seconds: float) -> None:
+        """Making the iterator held the loop up for so long."""
+        self._log.waited_s += seconds
+        self._log.began_s += seconds
+
+    def ask(self, now: float) -> None:
+        """The loop asks for a batch: its step has ended."""
+        if not self._is_running:  # asked once more, or begun again without a word
+            self._begin()
+        log, last, self._last, self._asked = self._log, self._last, None, now
+        if not self._is_asked:
+            self._is_asked = True
+            log.epochs += 1
+        if last is None:
+            log.gpu.begin(now)
+            return
+        fetch, samples, asked, received = last
+        step_s = now - received
+        if step_s <= PAUSE_S or step_s <= PAUSE_STEPS * log.stepped_s / log.batches or log.batches == 1:
+            log.stepped_s += step_s
+            log.gpu.go_on(now)
+        else:
+            log.gpu.begin(now)
+        if fetch is not None:
+            log.note(fetch, samples, asked, received, now)
+
+    def receive(self, now: float, batch: Any, fetch: Fetch | None = None) -> None:
+        """The loop has a batch."""
+        log, samples = self._log, self._samples(batch)
+        if not self._batches:
+            log.began_s += now - self._asked
+            log.measure(batch)
+        self._batches += 1
+        log.batches += 1
+        log.samples += samples
+        log.waited_s += now - self._asked
+        self._last = fetch, samples, self._asked, now
+
+    def end(self, now: float) -> None:
+        """The loop is told that the epoch is over."""
+        if self._is_running:
+            self._log.waited_s += now - self._asked
+            self._log.gpu.end(now)
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody goes on with this epoch."""
+        self._log.running -= self._is_running
+        self._is_running = False
+
+    def _samples(self, batch: Any) -> int:
+        if not self._left or self._size is None:  # torch does not count them out
+            return samples_in(batch) or self._size or 1
+        size = min(self._size, self._left)
+        self._left -= size
+        return size
+
+    def __del__(self) -> None:
+        self.leave()

@@ -1,0 +1,136 @@
+"""What the batches of a loader that is only watched tell: what binds, and what other settings are expected to bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from autotune_loader.decision.belief import Beliefs, fit_twin
+from autotune_loader.decision.evidence import Evidence
+from autotune_loader.decision.selection import choose
+from autotune_loader.decision.space import useful_workers
+from autotune_loader.live.budgets import Budgets
+from autotune_loader.live.traces import continuous
+from autotune_loader.live.tuner import TOLERANCE
+from autotune_loader.live.tuning import cores_within
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.throughput import summarise
+from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.report.advice import Evidence as AdviceEvidence
+from autotune_loader.report.advice import advise, judge
+from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Spent
+from autotune_loader.results.result import TuningResult
+from autotune_loader.scripts.batch_log import BatchLog
+from autotune_loader.twin.context import TwinContext
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Z_95, Interval
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trial import Trial
+
+MOST_BATCHES = 1024
+"""Of the latest batches so many are looked at."""
+FEWEST_ROUNDS = 3
+"""Batches of each worker, at least."""
+SHORTEST_S = 0.3
+"""Of training that says anything."""
+
+
+class Findings(NamedTuple):
+    """What is known; None where it is not."""
+
+    result: TuningResult | None = None
+    expected: tuple[LoaderConfig, Interval] | None = None
+    """The settings that are believed to be best, and what they would bring, relatively."""
+
+
+def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int | None) -> Findings:
+    """What the latest batches of a loader tell.
+
+    Args:
+        log: of its batches.
+        site: of the loader.
+        own: its settings.
+        epoch_batches: batches of an epoch; None where that is unknown.
+    """
+    traces = continuous(log.latest(MOST_BATCHES))
+    measured = _measured(traces, own.num_workers)
+    if measured is None:
+        return Findings()
+    context = TwinContext(
+        usable_cores=cores_within(None), consumer_cores=step_cores(traces, list(log.cpu)), epoch_batches=epoch_batches
+    )
+    shape = BatchShape(bytes=log.batch_bytes, tensors=log.batch_tensors)
+    space = Budgets().search_space(useful_workers(context.usable_cores, [measured]), own, shape)
+    beliefs = Beliefs(space, context)
+    beliefs.log.add(Evidence(config=own, outcome=measured, phase="compare"))
+    trial = Trial(number=0, config=own, role="baseline", measurement=measured, seconds=measured.window_s)
+    about = AdviceEvidence(
+        best=own,
+        measurement=measured,
+        rate=measured.samples_per_s,
+        ceiling=None,
+        usable_cores=context.usable_cores,
+        on_accelerator=context.consumer_cores < 0.5,
+        epoch_batches=epoch_batches,
+        trials=(trial,),
+        has_batched_fetch=True,  # what a batched fetch would bring needs the time of collating, which is not told apart
+        twin=fit_twin([(own, measured)], context),
+        space=space,
+    )
+    verdict = judge(about)
+    result = TuningResult(
+        best=own,
+        status="partial",
+        baseline=own,
+        trials=(trial,),
+        batch_size=BatchSizeChoice(value=site.batch_size),
+        measured=Measured(samples_per_s=measured.samples_per_s, wait_share=measured.wait_share),
+        verdict=verdict,
+        advice=advise(about, verdict),
+        summary=(f"Only watched: {own} ran from start to end.", verdict.sentence),
+        spent=Spent(seconds=round(log.active_s, 3), bursts=1),
+        fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
+        twin=context,
+        origin="live",
+    )
+    return Findings(result, _expected(beliefs, own))
+
+
+def _measured(traces: Sequence[BatchTrace], workers: int) -> Measurement | None:
+    """What batches amount to, starts of epochs and pauses apart; None where they are too few to say anything."""
+    if len(traces) < FEWEST_ROUNDS * max(1, workers) + 1 or traces[-1].step_end - traces[0].requested < SHORTEST_S:
+        return None
+    measured = summarise(traces, workers=workers, started=min(traces[0].requested, traces[0].fetch_start))
+    return replace(measured, traces=tuple(traces))
+
+
+def step_cores(traces: Sequence[BatchTrace], cpu: Sequence[tuple[float, float]]) -> float:
+    """Cores that the step keeps busy: the CPU time of this process, without what fetching in it took.
+
+    Args:
+        traces: batches in their order.
+        cpu: now and then, the time and seconds of CPU of this process.
+    """
+    shares = [
+        (after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(cpu) if after[0] > before[0]
+    ]
+    whole_s = traces[-1].step_end - traces[0].requested
+    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
+    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces)
+    return max(0.05, (median(shares) * whole_s - fetching_s) / max(stepping_s, 1e-9)) if shares else 1.0
+
+
+def _expected(beliefs: Beliefs, own: LoaderConfig) -> tuple[LoaderConfig, Interval] | None:
+    posterior = beliefs.posterior()
+    if posterior is None or own.key() not in posterior.configs:
+        return None
+    best, _ = choose(posterior, beliefs.space, TOLERANCE)
+    mean, sd = posterior.ratio(posterior.configs.index(best), posterior.configs.index(own.key()))
+    low, value, high = (math.exp(mean + z * sd) - 1 for z in (-Z_95, 0.0, Z_95))
+    return best, Interval(value=value, low=low, high=high, count=1)

@@ -1,0 +1,217 @@
+"""What is told of a script's loaders at its end: a block for each, on stderr, so that stdout stays the script's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune_loader.live.tuner import LEAST_GAIN
+from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
+from autotune_loader.results.result import TuningResult
+from autotune_loader.scripts import ranks
+from autotune_loader.scripts.loader import ScriptLoader
+from autotune_loader.scripts.nothing import foreign_notes, say
+from autotune_loader.scripts.session import Session
+from autotune_loader.scripts.verdict import FEWEST_BATCHES, Facts, gain_text, settings_text, told
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """What is known of one loader."""
+
+    name: str
+    """The line that makes it."""
+    contents: str
+    epochs: int
+    batches: int
+    samples_per_s: float | None
+    """Over all its training time, pauses apart; None where that is no step long."""
+    wait_share: float | None
+    """Share of that time in which the loop waited for data."""
+    starting_share: float
+    """Share of it that is part of the wait and went into the start of epochs, where workers start."""
+    gpu_share: float | None
+    """Share of it in which anything ran on the process' GPU, whoever's, by NVML; None where that is not known."""
+    settings: dict[str, Any]
+    """As the script has them."""
+    settings_now: dict[str, Any]
+    gain: Interval | None
+    """What the change brought, relatively, from blocks of batches in turns; None where there were none."""
+    why_watched: str | None
+    """Why no other number of workers was tried."""
+    binding: str
+    verdict: str
+    next_step: str | None
+
+    def __str__(self) -> str:
+        epochs = f" in {counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
+        seen = [f"{self.batches:,} {'batch' if self.batches == 1 else 'batches'}{epochs}"]
+        if self.samples_per_s is not None:
+            seen.append(f"{rate_text(self.samples_per_s).removesuffix('/s')} samples/s")
+        if self.wait_share is not None:
+            seen.append(f"the loop waits {share_text(self.wait_share)} of its time")
+        if self.starting_share >= LEAST_GAIN:
+            seen.append(f"{share_text(self.starting_share)} for epochs to start")
+        if self.gpu_share is not None:
+            seen.append(f"the GPU works {share_text(self.gpu_share)} of it")
+        own, now = (settings_text(LoaderConfig.from_dict(each)) for each in (self.settings, self.settings_now))
+        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
+        if now != own:
+            lines.append(f"  now: {now}{'' if self.gain is None else f': {gain_text(self.gain)}'}")
+        if self.why_watched is not None:
+            lines.append(f"  not changed: {self.why_watched}")
+        lines.append(f"  {self.verdict}")
+        return "\n".join(lines if self.next_step is None else [*lines, f"  next: {self.next_step}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptReport:
+    """What is known of a script's loaders."""
+
+    verb: str
+    seconds: float
+    peak_memory_bytes: int
+    """Of the process itself."""
+    peak_child_memory_bytes: int | None
+    """Of the largest process that it started and that has ended; None where no loader had workers."""
+    peak_gpu_memory_bytes: int | None
+    """Of its tensors on its current GPU; None without CUDA."""
+    loaders: tuple[LoaderReport, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        memory = f"peak memory {bytes_text(self.peak_memory_bytes)}"
+        if self.peak_child_memory_bytes:
+            memory += f", largest child process {bytes_text(self.peak_child_memory_bytes)}"
+        if self.peak_gpu_memory_bytes is not None:
+            memory += f", on the GPU {bytes_text(self.peak_gpu_memory_bytes)}"
+        loaders = counted(len(self.loaders), "loader")
+        head = f"autotune-loader {self.verb}: {loaders} in {seconds_text(self.seconds)}; {memory}"
+        return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
+
+
+def report_of(session: Session) -> ScriptReport:
+    """What is known now."""
+    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    seen = sorted((each for each in session.loaders if each.log.batches), key=lambda each: -each.log.active_s)
+    has_workers = any(each.own.num_workers or each.config.num_workers for each in seen)
+    return ScriptReport(
+        verb=session.plan.verb,
+        seconds=time.monotonic() - session.begun,
+        peak_memory_bytes=own << 10,
+        peak_child_memory_bytes=children << 10 if has_workers else None,
+        peak_gpu_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+        loaders=tuple(_report_of(each, session) for each in seen),
+        notes=tuple(_notes(session)),
+    )
+
+
+def tell(session: Session, more: tuple[str, ...] = ()) -> None:
+    """Print the report and write the files that were asked for; what cannot be written is said, not raised."""
+    plan, notes = session.plan, list(more)
+    if plan.folder is not None and session.ranks > 1:
+        ranks.leave(plan.folder, session.rank, None if session.main is None else session.main.log.wait_share)
+    if session.rank:
+        return
+    if plan.folder is not None and session.ranks > 1:
+        notes += filter(None, [ranks.sentence(ranks.gather(plan.folder, session.ranks), session.ranks)])
+    report = report_of(session)
+    notes += [
+        _written(session, path, write)
+        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page))
+        if path
+    ]
+    report = replace(report, notes=(*report.notes, *notes))
+    import msgspec
+
+    say(msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}")
+    if plan.folder is not None:
+        with contextlib.suppress(OSError):
+            Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
+            Path(plan.folder, f"told-{os.getpid()}").touch()
+
+
+def _notes(session: Session) -> Iterator[str]:
+    yield from foreign_notes()
+    if session.is_waiting_too_long and session.main is not None:
+        waits, most = share_text(session.main.log.wait_share), share_text(session.plan.most_waiting)
+        yield f"{session.main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
+    if session.ranks > 1:
+        yield f"These are the loaders of rank 0 of {session.ranks}."
+    if session.stopped is not None:
+        yield f"The script was ended as by Ctrl-C: {session.stopped}."
+    elif session.plan.verb == "tune":
+        several = " It has several ranks, none of which is ended: autotune-loader run is for them."
+        yield f"The script ended by itself before tuning was done.{several if session.ranks > 1 else ''}"
+
+
+def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
+    log, found = loader.log, loader.findings
+    result = found.result
+    whole_s = sum(each.log.active_s for each in session.loaders)
+    is_tried = session.plan.verb != "watch"
+    why_not, mend = loader.refusal
+    facts = Facts(
+        batches=log.batches,
+        wait_share=log.wait_share,
+        script_share=log.waited_s / max(whole_s, 1e-9),
+        starting_share=log.starting_share,
+        now=loader.config,
+        is_tuned=loader.tuned is not None and why_not is None,
+        is_settled=loader.is_settled,
+        why_not=why_not,
+        mend=mend,
+        binding=None if result is None else result.verdict,
+        latest_share=None if result is None else result.measured.wait_share,
+        advice=str(result.advice[0]) if result is not None and result.advice else None,
+        expected=found.expected,
+        script=session.plan.script or "train.py",
+    )
+    verdict, next_step = told(facts)
+    gain = None if result is None or result.speedup is None or loader.config == loader.own else result.speedup
+    return LoaderReport(
+        name=loader.name,
+        contents=loader.site.contents,
+        epochs=log.epochs,
+        batches=log.batches,
+        samples_per_s=log.samples / log.active_s if log.batches >= FEWEST_BATCHES else None,
+        wait_share=log.wait_share,
+        starting_share=log.starting_share,
+        gpu_share=log.gpu.share,
+        settings=loader.own.to_kwargs(),
+        settings_now=loader.config.to_kwargs(),
+        gain=None if gain is None else replace(gain, value=gain.value - 1, low=gain.low - 1, high=gain.high - 1),
+        why_watched=why_not if is_tried else None,
+        binding="unknown" if result is None else result.verdict.binding,
+        verdict=verdict,
+        next_step=next_step,
+    )
+
+
+def _written(session: Session, path: str, write: Any) -> str:
+    main = session.main
+    result = None if main is None else main.findings.result
+    if result is None:
+        return f"{path} was not written: the training was too short to say anything."
+    others = {each.name: each.config.to_kwargs() for each in session.loaders}
+    try:
+        write(replace(result, loaders=others), path)
+    except Exception as error:
+        return f"{path} was not written: {error}"
+    return f"Written to {path}."
+
+
+def _save_page(result: TuningResult, path: str) -> None:
+    from autotune_loader.report.page import render_html
+
+    Path(path).write_text(render_html(result), encoding="utf-8")

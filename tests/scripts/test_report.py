@@ -1,0 +1,288 @@
+"""What a script's report says, by table: verdicts, names, figures, options; without a script."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import namedtuple
+from dataclasses import replace
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from autotune_loader.cli.scripts import Launch, launch_of
+from autotune_loader.cli.tuning import tune_command
+from autotune_loader.results.loader_file import Binding, Verdict
+from autotune_loader.scripts import ranks
+from autotune_loader.scripts.batch_log import BatchLog, Loop
+from autotune_loader.scripts.by_identity import ByIdentity
+from autotune_loader.scripts.nothing import tell_nothing
+from autotune_loader.scripts.plan import Plan
+from autotune_loader.scripts.report import LoaderReport, ScriptReport, report_of
+from autotune_loader.scripts.session import Session
+from autotune_loader.scripts.verdict import LEAVE_IT, Facts, gain_text, told
+from autotune_loader.values import lines
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import users_line
+from autotune_loader.values.statistics import Interval
+
+Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
+FACTS = Facts(batches=500, wait_share=0.4)
+TWO = LoaderConfig(num_workers=2)
+
+
+def bound(binding: Binding) -> Verdict:
+    return Verdict(binding=binding, sentence="It binds.")
+
+
+def better(value: float) -> tuple[LoaderConfig, Interval]:
+    return TWO, Interval(value=value, low=0.9 * value, high=1.1 * value, count=9)
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict", "next_step"),
+    [
+        ({"batches": 1, "wait_share": None}, "1 batch: too few to say anything.", None),
+        ({"batches": 2}, "2 batches: too few", None),
+        ({"wait_share": 0.004}, "The training step binds: the loop waits for data 0.4 %", LEAVE_IT),
+        ({"wait_share": 0.004, "is_tuned": True}, "The training step binds", LEAVE_IT),  # and no "train for longer"
+        ({"wait_share": 0.08}, "The training step binds: the loop waits for data 8 %", "no settings could bring more than 9 %"),
+        ({"wait_share": 0.15, "script_share": 0.002}, "This loader hardly counts", LEAVE_IT),
+        ({"starting_share": 0.3, "now": TWO}, "starts of epochs bind: they take 30 %", "persistent_workers=True: up to 43 %"),
+        ({"starting_share": 0.3}, "The starts of epochs bind", None),
+        ({}, "The loader binds: the loop waits for data 40 % of the time; why cannot be told", None),
+        ({"binding": bound("unknown")}, "The loader binds: .* do not show why", None),
+        ({"binding": bound("step")}, "The loader binds: .* do not show why", None),
+        ({"binding": bound("cpu"), "advice": "do this"}, "^It binds", "do this"),
+        ({"binding": bound("cpu"), "latest_share": 0.1}, "^Lately: It binds", None),
+        ({"binding": bound("in_memory"), "expected": better(0.5)}, "It binds", LEAVE_IT),
+        ({"binding": bound("wait"), "expected": better(0.5)}, "It binds", r"=2, .*: \+50 % \(\+45 to \+55 %\) expected; auto"),
+        ({"binding": bound("wait"), "expected": better(3.0)}, "It binds", r"4.0 times the rate \(3.7 to 4.3\) expected"),
+        ({"binding": bound("wait"), "expected": better(42.0)}, "It binds", "more than 10 times the rate expected"),
+        ({"binding": bound("wait"), "expected": better(0.02), "advice": "do this"}, "It binds", "do this"),
+        ({"binding": bound("wait"), "expected": better(0.5), "why_not": "it streams"}, "It binds", "to try, as it streams"),
+        ({"binding": bound("wait"), "is_tuned": True}, "It binds", "train for longer"),
+        ({"binding": bound("wait"), "is_tuned": True, "is_settled": True, "advice": "do this"}, "It binds", "do this"),
+        ({"binding": bound("wait"), "is_tuned": True, "mend": "open it in __getitem__"}, "It binds", "open it in __getitem__"),
+    ],
+)  # fmt: skip
+def test_one_verdict_and_the_step_that_follows_from_it(
+    facts: dict[str, Any], verdict: str, next_step: str | None
+) -> None:
+    said, next_said = told(replace(FACTS, **facts))
+
+    assert re.search(verdict, said)
+    assert (next_said is None) == (next_step is None)
+    assert re.search(next_step or "", next_said or "")
+
+
+@pytest.mark.parametrize(
+    ("shares", "count", "sentence"),
+    [
+        ({0: 0.3}, 4, None),
+        ({0: 0.3, 1: 0.32}, 2, "All ranks wait for data alike: 30 % to 32 % of their time."),
+        ({0: 0.05, 1: 0.42, 2: 0.07}, 3, "Rank 1 waits most for data: 42 % of its time, the others 6 %. Its loader costs"),
+        ({0: 0.05, 1: 0.42}, 8, "Of 8 ranks, 2 are known here."),
+    ],
+)  # fmt: skip
+def test_the_rank_that_waits_most_is_named(shares: dict[int, float], count: int, sentence: str | None) -> None:
+    said = ranks.sentence(shares, count)
+    assert said is None if sentence is None else sentence in (said or "")
+
+
+def test_ranks_leave_their_shares_for_rank_0(tmp_path: Any) -> None:
+    for rank, share in enumerate((0.1, None, 0.3)):
+        ranks.leave(str(tmp_path), rank, share)
+    assert ranks.gather(str(tmp_path), 3) == {0: 0.1, 2: 0.3}
+    assert ranks.gather(str(tmp_path), 4, patience_s=0.0) == {0: 0.1, 2: 0.3}
+
+
+def stack(*files: str) -> Any:
+    """Frames of files, the outermost first."""
+    frame = None
+    for number, file in enumerate(files, 1):
+        code: CodeType = compile("", file, "exec")
+        frame = Frame(code, number, frame)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (("/job/train.py",), "train.py:1"),
+        (("/job/train.py", "/env/site-packages/lightning/trainer.py", lines.__file__), "train.py:1"),
+        (("/job/train.py", "/job/data.py", torch.__file__), "data.py:2"),
+        (("<frozen runpy>", "/env/site-packages/trainer/cli.py"), "cli.py:2"),
+        (("/env/site-packages/IPython/shell.py", "/tmp/ipykernel_12/3456.py"), "cell:2"),
+    ],
+)
+def test_a_loader_has_the_name_of_the_nearest_line_of_the_users(files: tuple[str, ...], name: str) -> None:
+    assert str(users_line(stack(*files))) == name
+
+
+def test_where_libraries_count_the_nearest_line_outside_of_this_package_is_meant() -> None:
+    files = ("/job/train.py", "/env/site-packages/lightning/trainer.py", lines.__file__)
+    line = users_line(stack(*files), libraries=True)
+    assert line is not None
+    assert line.file == files[1]
+
+
+def logged(waits: list[float], steps: list[float], *, blocked_s: float = 0.0, epochs: int = 1) -> BatchLog:
+    log, now = BatchLog(), 0.0
+    loop = Loop(log, DataLoader(TensorDataset(torch.arange(8 * len(waits))), batch_size=8))
+    for _ in range(epochs):
+        loop.blocked(blocked_s)
+        for wait_s, step_s in zip(waits, steps, strict=True):
+            loop.ask(now)
+            loop.receive(now + wait_s, torch.zeros(1))
+            now += wait_s + step_s
+        loop.ask(now)
+        loop.end(now)
+    return log
+
+
+def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
+    log = logged([0.3] * 4, [0.1, 0.1, 60.0, 0.1], blocked_s=0.5)  # an evaluation of a minute is no step
+
+    assert (log.batches, log.samples, log.epochs, log.running) == (4, 32, 1, 0)
+    assert log.waited_s == pytest.approx(0.5 + 4 * 0.3)
+    assert log.stepped_s == pytest.approx(3 * 0.1)
+    assert BatchLog().starting_share == 0.0
+    log = logged([1.1, 0.1, 0.1, 0.1], [0.1] * 4, blocked_s=1.0, epochs=2)
+    assert log.wait_share == pytest.approx(4.8 / 5.6)
+    assert log.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.6)
+
+
+def a_report(**more: Any) -> ScriptReport:
+    loader = LoaderReport(
+        name="train.py:41",
+        contents="Images[1200], batches of 32, shuffled",
+        epochs=5,
+        batches=190,
+        samples_per_s=212.3,
+        starting_share=0.0,
+        wait_share=0.12,
+        gpu_share=0.8,
+        settings={"num_workers": 0, "pin_memory": False},
+        settings_now={"num_workers": 2, "pin_memory": False, "prefetch_factor": 4},
+        gain=Interval(value=0.83, low=0.75, high=0.92, count=40),
+        why_watched=None,
+        binding="cpu",
+        verdict="The CPU binds.",
+        next_step="use more cores",
+    )
+    return ScriptReport(
+        verb="run",
+        seconds=61.0,
+        peak_memory_bytes=300 << 20,
+        peak_child_memory_bytes=200 << 20,
+        peak_gpu_memory_bytes=None,
+        loaders=(replace(loader, **more),),
+        notes=("Written to loader.json.",),
+    )
+
+
+def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
+    assert str(a_report()) == (
+        "autotune-loader run: 1 loader in 61 s; peak memory 300 MiB, largest child process 200 MiB\n"
+        "\n"
+        "train.py:41  Images[1200], batches of 32, shuffled\n"
+        "  190 batches in 5 epochs, 212 samples/s, the loop waits 12 % of its time, the GPU works 80 % of it\n"
+        "  settings: num_workers=0\n"
+        "  now: num_workers=2, prefetch_factor=4: +83 % (+75 to +92 %)\n"
+        "  The CPU binds.\n"
+        "  next: use more cores\n"
+        "\n"
+        "Written to loader.json."
+    )
+    assert "  now: num_workers=2, prefetch_factor=4\n" in str(a_report(gain=None))
+    assert "1 batch in 5 epochs, the loop" in str(a_report(batches=1, samples_per_s=None))
+    assert gain_text(Interval(value=2.2, low=2.0, high=2.4, count=9)) == "3.2 times the rate (3.0 to 3.4)"
+
+
+def test_only_more_than_is_allowed_is_too_long() -> None:
+    for most, is_too_long in ((0.5, True), (0.9, False), (None, False)):
+        session = Session(Plan(verb="watch", most_waiting=most), ByIdentity())
+        loader = DataLoader(TensorDataset(torch.arange(16.0)), batch_size=4)
+        session._known(loader).log = logged([0.8] * 4, [0.2] * 4)
+        assert session.is_waiting_too_long is is_too_long
+        notes = report_of(session).notes
+        allowed = "was waited for 80 % of its time, and --fail-if-wait allows 50 %."
+        assert any(allowed in note for note in notes) is is_too_long
+
+
+@pytest.mark.parametrize(
+    ("typed", "target", "arguments", "output"),
+    [
+        (["train.py", "-o", "theirs", "--budget"], "train.py", ("-o", "theirs", "--budget"), "loader.json"),
+        (["-o", "own.json", "--budget", "9s", "train.py"], "train.py", (), "own.json"),
+        (["-oown.json", "--budget=9s", "train.py", "--epochs", "3"], "train.py", ("--epochs", "3"), "own.json"),
+        (["--json", "-m", "project.train", "--lr", "1"], "project.train", ("--lr", "1"), "loader.json"),
+    ],
+)
+def test_what_follows_a_script_is_its_own(
+    typed: list[str], target: str, arguments: tuple[str, ...], output: str
+) -> None:
+    launch = tune_command.main(typed, standalone_mode=False)
+
+    assert isinstance(launch, Launch)
+    assert (launch.plan.verb, launch.target, launch.arguments) == ("tune", target, arguments)
+    assert (launch.plan.output or "").endswith(f"/{output}")
+    assert launch.is_module is ("-m" in typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [(["--search", "grid", "train.py"], "--search"), (["train.py:make", "more"], "more"), (["train"], "train")],
+)
+def test_what_does_not_fit_a_script_or_a_factory_is_named(typed: list[str], names: str) -> None:
+    with pytest.raises(ValueError, match=f"{names}.*would"):
+        tune_command.main(typed, standalone_mode=False)
+
+
+def test_tune_says_that_it_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2; autotune-loader run -o loader.json train.py would work"):
+        tune_command.main(["train.py"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("output", "/nope/x.json", "--output='/nope/x.json' cannot be written"),
+        ("page", "/nope/x.html", "--report='/nope/x.html' cannot be written.*--report='report.html'"),
+        ("max_workers", -1, "--max-workers=-1 is below 0"),
+        ("fail_if_wait", "ten", "--fail-if-wait='ten'.*10%"),
+        ("fail_if_wait", "110%", "--fail-if-wait='110%'.*10%"),
+        ("fail_if_wait", "-0.1", "--fail-if-wait='-0.1'.*10%"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_script_runs(option: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"{told}.* would work"):
+        launch_of("run", "train.py", (), **{option: value})
+
+
+@pytest.mark.parametrize(("rank", "count"), [("", 1), ("0", 1), ("1", 0)])
+def test_only_rank_0_says_that_there_is_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, count: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+
+    tell_nothing(Plan(verb="watch"))
+
+    assert capsys.readouterr().err.count("Nothing can be told") == count
+
+
+def test_the_environment_hands_the_plan_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOTUNE_LOADER_SCRIPT", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert Plan.handed_on() is None
+
+    Plan(verb="tune", max_workers=3).hand_on()
+
+    assert Plan.handed_on() == Plan(verb="run", max_workers=3)  # only the script itself is ended
+    assert os.environ["PYTHONPATH"].split(":")[1] == "/theirs"

@@ -1,0 +1,141 @@
+"""The oracle of `studies.regret.real` finds the best on a machine that changes its speed, and its tables say so."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from autotune_loader.values.config import LoaderConfig
+from studies.fidelity import compare
+from studies.regret import real, simulated
+from studies.regret.bench import BenchError, Timed
+from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, ROUNDS, config_of, judge, key, race, survey
+from studies.regret.plateaus import plateaus
+from studies.regret.strategies import Lattice
+
+FAST, NEAR, WORSE, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1))
+
+
+class FakeBench:
+    """Rates by configuration with 1 % noise, on a machine whose speed changes from round to round."""
+
+    def __init__(self, rates: dict[LoaderConfig, float]) -> None:
+        self.rates = rates
+        self.asked: list[LoaderConfig] = []
+        self.foreign: dict[int, float] = {}
+
+    def time(self, config: LoaderConfig, timing: Any) -> Timed:
+        self.asked.append(config)
+        if config not in self.rates:
+            raise BenchError("no answer")
+        level = 1 + 0.3 * math.sin(timing.seed)
+        rate = self.rates[config] * level * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
+        foreign = self.foreign.pop(len(self.asked), 0.0)
+        return Timed(samples_per_s=rate, batches=10, window_s=1.0, wall_s=1.0, foreign_share=foreign)
+
+
+def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
+    # GIVEN the best, which nobody chose, one as good, one 5 % off, one 50 % off, and one that always fails
+    bench: Any = FakeBench({FAST: 100.0, NEAR: 99.9, WORSE: 95.0, SLOW: 50.0})
+    failing = LoaderConfig(num_workers=9)
+    # WHEN they are judged
+    regrets = judge(bench, [key(each) for each in (NEAR, WORSE, SLOW, failing)], {key(FAST): 100.0, key(NEAR): 90.0})
+    # THEN each has its regret, but for the one without any rate
+    assert regrets[key(NEAR)].counted == 0.0
+    assert regrets[key(WORSE)].counted == pytest.approx(0.05, abs=0.02)
+    assert regrets[key(SLOW)].point == pytest.approx(0.5, abs=0.03)
+    assert key(failing) not in regrets
+    # THEN who looked slower was judged by fresh rounds, and the hopeless one left after three
+    assert regrets[key(WORSE)].ratio.count == CONFIRMING_ROUNDS
+    assert bench.asked.count(SLOW) == 3
+    assert regrets[key(SLOW)].ratio.high < HOPELESS
+
+
+def test_a_round_beside_foreign_work_is_run_again() -> None:
+    bench: Any = FakeBench({FAST: 100.0, SLOW: 99.0})
+    bench.foreign = {1: 0.5}
+    rounds = race(bench, [key(FAST), key(SLOW)], ROUNDS, 0)
+    assert len(rounds) == ROUNDS
+    assert len(bench.asked) == 2 * (ROUNDS + 1)
+    assert all(each.foreign_cpu_share == 0.0 for each in rounds)
+
+
+def test_the_survey_looks_at_deeper_queues_of_the_best() -> None:
+    lattice = Lattice(workers=(0, 1, 2, 3, 4, 6), threads=(None,))
+    rates = {lattice.config(w, p): 10.0 * w for w in lattice.workers for p in (2, 4, 8)}
+    known = survey(FakeBench(rates), lattice)  # type: ignore[arg-type]
+    deep = {config_of(text).num_workers for text in known if config_of(text).prefetch_factor == 8}
+    assert deep == {2, 3, 4, 6}
+
+
+def test_a_configuration_survives_its_key() -> None:
+    config = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
+    assert config_of(key(config)) == config
+
+
+def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
+    runs = [
+        real.Run(workload="jpeg", strategy="autotune_loader", seed=0, seconds=12.0, workers=4, ratio=(0.97, 0.9, 1.1),
+            counted=0.0),
+        real.Run(workload="jpeg", strategy="loadtune", seed=0, seconds=1.0, failure="ValueError: no"),
+    ]  # fmt: skip
+    table = real.table(runs)
+    assert "| autotune_loader | 1 of 1 | 0.0% | 0.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in table
+    assert "| loadtune | 0 of 1 | 100.0% |" in table
+    assert "failed: ValueError: no" in real.details(runs)
+
+
+def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose() -> None:
+    def outcome(workers: int, regret: float, fewest: int = 4) -> Any:
+        return simulated.Outcome(
+            machine=0, kind="wait", cores=8, strategy=simulated.OURS, regret=regret, seconds=20.0, workers=workers,
+            fastest_workers=10, fewest_workers=fewest,
+        )  # fmt: skip
+
+    # GIVEN machines whose fastest has 10 workers: few that are fast, few that are slower, too many, and no plateau at all
+    seen = [outcome(5, 0.0), outcome(4, 0.03, fewest=6), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
+    told = plateaus(seen)
+    # THEN three of them have a plateau, and on one the choice is as few and as fast as it should be
+    assert told.startswith(
+        "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
+    )
+    assert plateaus(seen[3:]) == "no plateau"
+    assert told.endswith("where half the workers would do: on 1 of 2")
+
+
+def test_what_is_compared_takes_turns_and_is_held_against_its_own_round() -> None:
+    asked: list[str] = []
+
+    def arm(name: str, rate: float) -> Any:
+        def run(number: int) -> dict[tuple[str, str], float]:
+            asked.append(name)
+            return {("case", name): rate * (1 + number)}
+
+        return run
+
+    # GIVEN two arms on a machine that gets faster from round to round WHEN they take turns
+    rounds = list(compare.in_turns([arm("fast", 110.0), arm("plain", 100.0)], 7))
+    # THEN neither always runs first, and their ratio is known exactly
+    assert {asked[2 * number] for number in range(7)} == {"fast", "plain"}
+    told = compare.table(rounds, "plain").splitlines()
+    assert "| case | fast | 7 | 440 | 1.100 | 1.100 to 1.100 | 9.5% |" in told
+
+
+def test_a_window_is_compared_with_the_settled_rest_of_its_run() -> None:
+    # GIVEN a run at half speed until the queues of 4 workers with a prefetch of 8 could have filled once
+    config = LoaderConfig(num_workers=4, prefetch_factor=8)
+    slow = [0.02 * (batch + 1) for batch in range(42)]
+    ends = slow + [slow[-1] + 0.01 * (batch + 1) for batch in range(800)]
+    # WHEN windows are read after 0, 1, 2 and 3 fills THEN the first reads low, and the others what follows
+    shares = compare.window_shares(ends, config)
+    assert shares[0] < 0.9
+    assert shares[1:] == [pytest.approx(1.0, abs=0.01)] * 3
+
+
+def test_the_interval_of_a_median_goes_by_ranks() -> None:
+    assert compare.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    # Of nine, the second and the eighth: the median lies outside with a probability of 4 %.
+    assert compare.median_interval([float(value) for value in range(9)]) == (1.0, 7.0)
