@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "***"
-# Names of environment variables whose values are nobody's business. PWD is a folder.
+# Names of environment variables whose values are nobody's business. PWD is a folder, GIT_AUTHOR_NAME a name.
 _SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE
+    r"TOKEN(?!S|IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!ORS?(?![A-Z]))",
+    re.IGNORECASE,
 )
 # A shorter value would be found in innocent words.
 SHORTEST_SECRET = 6
