@@ -19,7 +19,9 @@ from autotune_loader.values.plan import ISOLATIONS
 @click.option("--json", "as_json", is_flag=True, help="Print the sides as JSON, one object each.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def compare_command(paths: tuple[str, ...], job: str, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Run one job with the settings of several loader.json in turns, and tell which is faster.
+    """Tell which of some settings runs a job faster.
+
+    The job runs in turns with the settings of each loader.json.
 
     The job is what FACTORY makes: package.module:function or path/to/file.py:function, as for autotune-loader tune. The first
     file is what the others are compared with. Exit code 3 where no two of them work.
