@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick acceptance docs gpu libraries clean
+.PHONY: help venv demo check test quick coverage acceptance docs gpu libraries clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -29,6 +29,9 @@ test: check ## check, then every test but acceptance: units, processes, and the 
 
 quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit
+
+coverage: $(INSTALLED) ## branches of the package that unit and process tests run; what a probe's own process runs does not count
+	@$(BIN)/python -m pytest -n 3 -m "unit or process" --cov --cov-report=term:skip-covered
 
 acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, and how true the twin is
 	@$(BIN)/python -m pytest -m acceptance --durations=15

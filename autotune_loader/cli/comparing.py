@@ -7,28 +7,55 @@ from typing import Any
 
 import click
 
-from autotune_loader.cli.exits import FINE, NOTHING_WORKED
+from autotune_loader.cli.exits import FINE, NOTHING_WORKED, OVER_LIMIT
 from autotune_loader.values.plan import ISOLATIONS
+
+
+class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A share of "5%" or "0.05"."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            self.fail(f"{text!r} is no share; 5% would work", param, ctx)
+        return share
 
 
 @click.command("compare")
 @click.argument("paths", metavar="A.JSON B.JSON", nargs=-1, required=True, type=click.Path(dir_okay=False))
-@click.option("--job", required=True, metavar="FACTORY", help="What makes the job, as for tune.")
+@click.option("--job", metavar="FACTORY", help="What makes the job of loader.json files, as for tune.")
+@click.option(
+    "--fail-if-slower",
+    type=Share(),
+    metavar="SHARE",
+    help="End with 4 where a loader of the second watch report is slower by more, such as 5%.",
+)
 @click.option("--budget", default="30s", show_default=True, help="Time for bursts and rounds, such as 30s or 2m.")
 @click.option("--isolation", type=click.Choice(ISOLATIONS), default="auto", show_default=True, help="Where bursts run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the sides as JSON, one object each.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def compare_command(paths: tuple[str, ...], job: str, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Tell which of some settings runs a job faster.
+def compare_command(
+    paths: tuple[str, ...], job: str | None, fail_if_slower: float | None, as_json: bool, quiet: bool, **options: Any
+) -> int:
+    """Run one job with several loader.json in turns.
 
-    The job runs in turns with the settings of each loader.json.
+    The report says which is faster.
 
     The job is what FACTORY makes: package.module:function or path/to/file.py:function, as for autotune-loader tune. The first
     file is what the others are compared with. Exit code 3 where no two of them work.
 
+    Two reports of autotune-loader watch --json are compared as they are, without a job.
+
     \b
-    Example:
+    Examples:
       autotune-loader compare monday.json friday.json --job train.py:make_loader
+      autotune-loader compare before.json after.json --fail-if-slower 5%    two reports of watch --json, for CI
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.cli.factories import load_workload
     from autotune_loader.results.load import load_config
@@ -38,6 +65,8 @@ def compare_command(paths: tuple[str, ...], job: str, as_json: bool, quiet: bool
 
     if len(set(paths)) < 2:
         raise ValueError(f"{paths[0]!r} is one file, and a comparison takes two; a.json b.json would work")
+    if job is None:
+        return _compare_watched(paths, fail_if_slower)
     configs = {name: load_config(path) for name, path in zip(_names(paths), paths, strict=True)}
     workload, _ = make_workload(**load_workload(job))
     budget_s = parse_seconds("budget", options.pop("budget"))
@@ -52,3 +81,21 @@ def _names(paths: tuple[str, ...]) -> list[str]:
     """What a reader calls each file: its name, or its path where two have one name."""
     stems = [Path(path).stem for path in paths]
     return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]
+
+
+def _compare_watched(paths: tuple[str, ...], most: float | None) -> int:
+    from autotune_loader.report.watched import changes, read_watched, render_changes
+
+    reports = [read_watched(path) for path in paths]
+    if len(reports) != 2 or reports[0] is None or reports[1] is None:
+        raise ValueError(
+            f"{' '.join(paths)} are not two reports of watch --json; loader.json files need --job train.py:make_loader"
+        )
+    found = changes(reports[0], reports[1])
+    if not found:
+        raise ValueError(f"{' and '.join(paths)} have no loader in common: these are of different scripts")
+    click.echo(render_changes(found))
+    slower = [each.name for each in found if most is not None and (each.slowdown or 0.0) > most]
+    if slower:
+        click.echo(f"Slower by more than --fail-if-slower allows: {', '.join(slower)}.", err=True)
+    return OVER_LIMIT if slower else FINE

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
 # 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
-FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
+FINE, BAD_INPUT, NOTHING_WORKED, OVER_LIMIT, INTERRUPTED = 0, 2, 3, 4, 130
 
 
 def exit_code_of(result: TuningResult) -> int:

@@ -165,6 +165,8 @@ class EpochIterator(_BaseDataLoaderIter):
             return self._state
         end, mine = shared.traces.end, self._state.traces.changes
         shared.traces.changes += [replace(c, batch=c.batch + end, serves_from=c.serves_from + end) for c in mine]
+        if self._pool is not None and self._pool.here is not None:
+            self._pool.here.look = shared.make
         if shared.threads is not None:
             shared.threads.set(self._config)
         shared.tuned, self._state, self._note = weakref.ref(self), shared, shared.traces.note

@@ -141,13 +141,13 @@ class BatchesInLoop(IterableDataset[Any]):
     """
 
     def __init__(self, batches: NumberedBatches, feed: Iterator[Item], look: Callable[..., Any]) -> None:
-        self._make, self._feed, self._look = batches.__getitems__, feed, look
+        self._make, self._feed, self.look = batches.__getitems__, feed, look
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._look(self._make, next(self._feed))
+        return self.look(self._make, next(self._feed))
 
 
 class StreamBatches(_Sent, IterableDataset[Any]):

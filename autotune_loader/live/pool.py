@@ -108,6 +108,7 @@ class Pool:
         look: makes a batch in the training process, given what makes it and the item.
 
     Attributes:
+        here: what makes batches in the training process; None where workers do.
         receive: the next (batch, fetch, number, reads): see `numbered`; raises StopIteration after the last of a feed that
             was closed or ran dry.
         is_waiting: set by the loop while it is in `receive`: then, and only then, a lost worker interrupts it.
@@ -121,6 +122,7 @@ class Pool:
         self._is_closed = True  # until it is open
         self.config = config
         self.feed = Feed(order)
+        self.here: BatchesInLoop | None = None
         self.is_waiting = self.is_in_main = threading.current_thread() is threading.main_thread()
         self._loss: BaseException | None = None
         self._context = PoolContext(parts.context or config.multiprocessing_context)
@@ -158,7 +160,7 @@ class Pool:
             arguments |= {"batch_sampler": self.feed, **self._of_workers(parts, batches)}
             return PoolLoader(batches, **arguments, collate_fn=unchanged)
         batches.seeds = parts.loop_seeds
-        here = BatchesInLoop(batches, self.feed, look)
+        self.here = here = BatchesInLoop(batches, self.feed, look)
         return PoolLoader(here, **arguments, batch_size=None, collate_fn=unchanged) if config.pin_memory else here
 
     def _of_workers(self, parts: Parts, sent: Any) -> dict[str, Any]:

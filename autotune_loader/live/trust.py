@@ -26,7 +26,7 @@ import torch
 from autotune_loader.live.seeds import WorkerSeeds
 from autotune_loader.live.shadow import WORKERS, Shadow, become_torch_worker, sent
 from autotune_loader.pipeline.digest import Leaf, difference, digest
-from autotune_loader.pipeline.look import Held, Look, look, moved, positions, process_state, shown
+from autotune_loader.pipeline.look import THOROUGH, Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.values.config import LoaderConfig
 
 LOOKS = 4
@@ -82,6 +82,9 @@ class Trust:
         self._roots = {"dataset": parts.dataset, "collate_fn": parts.collate_fn, "sampler": sampler}
         self._looks, self._last, self._epoch = 0, Look(), -1
         self._held: Held | None = None
+        self._base: tuple[int, Look] | None = None
+        """A thorough look after the first fetch, and the epoch; compared with one before anything is forked."""
+        self._is_looked_at = False
         self._comparison = _Comparison(lambda seed: _fetcher(parts, seed, is_forked=self._is_forked))
 
     @contextlib.contextmanager
@@ -148,7 +151,7 @@ class Trust:
         self._conclude(_handle_refusal(seen, was_there=True) if not self._looks else None)
         if self.verdict is not None:
             return None
-        if self._looks >= LOOKS:
+        if self._is_looked_at:
             self._comparison.ask(item)
             self._conclude(self._comparison.verdict)
         self._epoch = epoch
@@ -165,6 +168,22 @@ class Trust:
         changed = [*seen.changed(now), *(name for name, value in process_state().items() if value != process[name])]
         self._conclude(_changed_by_fetching(changed, seen.generators, is_first=self._looks == 1))
         self._last = now
+        if self.verdict is None and not self._is_looked_at and (self._base is None or self._looks >= LOOKS):
+            self._look_thoroughly(item[1])
+
+    def _look_thoroughly(self, epoch: int) -> None:
+        now = look(self._roots, scale=THOROUGH)
+        changed = (
+            []
+            if self._base is None
+            else [path for path in self._base[1].changed(now) if not path.startswith("sampler")]
+        )
+        if not changed and self._base is not None:
+            self._is_looked_at, self._base = True, None
+        elif self._base is not None and self._base[0] == epoch:
+            self._conclude(_changed_by_fetching(changed, now.generators, is_first=False))
+        else:
+            self._base, self._looks = (epoch, now), 1
 
     def _look(self, indices: Any, number: int) -> Look:
         return look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)

@@ -38,6 +38,8 @@ MOST_HELD, HELD_PROBES = 64, 16
 """While workers run, the first so many values are compared before each batch, of arrays so many numbers."""
 MOST_COPIED, PROBES = 1024, 64
 """The identities of so many items, or the bytes of so many numbers, are noted in full; of more, some evenly spaced."""
+THOROUGH, MOST_THOROUGH_S = 1000, 0.1
+"""A thorough look notes so many times as much: 25 ms for a million items."""
 ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward", "__iter__", "__next__", "__len__")
 """Methods by which a loader enters an object; others count where these name them."""
 OPAQUE = (
@@ -89,15 +91,16 @@ class Look:
         return [path for path, token in self.tokens.items() if path in later.tokens and later.tokens[path] != token]
 
 
-def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0) -> Look:
+def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *, scale: int = 1) -> Look:
     """Walk from some objects on.
 
     Args:
         roots: objects by the name that the user knows them by.
         item: indices of the batch at hand: samples that it changes are looked for there.
         number: of that batch.
+        scale: so many times as much of long containers is noted; `THOROUGH`, for once.
     """
-    seen, walked, limit = Look(), set[int](), time.perf_counter() + MOST_S
+    seen, walked, limit = Look(), set[int](), time.perf_counter() + (MOST_S if scale == 1 else MOST_THOROUGH_S)
     rows = [index for index in item[:OF_BATCH] if type(index) is int and index >= 0]
     queue: deque[tuple[str, Any, int, list[int]]] = deque((name, value, 0, rows) for name, value in roots.items())
     while queue and len(walked) < MOST_VALUES and time.perf_counter() < limit:
@@ -113,7 +116,7 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0) ->
             seen.handles.append((path, words))
         if isinstance(value, GENERATORS):
             seen.generators.add(path)
-        seen.tokens[path] = _Same(value), *_token(value)
+        seen.tokens[path] = _Same(value), *_token(value, MOST_COPIED * scale)
         if rows and (of_batch := _rows(value, rows)) is not None:
             seen.tokens[f"{path}[of batch {number}]"] = of_batch
         if depth < MOST_DEPTH and words is None:
@@ -188,16 +191,17 @@ def _plain(value: Any) -> Any:
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
-def _token(value: Any) -> tuple[Any, ...]:
+def _token(value: Any, most: int) -> tuple[Any, ...]:
     """What of a value can change while it stays the same object."""
     if isinstance(value, torch.Tensor):
-        return _version(value), *_token_of_tensor(value)
+        array = _as_array(value)
+        return _version(value), tuple(value.shape), None if array is None else _bytes(array, most)
     if isinstance(value, np.ndarray):
-        return value.shape, _bytes(value)
+        return value.shape, _bytes(value, most)
     if isinstance(value, (list, tuple, deque)):
-        return len(value), _identities(value)
+        return len(value), hash(_identities(value, most))
     if isinstance(value, dict):
-        return dict.__len__(value), tuple(map(id, _some(value)))
+        return dict.__len__(value), hash(tuple(map(id, _some(value, most))))
     if isinstance(value, (set, frozenset)):
         return (len(value),)
     if isinstance(value, bytearray):
@@ -219,11 +223,6 @@ def _version(tensor: torch.Tensor) -> Any:
     return None if tensor.is_inference() else tensor._version
 
 
-def _token_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    array = _as_array(tensor)
-    return (tuple(tensor.shape), None if array is None else _bytes(array))
-
-
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
@@ -235,24 +234,24 @@ def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def _bytes(array: np.ndarray[Any, Any]) -> bytes | None:
+def _bytes(array: np.ndarray[Any, Any], most: int = MOST_COPIED) -> bytes | None:
     if array.dtype.hasobject or not array.flags.writeable or not array.size:
         return None  # an array that nobody can write to is not read, as it may be on disk
     few = PROBES // 4 if isinstance(array, np.memmap) else PROBES
-    return array.flat[:: 1 if array.size <= MOST_COPIED else max(1, array.size // few)].tobytes()
+    return array.flat[:: 1 if array.size <= most else max(1, array.size // few)].tobytes()
 
 
-def _identities(values: Any) -> tuple[int, ...]:
+def _identities(values: Any, most: int) -> tuple[int, ...]:
     count = len(values)
-    if count <= MOST_COPIED:
+    if count <= most:
         return tuple(map(id, values))
     step = count // PROBES
     return tuple(id(values[index]) for index in range(0, count, step)) if not isinstance(values, deque) else ()
 
 
-def _some(values: dict[Any, Any]) -> list[Any]:
+def _some(values: dict[Any, Any], most: int) -> list[Any]:
     """Values of a dict: all of a short one, else of the first and the last keys."""
-    if dict.__len__(values) <= MOST_ITEMS:
+    if dict.__len__(values) <= most:
         return list(dict.values(values))
     return [dict.__getitem__(values, key) for key in _edge_keys(values)]
 
@@ -330,17 +329,22 @@ def _items(values: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Those that an object has itself; read past its own code."""
-    if (type(value).__module__ or "").partition(".")[0] in OPAQUE:
-        return {}
-    try:
-        found = dict(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):
-        found = {}
+    found = dict(_own(value) or {})
     for kind in type(value).__mro__:
         if "__slots__" in kind.__dict__:
             members = (n for n, m in kind.__dict__.items() if isinstance(m, types.MemberDescriptorType))
             found.update((name, kind.__dict__[name].__get__(value)) for name in members if _has(kind, name, value))
     return found
+
+
+def _own(value: Any) -> Any:
+    """The dict of an object's attributes; None where it has none, or its library keeps notes there."""
+    if (type(value).__module__ or "").partition(".")[0] in OPAQUE:
+        return None
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
 
 
 def _has(kind: type, name: str, value: Any) -> bool:
@@ -376,19 +380,15 @@ def functions_of(value: Any) -> list[types.FunctionType]:
     if isinstance(value, types.FunctionType):
         return [value] if is_users(value.__module__) or value.__closure__ else []
     kind = value if isinstance(value, type) else type(value)
-    return [function for each in kind.__mro__ if is_users(each.__module__) for function in _entered(each)]
-
-
-def _entered(kind: type) -> list[types.FunctionType]:
-    space = vars(kind)
-    wanted, found = [name for name in ENTRIES if name in space], dict[str, types.FunctionType]()
+    spaces = [vars(each) for each in kind.__mro__ if is_users(each.__module__)]
+    wanted, known, found = list(ENTRIES) if spaces else [], set[str](), list[types.FunctionType]()
     while wanted:
         name = wanted.pop()
-        function = _function(space[name])
-        if function is not None and name not in found:
-            found[name] = function
-            wanted += [each for each in names_of(function.__code__) if each in space]
-    return list(found.values())
+        functions = [f for space in spaces if name not in known and (f := _function(space.get(name))) is not None]
+        known.add(name)
+        found += functions
+        wanted += [each for function in functions for each in names_of(function.__code__)]
+    return found
 
 
 def class_attributes(value: Any) -> Iterator[tuple[type, str, Any]]:
@@ -490,8 +490,7 @@ class Held:
             self._lengths.append((value, len(value)))
             if isinstance(value, dict) and len(value) <= MOST_ITEMS:
                 self._spaces.append((value, dict(value)))
-        elif _attributes(value) and not isinstance(value, (types.ModuleType, type)):
-            own = getattr(value, "__dict__", {})
+        elif not isinstance(value, (types.ModuleType, type)) and (own := _own(value)) is not None:
             self._spaces.append((own, dict(own)))
         self._names += [(vars(kind), name, part) for kind, name, part in class_attributes(value)]
         for function in functions_of(value):

@@ -159,6 +159,22 @@ class ClassCount(Items):
         return index
 
 
+class Overriding(Items):
+    """Its `__getitem__` is inherited and calls what it defines itself."""
+
+    def __getitem__(self, index: int) -> int:
+        return self.inner(index)
+
+    def inner(self, index: int) -> int:
+        raise NotImplementedError
+
+
+class Overridden(Overriding):
+    def inner(self, index: int) -> int:
+        NOTES.append(index)
+        return index
+
+
 @functools.cache
 def loaded(index: int) -> int:
     return index * 2
@@ -184,6 +200,10 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "global number": lambda: Items(global_count),
     "lru_cache": lambda: Items(lambda self, i: loaded(i)),
     "visits": lambda: Items(lambda self, i: bumped(self.visits, i), visits=np.zeros(100_000)),
+    "visits by name": lambda: Items(
+        lambda self, i: bumped(self.visits, f"x{i + 90}"), visits=dict.fromkeys(map("x{}".format, range(9999)), 0)
+    ),
+    "overridden": lambda: Overridden(noted),
     "visits in a list": lambda: Items(lambda self, i: bumped(self.visits, i), visits=[0] * 100_000),
     "visits in a tensor": lambda: Items(
         lambda self, i: bumped(self.visits, i), visits=torch.zeros(100_000).share_memory_()
@@ -569,6 +589,35 @@ def test_workers_see_a_change_or_the_trust_is_over() -> None:
         lambda: dataset.weights.add_(1),
         lambda: setattr(dataset.transform, "p", 0.5),
         lambda: setattr(dataset, "new", 0.5),
+    ):
+        trust.begun()
+        assert trust.still_holds()
+        change()
+        assert not trust.still_holds()
+
+
+class Bare(Dataset[Any]):
+    """Without an attribute of its own."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return self.level + SEEN
+
+
+def test_a_class_attribute_and_a_global_name_are_held_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Bare()
+    parts = SimpleNamespace(
+        dataset=dataset, collate_fn=default_collate, batched=True, worker_init_fn=None, context=None, loop_seeds=None
+    )
+    trust = Trust(parts, LoaderConfig(), BatchSampler(SequentialSampler(range(SIZE)), BATCH, False))
+    for change in (
+        lambda: setattr(dataset, "level", 1),
+        lambda: monkeypatch.setattr(Bare, "level", 2),
+        lambda: monkeypatch.setitem(globals(), "SEEN", 10_000),
     ):
         trust.begun()
         assert trust.still_holds()

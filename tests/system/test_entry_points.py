@@ -76,13 +76,10 @@ def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
     assert " ['ok'" in run_fresh(["train.py"], tmp_path)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_classes_of_the_script_reach_workers_of_any_start_method(
-    tmp_path: Path, preloaded: PreloadedPython, method: str
-) -> None:
+def test_classes_of_the_script_reach_workers_that_are_spawned(tmp_path: Path, preloaded: PreloadedPython) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    run = preloaded.start("train.py", folder=tmp_path, environ=environment(METHOD=method))
+    run = preloaded.start("train.py", folder=tmp_path, environ=environment(METHOD="spawn"))
 
     assert run.wait(DEADLINE_S) == 0, run.output
     assert " ['ok'" in run.output
@@ -162,7 +159,7 @@ def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
 
 FORK_SERVER_SCRIPT = """
 import multiprocessing, torch
-from autotune_loader import tune
+from autotune_loader import AutoLoader, tune
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
@@ -174,10 +171,13 @@ if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
     result = tune(Squares(), batch_size=4, max_workers=1, budget=4, max_trials=2, progress=False)
     print(result.status, result.fingerprint.start_method, [t.failure.kind if t.failure else "ok" for t in result.trials])
+    loader = AutoLoader(Squares(), batch_size=4, shuffle=True, max_workers=2)
+    for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
+        print("WHOLE", sorted(int(x) for batch in made for x in batch) == list(range(64)))
 """
 
 
-def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -> None:
+def test_a_program_whose_workers_come_from_a_fork_server_tunes_and_trains(tmp_path: Path) -> None:
     """As those of every program do from Python 3.14 on, unless told otherwise."""
     (tmp_path / "train.py").write_text(FORK_SERVER_SCRIPT)
     done = subprocess.run(
@@ -186,6 +186,7 @@ def test_a_program_whose_workers_come_from_a_fork_server_tunes(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(("complete forkserver ['ok'", "undecided forkserver ['ok'")), done.stdout
+    assert done.stdout.count("WHOLE True") == 3
 
 
 DAEMON_SCRIPT = """
