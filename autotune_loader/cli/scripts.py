@@ -72,8 +72,8 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
     """Run a script unchanged, and tune its loaders meanwhile.
 
-    Samples and their order stay those of python SCRIPT. Loaders whose workers may not be changed are watched, and the
-    report says why.
+    Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. Loaders whose workers
+    may not be changed run as they are, and the report says why.
 
     \b
     Examples:

@@ -59,7 +59,7 @@ class ScriptLoader:
     @property
     def refusal(self) -> tuple[str | None, str | None]:
         """Why no other number of workers is tried, and what would allow it; None where they are, or nobody knows."""
-        refused = None if self.tuned is None else getattr(self.tuned[0], "refusal", None)
+        refused = None if self.tuned is None else self.tuned[0].refusal
         return (self.why_not, None) if refused is None else (refused.reason, refused.mend)
 
     @property

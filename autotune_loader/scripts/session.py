@@ -76,7 +76,7 @@ class Session:
             return plain
         known = self._known(loader)
         known.why_not = known.why_not or why_not(loader)
-        return plain if known.why_not is not None else lambda: self._served(known, loader) or plain()
+        return plain if known.why_not is not None else lambda: self._served(known, loader, plain)
 
     def _known(self, loader: Any) -> ScriptLoader:
         if distributed.is_available() and distributed.is_initialized():  # at the end the group may be gone
@@ -88,8 +88,8 @@ class Session:
         self.loaders.append(ScriptLoader(site, loader, [each.name for each in self.loaders]))
         return self.loaders[-1]
 
-    def _served(self, known: ScriptLoader, loader: Any) -> Any:
-        """An iterator of an AutoLoader of the same parts; None where what was asked for is not possible with it."""
+    def _served(self, known: ScriptLoader, loader: Any, plain: Callable[[], Any]) -> Any:
+        """An iterator of an AutoLoader of the same parts; torch's own where what was asked for is not possible with it."""
         from autotune_loader.live.loader import AutoLoader
 
         auto, begun = self._autos.get(loader), time.monotonic()
@@ -99,7 +99,7 @@ class Session:
                 auto = AutoLoader(loader, config=start or known.own, max_workers=self.plan.max_workers)
             except Exception as error:  # whatever it is, torch's own iterator does without
                 known.why_not = str(error)
-                return None
+                return plain()
             if known.tuned is not None:
                 auto.go_on_from(*known.tuned)
             self._autos[loader] = auto

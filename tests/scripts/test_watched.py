@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
 from autotune_loader import enable
 from autotune_loader.scripts.enabling import Enabled
@@ -145,7 +145,7 @@ def test_loaders_of_one_line_are_one_unless_they_are_iterated_together(watching:
     ]
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
+@pytest.mark.parametrize("verb", ["watch", pytest.param("run", marks=pytest.mark.process)])  # whose proof forks
 def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> None:
     with enable(verb) as enabled:
         for _ in range(2):
@@ -153,6 +153,29 @@ def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> N
             assert len(list(loader)) == 5
         (known,) = loaders(enabled)
         assert (known.log.batches, known.log.samples, known.log.epochs) == (10, 36, 2)
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 7
+
+
+@pytest.mark.parametrize("verb", ["watch", pytest.param("run", marks=pytest.mark.process)])  # whose proof forks
+def test_loaders_without_a_length_or_a_batch_are_iterated_once(
+    verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = list[Any]()
+    original = torch.utils.data.dataloader._SingleProcessDataLoaderIter.__init__
+    monkeypatch.setattr(
+        torch.utils.data.dataloader._SingleProcessDataLoaderIter,
+        "__init__",
+        lambda iterator, loader: (made.append(iterator), original(iterator, loader))[1],
+    )
+    with enable(verb):
+        assert next(iter(DataLoader(NUMBERS, sampler=Endless())))[0].item() == 7
+        assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
+    assert len(made) == (2 if verb == "watch" else 0)
 
 
 @pytest.mark.parametrize(
