@@ -109,7 +109,7 @@ class Evidence:
         ]
         return max(shares, default=0.0)
 
-    def cores_limit(self) -> Interval | None:
+    def cores_limit(self) -> float | None:
         """Samples/s that the cores allow: fetch and, on a CPU, the step."""
         bursts = [burst for _, burst in self.measured_trials()]
         return cpu_limit(bursts, self.usable_cores, () if self.on_accelerator else self.cached_steps)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import rate_text, share_text
+from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
+from autotune_loader.report.units import gain_words, rate_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
 from autotune_loader.values.stages import HAND_OVER
 
@@ -286,8 +286,9 @@ def _believable(evidence: Evidence, gain: float | None) -> float | None:
     """The gain, as far as step and cores allow it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    limit = evidence.cores_limit() if evidence.computing_share() < 0.5 else None
-    allowed = [bound.value / evidence.rate.value - 1 for bound in (evidence.ceiling, limit) if bound is not None]
+    bounds = [evidence.cores_limit() if evidence.computing_share() < 0.5 else None]
+    bounds += [None if evidence.ceiling is None else evidence.ceiling.value]
+    allowed = [bound / evidence.rate.value - 1 for bound in bounds if bound is not None]
     if evidence.ceiling is None and evidence.measurement.wait_share < 1:
         # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
         allowed.append(1 / (1 - evidence.measurement.wait_share) - 1)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from autotune_loader.decision.race import NEAR_CEILING
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.units import rate_text, share_text
+from autotune_loader.report.units import gain_words, rate_text, share_text
 from autotune_loader.results.loader_file import Binding, Verdict
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
@@ -54,11 +54,6 @@ def judge(evidence: Evidence) -> Verdict:
     found = _binding(evidence)
     headroom = None if evidence.ceiling is None else max(0.0, evidence.ceiling.value / evidence.rate.value - 1)
     return Verdict(binding=found, sentence=_sentence(found, evidence, headroom), headroom=headroom)
-
-
-def gain_words(gain: float) -> str:
-    """A relative gain for a person: "12 %", and from a doubling on "3.2 times the rate"."""
-    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
 
 
 def _binding(evidence: Evidence) -> Binding:
@@ -114,7 +109,7 @@ def _without_workers(evidence: Evidence) -> Binding:
 def _cpu_or_wait(evidence: Evidence) -> Binding:
     limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
+    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit)
     if not full and evidence.measurement.wait_share > 2 * HARDLY_WAITS and evidence.fetching_share() < RARELY_FETCHES:
         return "unknown"
     if full or evidence.computing_share() > COMPUTING_SHARE:
