@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.report.units import counted, faster_words
+from autotune_loader.report.units import counted, faster_words, number_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
@@ -56,8 +56,8 @@ def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"
     if not rate.is_telling:
-        return f"about {rate.value:,.0f} {unit}, too few or too noisy bursts for an interval"
-    return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
+        return f"about {number_text(rate.value)} {unit}, too few or too noisy bursts for an interval"
+    return f"{number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
 
 
 def speedup_sentence(

@@ -13,7 +13,7 @@ from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
-from autotune_loader.report.units import gain_words, rate_text, share_text
+from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
 from autotune_loader.values.stages import HAND_OVER
 
@@ -68,7 +68,7 @@ def _cheaper_fetching(evidence: Evidence) -> Steps:
             gain = _believable(evidence, evidence.stage_gain(each, 0.5))
             action = f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}."
             takes = (
-                f"it takes {share_text(each.cpu_share)} of a worker's CPU, {each.cpu_s * 1e3:.2g} ms for each sample"
+                f"it takes {share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
             )
             found.append(Advice(action=action, reason=f"{takes}{_rise(gain)}", expected_gain=gain))
     yield from sorted(found, key=lambda advice: -(advice.expected_gain or 0.0))
@@ -79,7 +79,7 @@ def _cheaper_fetching(evidence: Evidence) -> Steps:
         sample_s = measured.service_cpu_s / measured.batch_size
         yield Advice(
             action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
-            reason=f"each sample takes {sample_s * 1e3:.2g} ms of CPU{_rise(gain)}",
+            reason=f"each sample takes {seconds_text(sample_s)} of CPU{_rise(gain)}",
             expected_gain=gain,
         )
 
@@ -153,14 +153,14 @@ def _less_to_hand_over(evidence: Evidence) -> Steps:
         whole_s = whole_s if evidence.best.num_workers else evidence.period_s
         yield Advice(
             action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
-            reason=f"a batch carries {_mib(evidence)} MiB",
+            reason=f"a batch carries {bytes_text(evidence.measurement.batch_bytes)}",
             expected_gain=_gain_without(evidence, 0.75 * moved_s, of=whole_s),
         )
     else:
         hand_over_s = receiving_s or evidence.hand_over_s()
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-            reason=f"handing over takes {hand_over_s * 1e3:.2g} ms however little a batch carries",
+            reason=f"handing over takes {seconds_text(hand_over_s)} however little a batch carries",
             expected_gain=_gain_without(evidence, receiving_s / 2, of=evidence.period_s),
         )
     if measured.batch_tensors > MANY_TENSORS:
@@ -173,32 +173,28 @@ def _less_to_hand_over(evidence: Evidence) -> Steps:
 def _pinning(evidence: Evidence) -> Steps:
     yield Advice(
         action="Send less per batch (uint8 instead of float32), or pin in the workers with a collate_fn of your own.",
-        reason=f"one thread copies {_mib(evidence)} MiB a batch into page-locked memory",
+        reason=f"one thread copies {bytes_text(evidence.measurement.batch_bytes)} a batch into page-locked memory",
     )
-
-
-def _mib(evidence: Evidence) -> str:
-    return f"{evidence.measurement.batch_bytes / 2**20:.1f}"
 
 
 def _more_memory(evidence: Evidence) -> Steps:
     """Room for more workers, in the memory that lacks."""
-    failed, short = evidence.stopped_by_memory(), shortage(evidence)
-    gains = [gain for trial in failed if (gain := evidence.missed_gain(trial)) is not None]
-    gain = _believable(evidence, max(gains, default=None))
-    if gain is None and short is not None:
-        gain = _believable(evidence, short.gain)
-    kinds = [trial.failure.kind for trial in failed if trial.failure is not None]
-    if "shared_memory" in kinds if failed else short is not None and short.resource == "shared memory":
+    short = shortage(evidence)
+    if short is None:
+        return
+    gain = _believable(evidence, short.gain)
+    if short.is_shared_memory:
         action = "Give the container more shared memory (--shm-size=8g), or make batches smaller."
-        reason = f"a batch of {_mib(evidence)} MiB waits in /dev/shm for each place in a queue"
+        reason = (
+            f"a batch of {bytes_text(evidence.measurement.batch_bytes)} waits in /dev/shm for each place in a queue"
+        )
     else:
         each = evidence.worker_bytes()
         action = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects."
-        reason = f"more workers {'ran out of memory' if failed else 'would not fit into memory'}"
-        reason += "" if each is None else f"; each takes {each / 2**20:,.0f} MiB"
-        rate = evidence.rate.value * (1 + (gain or 0.0))
-        reason += "" if gain is None else f"; with room for them the twin predicts {rate:,.0f}/s"
+        reason = f"more workers {'ran out of memory' if short.has_failed else 'would not fit into memory'}"
+        reason += "" if each is None else f"; each takes {bytes_text(each)}"
+        rate = rate_text(evidence.rate.value * (1 + (gain or 0.0)))
+        reason += "" if gain is None else f"; with room for them the twin predicts {rate}"
     yield Advice(action=action, reason=reason, expected_gain=gain)
 
 
@@ -264,7 +260,7 @@ def _memory_growth(evidence: Evidence) -> Steps:
         where, what = ("", "") if held is None else (f": {held.code()}", f"; {held}")
         yield Advice(
             action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
-            reason=f"the processes' memory grows by {slope / 2**20:.0f} MiB/s while they read: counting references copies the "
+            reason=f"the processes' memory grows by {bytes_text(slope)}/s while they read: counting references copies the "
             f"pages that workers share{what}",
         )
 
