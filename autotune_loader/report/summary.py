@@ -63,8 +63,7 @@ def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
 def speedup_sentence(
     best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
 ) -> str:
-    before = f"{baseline} (before tuning)"
     if best == baseline:
         found = "nothing else is worth its cost" if is_decided else "nothing else was shown to be worth its cost"
-        return f"That is {before} itself: {found}."
-    return "" if speedup is None else f"{faster_words('It', speedup, before)}."
+        return f"That is the configuration before tuning: {found}."
+    return "" if speedup is None else f"{faster_words('It', speedup, f'{baseline} (before tuning)')}."

@@ -11,7 +11,6 @@ from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
-from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.stages import StageTime
@@ -143,16 +142,6 @@ class Evidence:
     def predicted(self, config: LoaderConfig, cores: float | None = None) -> Prediction | None:
         """What the twin says of another configuration or machine; None without a twin."""
         return None if self.twin is None else self.twin.predict_all([config], cores=cores)[0]
-
-    def stage_gain(self, stage: StageTime, factor: float) -> float | None:
-        """Relative gain if a stage took so many times what it takes, predicted by the twin; None without a twin."""
-        if self.twin is None:
-            return None
-        return self.predicted_gain(twin=with_stages(self.twin, self.stage_times, {stage.stage: factor}))
-
-    def gain_without_waiting(self) -> float | None:
-        """Relative gain if a fetch waited for nothing, predicted by the twin; None without a twin."""
-        return None if self.twin is None else self.predicted_gain(twin=without_waiting(self.twin))
 
     def predicted_gain(
         self, config: LoaderConfig | None = None, cores: float | None = None, *, twin: Twin | None = None

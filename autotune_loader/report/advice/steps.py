@@ -15,6 +15,7 @@ from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
 from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
+from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.stages import HAND_OVER
 
 # A gain below this is not worth anybody's time.
@@ -65,7 +66,8 @@ def _cheaper_fetching(evidence: Evidence) -> Steps:
     found = []
     for each in evidence.stage_times:
         if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES:
-            gain = _believable(evidence, evidence.stage_gain(each, 0.5))
+            cheaper = evidence.twin and with_stages(evidence.twin, evidence.stage_times, {each.stage: 0.5})
+            gain = _believable(evidence, evidence.predicted_gain(twin=cheaper))
             action = f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}."
             takes = (
                 f"it takes {share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
@@ -128,9 +130,9 @@ def _larger_reads(evidence: Evidence) -> Steps:
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
         reason=f"a fetch waits {_waits(evidence)} of its time{line}{crowded}",
-        expected_gain=_believable(evidence, evidence.gain_without_waiting())
-        if evidence.twin is not None
-        else _gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s)),
+        expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s))
+        if evidence.twin is None
+        else _believable(evidence, evidence.predicted_gain(twin=without_waiting(evidence.twin))),
     )
 
 
