@@ -464,7 +464,7 @@ def test_a_loop_that_is_no_faster_with_more_workers_and_batches_that_lie_ready_d
     # THEN that is told with what shows it, and nothing is promised for reading faster
     assert judge(found).binding == "unknown"
     assert "yet with more workers, whose batches lay ready, the rate is no higher (2,720/s)" in judge(found).sentence
-    assert "of 12 ms a batch the step takes 10.0 ms and receiving it 1.8 ms" in judge(found).sentence
+    assert "of 12 ms a batch the step takes 10 ms and receiving it 1.8 ms" in judge(found).sentence
     assert [each for each in advise(found, judge(found)) if each.expected_gain] == []
     # BUT where twelve are faster, six do wait
     slower = simulated(six, [twelve], cpu_s=0.002, wait_s=0.12, step_s=0.01, receive_s=0.0018, service_cv=0.02)
@@ -503,7 +503,7 @@ def test_large_batches_that_cost_more_to_hand_over_than_to_make_are_transport():
     )
     verdict = judge(evidence(here, best=LoaderConfig(), trials=trials, ceiling=exactly(6000.0)))
     assert verdict.binding == "transport"
-    assert "another 7.0 ms" in verdict.sentence
+    assert "another 7 ms" in verdict.sentence
 
 
 def test_workers_that_only_write_large_batches_are_transport():
