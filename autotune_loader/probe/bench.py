@@ -189,14 +189,14 @@ class Bench:
         try:
             announce(phase)
             private = self._private_data()
+            if goes_on(private.dataset):
+                message = READ_ONCE.format(dataset=type(private.dataset).__name__)
+                return Failure(kind="no_data", phase=phase, message=message)
             places = positions()
             batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
             first_batch_s, times = self._fetch_first(private, batches)
             self._moved_file = moved(places, positions())
             self._judge(self._notebook.taken())
-            if goes_on(private.dataset, self._private_data):
-                message = READ_ONCE.format(dataset=type(private.dataset).__name__)
-                return Failure(kind="no_data", phase=phase, message=message)
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
