@@ -11,9 +11,9 @@ import atexit
 import builtins
 import contextlib
 import hashlib
-import importlib.util
 import os
 import re
+import runpy
 import secrets
 import shutil
 import signal
@@ -129,26 +129,23 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
 
 
 def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a module or package, as `python -m` sets them up."""
+    """`__main__` and the code of a module or package, as `python -m` sets them up, and its words where there is none."""
     sys.argv[:] = ["-m", *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    spec: Any = None
+    find: Any = vars(runpy)["_get_module_details"]
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.__main__".startswith(error.name):
-            raise
-    code = None if spec is None else spec.loader.get_code(spec.name)
-    if code is None:
-        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
-        raise SystemExit(1)
+        _, spec, code = find(name, _NotThereError)
+    except _NotThereError as error:
+        raise SystemExit(f"{sys.executable}: {error}") from None
     sys.argv[0] = spec.origin
     main = _new_main(spec.loader, spec.origin)
     vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
     return main, code
+
+
+class _NotThereError(Exception):
+    """There is no such module, or it cannot be run."""
 
 
 def _new_main(loader: Any, file: str) -> ModuleType:
