@@ -28,7 +28,6 @@ from typing import Any
 
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.scripts.hook import Hook, active
-from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import is_ours
 
@@ -88,10 +87,7 @@ class _End:
         if os.getpid() != self.pid:
             return
         folder = Path(self.hook.plan.folder or "")
-        if self.hook.has_batches:
-            self.hook.tell(*more)
-        elif not any(folder.glob("told-*")):
-            tell_nothing(self.hook.plan, more)
+        self.hook.tell(*more, or_nothing=not any(folder.glob("told-*")))  # unless a process of the script has told
         if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
             shutil.rmtree(folder, ignore_errors=True)
         if self.is_interrupted:
