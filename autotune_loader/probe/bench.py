@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.inherited import file_positions, moved_files
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.handles import bound_to_process, held_by
+from autotune_loader.pipeline.look import look, moved, positions, shown
 from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
@@ -60,7 +59,7 @@ SHARED_FILE = (
     "samples without a word, so none are tried (num_workers=0); open it on first use in each worker, or in worker_init_fn"
 )
 BOUND = (
-    "{path} is a {kind}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
+    "{path} is {words}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
     "first use in each worker, or in worker_init_fn"
 )
 UNPICKLABLE_BATCH = (
@@ -178,7 +177,7 @@ class Bench:
         self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._notebook = Notebook(folder)
         self._is_paced = True
-        self._moved_files: list[str] = []
+        self._moved_file: str | None = None
         """Files that were open before the first batch was read from them: workers would share their positions."""
         self._bad_samples: dict[str, BadSample] = {}
         self._raised_alone: set[str] = set()
@@ -190,14 +189,14 @@ class Bench:
         try:
             announce(phase)
             private = self._private_data()
-            positions = file_positions()
-            batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
-            first_batch_s, times = self._fetch_first(private, batches)
-            self._moved_files = moved_files(positions)
-            self._judge(self._notebook.taken())
-            if goes_on(private.dataset, self._private_data):
+            if goes_on(private.dataset):
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
                 return Failure(kind="no_data", phase=phase, message=message)
+            places = positions()
+            batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
+            first_batch_s, times = self._fetch_first(private, batches)
+            self._moved_file = moved(places, positions())
+            self._judge(self._notebook.taken())
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -272,9 +271,10 @@ class Bench:
         """Why workers would get other samples, or none, as far as that is known without any; empty where nothing is."""
         dataset, found = type(data.dataset).__qualname__, list[str]()
         if start_method() == "fork":
-            found += [SHARED_FILE.format(dataset=dataset, file=file) for file in self._moved_files[:1]]
-            held = held_by("dataset", data.dataset, bound_to_process)
-            found += [BOUND.format(path=held[0], kind=type(held[1]).__name__)] if held is not None else []
+            if self._moved_file is not None:
+                found.append(SHARED_FILE.format(dataset=dataset, file=self._moved_file))
+            bound = look({"dataset": data.dataset}).bound
+            found += [BOUND.format(path=shown(path), words=words) for path, words in bound[:1]]
         fault = why_not_pickled(self._batch)
         found += [UNPICKLABLE_BATCH.format(fault=fault)] if fault is not None else []
         return found[:1]
