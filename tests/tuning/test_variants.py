@@ -262,7 +262,7 @@ def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> Non
     ],
 )
 def test_what_is_allowed_is_tried_and_nothing_else(name: str, dataset: Any, field_name: str, values: set[Any]) -> None:
-    without = quick(dataset, reuse=False, budget=6)
+    without = quick(dataset, reuse=False, budget=6, max_trials=4)
     allowed = quick(dataset, reuse=False, budget=12, allow=(name,))
     assert {getattr(trial.config, field_name) for trial in without.trials} < values
     assert {getattr(trial.config, field_name) for trial in allowed.trials} == values
