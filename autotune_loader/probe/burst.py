@@ -22,14 +22,13 @@ import torch
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.trace_log import Fetch
-from autotune_loader.pipeline.tracing import (
-    forget_open_batch,
-)
+from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.bad_samples import SampleError
 from autotune_loader.probe.burst_loop import Announce, DeviceRun, Run
 from autotune_loader.probe.device import Timeline
 from autotune_loader.probe.epoch_burst import measure_epochs
-from autotune_loader.probe.failures import deaths_of, failure_of
+from autotune_loader.probe.failures import deaths_of, failure_of, is_of_dataset
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -50,7 +49,7 @@ def run_burst(
     announce: Announce = lambda phase: None,
     timeline: Timeline | None = None,
 ) -> Measurement | Failure:
-    """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`.
+    """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`, but for a bad sample.
 
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
 
@@ -61,6 +60,9 @@ def run_burst(
         plan: how long, and which samples.
         announce: told which phase begins.
         timeline: of the device that the step runs on, where that works behind the host; None for a CPU.
+
+    Raises:
+        SampleError: a sample of the dataset raised, by no fault of the configuration.
     """
     phase: FailurePhase = "start"
 
@@ -80,7 +82,7 @@ def run_burst(
                 return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or (isinstance(error, SampleError) and is_of_dataset(error)):
                 raise
             if config.num_workers and isinstance(error, (OSError, EOFError)):
                 time.sleep(NEWS_OF_DEATH_S)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.lines import is_ours
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
@@ -47,6 +48,9 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 
 
+_OF_SAMPLE = re.compile(r"^([\w.]+\.)?SampleError: ")
+
+
 class StoppedError(RuntimeError):
     """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
 
@@ -77,10 +81,21 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
     )
 
 
+def with_advice(text: str, error: BaseException) -> str:
+    """What is told of an exception, with what to do about it where that is known."""
+    advice = _diagnosis(error)[2]
+    return f"{text} ({advice})" if advice else text
+
+
 def failure_of_reading(error: BaseException) -> Failure:
     """The failure of a workload that was pickled, and cannot be unpickled in the probe process."""
     text = _first_sentence(f"{type(error).__name__}: {error}")
     return Failure(kind="pickling", phase="start", message=text, traceback=user_traceback(error))
+
+
+def failure_of_workload(error: WorkloadError, phase: FailurePhase) -> Failure:
+    """The failure that ends a run, whatever the configuration."""
+    return Failure(kind="user_exception", phase=phase, message=error.message, traceback=error.user_traceback)
 
 
 def is_device_broken(outcome: object) -> bool:
@@ -127,6 +142,7 @@ def _first_sentence(text: str, limit: int = 600) -> str:
         return "unknown error"
     wrapped = "Caught " in lines[0] and "Original Traceback" in text
     line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
+    line = _OF_SAMPLE.sub("", line)  # it says itself what was raised
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

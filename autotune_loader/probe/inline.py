@@ -76,7 +76,7 @@ class InlineProbe:
         self._bench = Bench(
             data=lambda: for_workers,
             private_data=lambda: workload.data,
-            training=lambda: self._copied_training(workload.training),
+            training=self._copied_training(workload.training),
         )
 
     def start(self) -> WarmupReport:

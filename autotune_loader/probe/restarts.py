@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune_loader.pipeline.build import seed_everything
+from autotune_loader.pipeline.digest import digest
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.worker_checks import digest
 from autotune_loader.values.secrets import without_secrets
 
 log = logging.getLogger(__name__)

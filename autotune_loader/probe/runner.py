@@ -96,6 +96,11 @@ class ProcessProbe:
         return outcome.warmup
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config`.
+
+        Raises:
+            WorkloadError: too many samples of the dataset raise.
+        """
         return self._run(wire.Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
@@ -215,6 +220,8 @@ class _Child:
             return message
         outcome = message.measurement or message.failure
         assert outcome is not None
+        if message.ends_run and message.failure is not None:
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
         return outcome
 
     def _answer(self, deadline_s: float) -> wire.Message | Failure:

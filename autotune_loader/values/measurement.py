@@ -77,6 +77,12 @@ class BadSample:
     error: str
     """Class and message of what it raised."""
 
+    @classmethod
+    def of(cls, name: str, error: Exception) -> BadSample:
+        """What an exception tells in its first line."""
+        lines = str(error).splitlines() or [""]
+        return cls(name=name, error=f"{type(error).__name__}: {lines[0]}")
+
     def __post_init__(self) -> None:
         """As with a failure: without secrets."""
         object.__setattr__(self, "error", without_secrets(self.error))
@@ -123,7 +129,7 @@ class Measurement:
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
     bad_samples: tuple[BadSample, ...] = ()
-    """Samples that raised and had others in their place, in this burst and in those before."""
+    """Samples that raised and were left out, in this burst and in those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

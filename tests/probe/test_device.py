@@ -186,7 +186,7 @@ def test_a_device_without_events_is_timed_by_the_host_and_says_so() -> None:
     step = functools.partial(TrainingSide, train_step=lambda model, batch: None)
     notes = []
     for device in ("meta", "cpu"):
-        warmup = Bench(rows, rows, functools.partial(step, device=device)).prepare()
+        warmup = Bench(rows, rows, step(device=device)).prepare()
         assert isinstance(warmup, WarmupReport)
         notes.append([note for note in warmup.notes if "timed by the host's clock" in note])
     assert [len(found) for found in notes] == [1, 0]
@@ -238,7 +238,7 @@ def test_after_a_burst_that_gave_memory_back_the_next_is_not_slower() -> None:
     def train(model: Any, batch: Any) -> None:
         timeline.launch(0.002)
 
-    bench = Bench(rows, rows, lambda: TrainingSide(train_step=train))
+    bench = Bench(rows, rows, TrainingSide(train_step=train))
     assert isinstance(bench.prepare(), WarmupReport)
     bench._timeline = timeline
     timeline.is_cold = True
@@ -420,7 +420,7 @@ def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
     model = torch.nn.Linear(1, 1)
     watched = weakref.ref(model)
     sides = [TrainingSide(model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())]
-    bench = Bench(rows, rows, sides.pop)
+    bench = Bench(rows, rows, sides.pop())
     assert isinstance(bench.prepare(), WarmupReport)
     # WHEN it is closed and the caller's own model is gone
     bench.close()
@@ -462,7 +462,7 @@ def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
 
 @pytest.mark.process
 def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
-    bench = Bench(rows, rows, TrainingSide)
+    bench = Bench(rows, rows, TrainingSide())
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
     assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)
