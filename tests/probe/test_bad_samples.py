@@ -281,16 +281,6 @@ def test_one_bad_sample_of_2000_changes_nothing_of_what_is_chosen() -> None:
     assert [trial for trial in with_it.trials if trial.failure is not None] == []
 
 
-def test_workers_are_chosen_for_samples_of_a_second_within_the_budget() -> None:
-    begun = time.monotonic()
-
-    result = tuned(Waiting(1.0), 16, 25)
-
-    assert result.best.num_workers >= 3
-    assert time.monotonic() - begun < 40
-    assert any("the bursts read batches of 2" in warning for warning in result.warnings)
-
-
 def test_three_bad_samples_end_the_run_with_their_error() -> None:
     with pytest.raises(
         WorkloadError, match=r"sample \d+ raises ValueError: broken image \d+, and so do sample \d+ and"
