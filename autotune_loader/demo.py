@@ -129,24 +129,19 @@ def train_one_epoch(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], model: 
 def compare_epochs(config: LoaderConfig, dataset: JpegFolder, device: str = "cpu") -> tuple[float, float]:
     """Samples per second of an epoch with torch's defaults and with `config`, by turns; the fastest of each.
 
-    Torch's process-wide settings are afterwards as they were.
+    For a process of its own: torch's number of threads stays as tuned.
     """
     model = SmallCnn().to(device)
     default = build_loader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     tuned = prefetched_as_tuned(build_loader(dataset, config, batch_size=BATCH_SIZE, shuffle=True), config, device)
     train_one_epoch([next(iter(default))] * 4, model)  # allocators and thread pools settle
-    threads, sharing = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
-    rates: list[tuple[float, float]] = []
-    try:
-        for _ in range(TURNS):
-            before = train_one_epoch(default, model)
-            config.apply()
-            rates.append((before, train_one_epoch(tuned, model)))
-            torch.set_num_threads(threads)
-    finally:
+    threads, before, after = torch.get_num_threads(), 0.0, 0.0
+    for _ in range(TURNS):
         torch.set_num_threads(threads)
-        torch.multiprocessing.set_sharing_strategy(sharing)
-    return max(before for before, _ in rates), max(after for _, after in rates)
+        before = max(before, train_one_epoch(default, model))
+        config.apply()
+        after = max(after, train_one_epoch(tuned, model))
+    return before, after
 
 
 def main(arguments: list[str]) -> int:

@@ -8,23 +8,8 @@ from typing import Any
 import click
 
 from autotune_loader.cli.exits import FINE, NOTHING_WORKED, OVER_LIMIT
+from autotune_loader.cli.scripts import Share
 from autotune_loader.values.plan import ISOLATIONS
-
-
-class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A share of "5%" or "0.05"."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            self.fail(f"{text!r} is no share; 5% would work", param, ctx)
-        return share
 
 
 @click.command("compare")

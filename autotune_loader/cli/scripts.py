@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import click
 
 from autotune_loader.scripts.plan import Plan, Verb
 from autotune_loader.values.serialization import require_writable
-from autotune_loader.values.validation import require_count
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False)
@@ -28,6 +26,22 @@ class Launch:
     is_module: bool
 
 
+class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A share of "5%" or "0.05"."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            self.fail(f"{text!r} is no share; 5% would work", param, ctx)
+        return share
+
+
 def _of_scripts(command: _Function) -> _Function:
     """The options of `watch` and `run`."""
     options = [
@@ -39,6 +53,8 @@ def _of_scripts(command: _Function) -> _Function:
         click.option("--json", "as_json", is_flag=True, help="The report as one line of JSON, still on stderr."),
         click.option(
             "--fail-if-wait",
+            "most_waiting",
+            type=Share(),
             metavar="SHARE",
             help="End with 4 where the training loop waits for more than this share of its time, such as 10%.",
         ),
@@ -68,7 +84,7 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_scripts
 @click.option("--apply", type=_FILE, help="Start with the settings of this loader.json.")
-@click.option("--max-workers", type=int, help="Most workers of each loader.")
+@click.option("--max-workers", type=click.IntRange(min=0), help="Most workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
     """Run a script, unchanged, and tune its loaders meanwhile.
 
@@ -85,7 +101,13 @@ def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **opti
 
 
 def launch_of(
-    verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool = False, **options: Any
+    verb: Verb,
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    is_module: bool = False,
+    budget: str | None = None,
+    **options: Any,
 ) -> Launch:
     """What the options ask for, checked.
 
@@ -94,43 +116,22 @@ def launch_of(
         script: path, or name of a module.
         arguments: of the script.
         is_module: whether it is a module's name.
-        **options: of the command, as typed; None where they were not.
+        budget: as typed.
+        **options: fields of the plan.
 
     Raises:
         ValueError, TypeError: an option is wrong.
     """
+    from autotune_loader.results.loader_file import read_loader_file
     from autotune_loader.tuning.options import parse_seconds
 
-    budget = options.get("budget")
-    paths = {name: options.get(name) for name in ("output", "page", "apply")}
-    if paths["apply"] is not None:
-        from autotune_loader.results.loader_file import read_loader_file
-
-        read_loader_file(paths["apply"])
-    for option, name, example in (("--output", "output", "loader.json"), ("--report", "page", "report.html")):
-        if (path := paths[name]) is not None:  # now, and not after hours of training
-            require_writable(option, path, example)
-    require_count("--max-workers", options.get("max_workers"), minimum=0)
-    plan = Plan(
-        verb=verb,
-        script=f"-m {script}" if is_module else script,
-        as_json=bool(options.get("as_json")),
-        most_waiting=_share(options.get("fail_if_wait")),
-        budget_s=None if budget is None else parse_seconds("budget", budget),
-        max_workers=options.get("max_workers"),
-        **{name: None if path is None else os.fspath(Path(path).absolute()) for name, path in paths.items()},
-    )
+    if options.get("apply") is not None:
+        read_loader_file(options["apply"])
+    for name, option, example in (("output", "--output", "loader.json"), ("page", "--report", "report.html")):
+        if options.get(name) is not None:  # now, and not after hours of training
+            require_writable(option, options[name], example)
+    for name in ("output", "page", "apply"):
+        options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
+    budget_s = None if budget is None else parse_seconds("budget", budget)
+    plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, budget_s=budget_s, **options)
     return Launch(plan=plan, target=script, arguments=arguments, is_module=is_module)
-
-
-def _share(text: str | None) -> float | None:
-    """A share of "10%" or "0.1"."""
-    if text is None:
-        return None
-    try:
-        share = float(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ValueError(f"--fail-if-wait={text!r} is no share; 10% would work")
-    return share

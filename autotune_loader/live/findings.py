@@ -41,12 +41,12 @@ class Findings:
 
     def plot(self) -> Figure:
         """A picture of the training that is remembered: samples/s over time, and where the configuration changed."""
-        from autotune_loader.report.plots.training import plot_training, training_info
+        from autotune_loader.report.plots.training import plot_training
 
         log = self.traces
         batches = log.block(log.first)
         starts = [(each.serves_from - log.first, each.config) for each in log.changes]
-        return plot_training(training_info(continuous(batches, log.changes), starts))
+        return plot_training(continuous(batches, log.changes), starts)
 
     @property
     def verdict(self) -> Verdict:

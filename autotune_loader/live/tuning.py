@@ -17,7 +17,7 @@ from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.results.known_jobs import job_key, recall, remember
+from autotune_loader.results.cache import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig

@@ -16,7 +16,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,23 +26,6 @@ MOST_COPIED_BYTES = 1 << 30
 """A larger mapping is made private to each process instead: pages are then copied when they are written to."""
 MAP_FIXED = 0x10  # linux/mman.h; Python's mmap has no name for it
 CHUNK_BYTES = 1 << 24
-
-
-def file_positions() -> dict[int, tuple[str, int]]:
-    """Path and position of every regular file that this process has open for reading, by descriptor."""
-    found = {}
-    for fd in _descriptors():
-        with contextlib.suppress(OSError):
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            if stat.S_ISREG(os.fstat(fd).st_mode) and not flags & (os.O_APPEND | os.O_WRONLY):
-                found[fd] = (str(Path(f"/proc/self/fd/{fd}").readlink()), os.lseek(fd, 0, os.SEEK_CUR))
-    return found
-
-
-def moved_files(before: Mapping[int, tuple[str, int]]) -> list[str]:
-    """Paths of the files that were open `before` and whose position has moved since: forked workers would share it."""
-    now = file_positions()
-    return sorted({path for fd, (path, position) in before.items() if fd in now and now[fd] not in [(path, position)]})
 
 
 def own_positions() -> None:

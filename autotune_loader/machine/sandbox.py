@@ -88,6 +88,7 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         if is_set_aside:
+            signal.sigtimedwait([signal.SIGCHLD], 0)  # where no other thread has taken it, it still waits
             signal.signal(signal.SIGCHLD, handler)
             if _has_ended_child():  # one of the user's, which ended meanwhile
                 os.kill(os.getpid(), signal.SIGCHLD)

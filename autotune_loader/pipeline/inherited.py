@@ -11,17 +11,26 @@ import io
 import itertools
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-BY_NAME = {
+READERS = {
     "zipfile.ZipFile": "an open archive",
     "tarfile.TarFile": "an open archive",
-    "sqlite3.Connection": "a database connection",
-    "sqlite3.Cursor": "a database connection",
     "_csv.reader": "a reader with a position",
     "csv.DictReader": "a reader with a position",
+    "rasterio.io.DatasetReader": "an open raster file",
+    "cv2.VideoCapture": "an open video",
+    "av.container.core.Container": "an open video",
+    "decord.video_reader.VideoReader": "an open video",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "an iterator of a DataLoader",
+}
+"""Classes that read on from a position, and all that inherit from them, by module and name."""
+BOUND = {
+    "sqlite3.Connection": "a database connection",
+    "sqlite3.Cursor": "a database connection",
     "lmdb.Environment": "an open LMDB environment",
     "environment_t.Environment": "an open LMDB environment",
     "h5py._hl.files.File": "an open HDF5 file",
@@ -29,10 +38,6 @@ BY_NAME = {
     "h5py.h5f.FileID": "an open HDF5 file",
     "tables.file.File": "an open HDF5 file",
     "netCDF4._netCDF4.Dataset": "an open NetCDF file",
-    "rasterio.io.DatasetReader": "an open raster file",
-    "cv2.VideoCapture": "an open video",
-    "av.container.core.Container": "an open video",
-    "decord.video_reader.VideoReader": "an open video",
     "socket.socket": "a socket",
     "ssl.SSLSocket": "a socket",
     "requests.sessions.Session": "connections",
@@ -65,10 +70,10 @@ BY_NAME = {
     "multiprocessing.managers.BaseManager": "a manager's process",
     "multiprocessing.managers.BaseProxy": "a connection to a manager",
     "asyncio.events.AbstractEventLoop": "an event loop",
-    "torch.utils.data.dataloader._BaseDataLoaderIter": "an iterator of a DataLoader",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "an iterator with workers",
     "torch.cuda.streams.Stream": "a CUDA stream",
 }
-"""Classes, and all that inherit from them, by module and name."""
+"""Classes that work in the process that made them only."""
 ITERATORS = ("builtins", "itertools")
 """Modules whose iterators have a position; `itertools.repeat` gives the same at each."""
 IN_MEMORY = (io.BytesIO, io.StringIO)
@@ -86,8 +91,17 @@ def handle_in(value: Any) -> str | None:
         return None if isinstance(value, itertools.repeat) else "a generator or iterator"
     if _is_held(value):
         return "a lock that is held"
+    return _by_name(value, BOUND) or _by_name(value, READERS)
+
+
+def bound_to_process(value: Any) -> bool:
+    """Whether it works in the process that made it only; a single fork may carry what has but a position."""
+    return _by_name(value, BOUND) is not None
+
+
+def _by_name(value: Any, classes: Mapping[str, str]) -> str | None:
     for kind in type(value).__mro__:
-        words = BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+        words = classes.get(f"{kind.__module__}.{kind.__qualname__}")
         if words is not None:
             return words if _is_open(value) else None
     return None

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from autotune_loader.pipeline.inherited import IN_MEMORY, handle_in
+from autotune_loader.pipeline.inherited import IN_MEMORY, bound_to_process, handle_in
 
 MOST_VALUES, MOST_DEPTH, MOST_S = 3000, 8, 0.02
 """A look stops after so many values, levels or seconds: most take under a millisecond."""
@@ -82,7 +82,9 @@ class Look:
 
     tokens: dict[str, Any] = field(default_factory=dict)
     handles: list[tuple[str, str]] = field(default_factory=list)
-    """Paths and words of what no fork may carry."""
+    """Paths and words of what workers that are forked would share, or lack."""
+    bound: list[tuple[str, str]] = field(default_factory=list)
+    """Those of them that no fork at all may carry."""
     generators: set[str] = field(default_factory=set)
     """Paths of random generators."""
 
@@ -114,6 +116,7 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
         walked.add(id(value))
         if (words := handle_in(value)) is not None:
             seen.handles.append((path, words))
+            seen.bound += [(path, words)] if bound_to_process(value) else []
         if isinstance(value, GENERATORS):
             seen.generators.add(path)
         seen.tokens[path] = _Same(value), *_token(value, MOST_COPIED * scale)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.inherited import file_positions, moved_files
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.handles import bound_to_process, held_by
+from autotune_loader.pipeline.look import look, moved, positions, shown
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bad_samples import MOST_BAD, SampleError, for_bursts
@@ -25,7 +24,7 @@ from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of, is_of_dataset, user_traceback, with_advice
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.probe.worker_checks import files_moved_by_a_worker, workers_repeat_each_other
+from autotune_loader.probe.worker_checks import file_moved_by_a_worker, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
@@ -57,7 +56,7 @@ SHARED_FILE = (
     "samples without a word, so none are tried (num_workers=0); open it on first use in each worker, or in worker_init_fn"
 )
 BOUND = (
-    "{path} is a {kind}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
+    "{path} is {words}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
     "first use in each worker, or in worker_init_fn"
 )
 UNPICKLABLE_BATCH = (
@@ -155,8 +154,8 @@ class Bench:
         self._samples = 0
         self._at_most: int | None = None
         """Samples of a batch, where whole ones take too long."""
-        self._moved_files: list[str] = []
-        """Files that were open before the first batch was read from them: workers would share their positions."""
+        self._moved_file: str | None = None
+        """One that was open before the first batch was read from it: workers would share its position."""
         self._bad_samples: dict[str, BadSample] = {}
         self._without: set[str] = set()
         """Keys of the samples that are left out, as they are written."""
@@ -261,12 +260,12 @@ class Bench:
         try:
             announce(phase)
             private = self._private_data()
-            positions = file_positions()
-            times = self._fetch_first(private)
-            self._moved_files = moved_files(positions)
-            if goes_on(private.dataset, self._private_data):
+            if goes_on(private.dataset):
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
                 return Failure(kind="no_data", phase=phase, message=message)
+            places = positions()
+            times = self._fetch_first(private)
+            self._moved_file = moved(places, positions())
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -393,12 +392,12 @@ class Bench:
         """Why workers would get other samples, or none; empty where nothing is known against them."""
         dataset, found = type(data.dataset).__qualname__, list[str]()
         if start_method() == "fork":
-            files = self._moved_files
-            if files and private.worker_init_fn is not None:  # which may open them anew
-                files = files_moved_by_a_worker(data, files, first_fetch_s)
-            found += [SHARED_FILE.format(dataset=dataset, file=file) for file in files[:1]]
-            held = held_by("dataset", data.dataset, bound_to_process)
-            found += [BOUND.format(path=held[0], kind=type(held[1]).__name__)] if held is not None else []
+            file = self._moved_file
+            if file is not None and private.worker_init_fn is not None:  # which may open it anew
+                file = file_moved_by_a_worker(data, file, first_fetch_s)
+            found += [] if file is None else [SHARED_FILE.format(dataset=dataset, file=file)]
+            bound = look({"dataset": data.dataset}).bound
+            found += [BOUND.format(path=shown(path), words=words) for path, words in bound[:1]]
         fault = why_not_pickled(self._batch)
         found += [UNPICKLABLE_BATCH.format(fault=fault)] if fault is not None else []
         return found[:1]

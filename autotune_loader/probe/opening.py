@@ -12,7 +12,7 @@ import torch
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.gpus import Gpus
-from autotune_loader.pipeline.handles import bound_to_process, held_by
+from autotune_loader.pipeline.look import look, shown
 from autotune_loader.pipeline.workload import StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.device import held_bytes
@@ -223,8 +223,8 @@ def not_for_a_fork(workload: Workload) -> str | None:
     """Why a workload cannot run in a fork of this process, as far as that is known beforehand."""
     if torch.cuda.is_initialized():
         return "this process uses CUDA, which no fork of it can"
-    held = held_by("dataset", workload.data.dataset, bound_to_process)
-    return None if held is None else f"{held[0]} is a {type(held[1]).__name__}, which works in this process only"
+    bound = look({"dataset": workload.data.dataset}).bound
+    return f"{shown(bound[0][0])} is {bound[0][1]}, which works in this process only" if bound else None
 
 
 def model_on_device_notes(training: TrainingSide) -> list[str]:

@@ -15,9 +15,9 @@ from itertools import islice
 
 import torch
 
-from autotune_loader.machine.inherited import file_positions, moved_files
 from autotune_loader.pipeline.build import make_traced_loader, seed_everything
 from autotune_loader.pipeline.digest import Leaf, digest
+from autotune_loader.pipeline.look import moved, positions
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
@@ -67,32 +67,38 @@ class _SeededAlike:
         object.__setattr__(torch.utils.data.get_worker_info(), "seed", 0)
 
 
-def files_moved_by_a_worker(data: DataSide, files: list[str], first_fetch_s: float) -> list[str]:
-    """Which of these open files a forked worker moves in this process, too: two would read each other's samples."""
+def file_moved_by_a_worker(data: DataSide, file: str, first_fetch_s: float) -> str | None:
+    """An open file that a forked worker moves in this process, too: two would read each other's samples.
+
+    Args:
+        data: what the worker inherits.
+        file: which this process has moved; the answer where the worker cannot be started.
+        first_fetch_s: what a batch takes.
+    """
     try:
-        with _one_byte_off(files) as before, _loader_for_a_moment() as open_loader:
+        with _one_byte_off(file) as places, _loader_for_a_moment() as open_loader:
             loader = make_traced_loader(data, LoaderConfig(num_workers=1, prefetch_factor=1), seed=0)
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
             open_loader.open(loader)
             del loader
             next(open_loader.iterator)
-            return moved_files(before)
+            return moved(places, positions())
     except Exception as error:
         log.info("whether a worker moves an open file was not found out: %s", without_secrets(str(error)))
-    return files
+        return file
 
 
 @contextlib.contextmanager
-def _one_byte_off(paths: list[str]) -> Iterator[dict[int, tuple[str, int]]]:
-    """Within the block these files stand where no reader of samples leaves them; gives the positions, for `moved_files`."""
-    before = {fd: each for fd, each in file_positions().items() if each[0] in paths}
-    for fd, (_, position) in before.items():
-        os.lseek(fd, position + 1, os.SEEK_SET)
+def _one_byte_off(file: str) -> Iterator[dict[tuple[int, int, int], int]]:
+    """Within the block a file stands where no reader of samples leaves it; gives its places, for `moved`."""
+    before = {key: each for key, each in positions().items() if moved({key: each - 1}, {key: each}) == file}
+    for (number, *_), position in before.items():
+        os.lseek(number, position + 1, os.SEEK_SET)
     try:
-        yield {fd: (path, position + 1) for fd, (path, position) in before.items()}
+        yield {key: position + 1 for key, position in before.items()}
     finally:
-        for fd, (_, position) in before.items():
-            os.lseek(fd, position, os.SEEK_SET)
+        for (number, *_), position in before.items():
+            os.lseek(number, position, os.SEEK_SET)
 
 
 @contextlib.contextmanager

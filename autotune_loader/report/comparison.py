@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autotune_loader.report.units import bytes_text, counted, ratio_text, seconds_text, share_text
+from autotune_loader.report.units import (
+    bytes_text,
+    counted,
+    faster_words,
+    number_text,
+    ratio_text,
+    seconds_text,
+    share_text,
+)
 from autotune_loader.results.loader_file import RateUnit, Verdict
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
@@ -15,7 +23,7 @@ from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_
 if TYPE_CHECKING:
     import pandas as pd
 
-    from autotune_loader.report.plots.canvas import Axes, Figure
+    from autotune_loader.report.plots.canvas import Figure
 
 SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
@@ -129,7 +137,7 @@ class Comparison:
             if side.error is not None:
                 yield f"{side.name} failed: {side.error}"
         for name, ratio in ratios.items():
-            yield f"{_ratio_sentence(name, ratio, first.name)}{_binds(self[name])}."
+            yield f"{faster_words(name, ratio, first.name)}{_binds(self[name])}."
         if len(self.rates) == 1:
             (alone,) = self.rates
             yield f"{alone} is the only side that worked{_binds(self[alone])}."
@@ -149,7 +157,7 @@ class Comparison:
         memory = None if measured.memory is None else measured.memory.taken_bytes
         return (
             side.name,
-            f"{rate.value:,.0f}" if rate.value >= 100 else f"{rate.value:.3g}",
+            number_text(rate.value),
             "1" if side is self.sides[0] else ratio_text(self.ratios.get(side.name)),
             share_text(measured.wait_share),
             str(side.config.num_workers),
@@ -191,31 +199,14 @@ class Comparison:
 
     def plot(self) -> Figure:
         """How many times as fast as the first side each other one is: every paired round, with mean and interval."""
-        from autotune_loader.report.plots import canvas
+        from autotune_loader.report.plots.speedup import plot_ratios
 
+        first, ratios = self.sides[0].name, {}
+        for name, mean in self.ratios.items():
+            paired = [(n, each.rates) for n, each in enumerate(self.rounds) if {name, first} <= each.rates.keys()]
+            ratios[name] = [(n, rates[name] / rates[first]) for n, rates in paired], mean
         nothing = "No two sides worked, so there is nothing to compare."
-        content = self._draw if self.ratios else nothing
-        return canvas.picture(f"Times as fast as {self.sides[0].name}", content, height=3.4, legend_columns=2)
-
-    def _draw(self, axes: Axes) -> None:
-        from autotune_loader.report.plots import canvas
-
-        first, names = self.sides[0].name, list(self.ratios)
-        axes.axhline(1, color=canvas.BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
-        for place, name in enumerate(names):
-            ratio, label = self.ratios[name], place == 0
-            points = [
-                each.rates[name] / each.rates[first] for each in self.rounds if {name, first} <= each.rates.keys()
-            ]
-            rounds_label = "paired round" if label else None
-            axes.plot([place] * len(points), points, "o", color=canvas.SKY, alpha=0.6, label=rounds_label)
-            if ratio.is_telling:
-                ends = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
-                mean_label = "mean, 95 %" if label else None
-                axes.errorbar([place], [ratio.value], ends, fmt="s", color=canvas.BLUE, capsize=6, label=mean_label)
-        axes.set(ylabel="times as fast", xlim=(-0.5, len(names) - 0.5))
-        axes.set_xticks(range(len(names)), names)
-        axes.set_ylim(bottom=0)
+        return plot_ratios(f"Times as fast as {first}", ratios, len(self.rounds), nothing)
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -232,15 +223,6 @@ def about_batch_sizes(sides: Sequence[Side]) -> Iterator[str]:
             f"Batch sizes differ ({told}), so the sides are compared by samples/s; what a batch size does to learning, "
             "no rate tells."
         )
-
-
-def _ratio_sentence(name: str, ratio: Interval, first: str) -> str:
-    if ratio.count < 2:
-        return f"{name} took {ratio.value:.2f}x the rate of {first} in one round, which decides nothing"
-    limits = f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
-    if ratio.low > 1 or ratio.high < 1:
-        return f"{name} is {limits} as fast as {first}"
-    return f"{name} is not shown to be faster or slower than {first}: {limits} as fast"
 
 
 def _binds(side: Side) -> str:

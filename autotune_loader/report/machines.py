@@ -10,18 +10,6 @@ from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.report.tables import render_table
 from autotune_loader.report.units import UNKNOWN, bytes_text
 
-_NAMES = {  # where the field's own name would not do
-    "usable_cores": "usable cores",
-    "affinity_count": "CPUs in the affinity mask",
-    "cpu_quota": "CPU quota in cores",
-    "memory_bytes": "memory",
-    "shm_bytes": "shared memory",
-    "gpus": "GPUs",
-    "thread_env": "thread environment",
-    "start_method": "start method",
-    "world_size": "ranks on the node",
-}
-
 
 def render_machines(tuned_on: Fingerprint | None, here: Fingerprint | None = None) -> str:
     """A table of both machines, differences that matter marked and explained below it.
@@ -38,7 +26,12 @@ def render_machines(tuned_on: Fingerprint | None, here: Fingerprint | None = Non
     marks = {each.field: "!" if each.matters else "~" for each in found}
     before, now = asdict(tuned_on), asdict(here)
     rows = [
-        (marks.get(name, ""), _NAMES.get(name, name), _text(name, before[name]), _text(name, now[name]))
+        (
+            marks.get(name, ""),
+            name.removesuffix("_bytes").replace("_", " "),
+            _text(name, before[name]),
+            _text(name, now[name]),
+        )
         for name in before
     ]
     table = render_table(("", "machine", "tuned on", "here"), [rows])

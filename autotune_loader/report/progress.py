@@ -1,7 +1,4 @@
-"""What a person sees while the tuner works: one line per trial on stderr, and on a terminal the best so far below them.
-
-No thread redraws anything: the tuner may fork, and a lock that such a thread holds would be held in the child forever.
-"""
+"""What a person sees while the tuner works: one line for each trial and each round, on stderr or in the log."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ _CONFIG_WIDTH = 50
 
 
 class Progress:
-    """One line for each event, to a stream or, without one, to the log. A context manager; `close()` may be repeated."""
+    """One line for each event, to a stream or, without one, to the log."""
 
-    def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO, redraws: bool = False) -> None:
-        self._stream, self._level, self._live = stream, level, _live(stream) if redraws else None
+    def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
+        self._stream, self._level = stream, level
 
     def announce_machine(self, usable_cores: int, gpu_reason: str | None) -> None:
         """The probe starts; and why there will be no figures of a GPU, where there will be none."""
@@ -39,25 +36,19 @@ class Progress:
 
     def announce(self, text: str) -> None:
         """Print a line, such as what was inferred of the workload."""
-        if self._live is not None:
-            self._live.start()  # does nothing when it has started, as stop() does when it has stopped
-            self._live.console.print(text)
-        elif self._stream is not None:
-            print(text, file=self._stream, flush=True)
-        else:
+        if self._stream is None:
             log.log(self._level, "%s", text)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
         """A trial is over: number, configuration, rate with its error or how it failed, best so far, time left."""
         rate = trial.measurement.samples_per_s if trial.measurement is not None else None
         outcome = f"failed: {trial.failure.kind}" if trial.failure is not None else ""
         outcome = outcome if rate is None else f"{rate_text(rate.value)} {relative_error_text(rate)}".rstrip()
-        best_rate = rate_text(best.samples_per_s) if best else None
-        best_text = f"best {best_rate}" if best else "nothing has worked yet"
+        best_text = f"best {rate_text(best.samples_per_s)}" if best else "nothing has worked yet"
         start = f"trial {trial.number:3d}  {trial.config!s:<{_CONFIG_WIDTH}}  {outcome:<20}"
         self.announce(f"{start}  {best_text:<14}  {_left(seconds_left)}")
-        so_far = f"best so far {best_rate} with {best.config}" if best else best_text
-        self._redraw(f"{so_far}, {_left(seconds_left)}")
 
     def finals_round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
         """A paired round is over: its fastest configuration, and its slowest; failed ones are not in `rates`."""
@@ -67,35 +58,6 @@ class Progress:
             slowest = f", fastest of {len(rates)}; slowest {rate_text(min(rates.values()))}" if len(rates) > 1 else ""
             text = f"{leader!s:<{_CONFIG_WIDTH}}  {rate_text(rates[leader])}{slowest}"
         self.announce(f"round {number:3d}  {text}  {_left(seconds_left)}")
-        self._redraw(f"paired rounds: {number} so far, {_left(seconds_left)}")
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._live is not None:
-            self._live.stop()
-
-    def _redraw(self, line: str) -> None:
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.start()
-            self._live.update(Text(line, style="bold", no_wrap=True, overflow="ellipsis"), refresh=True)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _live(stream: TextIO | None) -> Any:
-    """One line that is redrawn in place, below those that stay."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    # The user's own prints go where they went before: stdout may be read by a program.
-    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progress:
@@ -112,10 +74,8 @@ def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progre
     stream = sys.stderr if stream is None else stream
     if rank_of_environment()[0]:
         return Progress(level=logging.DEBUG)
-    is_terminal, is_notebook = _is_terminal(stream), _is_notebook()
-    if mode == "off" or stream is None or (mode == "auto" and not (is_terminal or is_notebook)):
-        return Progress()
-    return Progress(stream, redraws=is_terminal and not is_notebook)
+    is_seen = mode == "on" or (mode == "auto" and (_is_terminal(stream) or _is_notebook()))
+    return Progress(stream if is_seen else None)
 
 
 def _left(seconds: float) -> str:

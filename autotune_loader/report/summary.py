@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.report.units import counted
+from autotune_loader.report.units import counted, faster_words, number_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 
 UNDECIDED = "Not decided"
 """How a summary begins whose choice is a guess."""
 NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
-# A speed-up is claimed in words only above this, and only when its interval lies above one.
-WORTH_CLAIMING = 1.005
 
 
 def why_it_ended(reason: StopReason | None) -> str:
@@ -58,28 +56,14 @@ def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"
     if not rate.is_telling:
-        return f"about {rate.value:,.0f} {unit}, too few or too noisy bursts for an interval"
-    return f"{rate.value:,.0f} {unit} ({rate.low:,.0f} to {rate.high:,.0f})"
-
-
-def is_claimed(speedup: Interval) -> bool:
-    """Whether the result says in words that the choice is faster than the baseline."""
-    return speedup.low > 1 and speedup.value > WORTH_CLAIMING
+        return f"about {number_text(rate.value)} {unit}, too few or too noisy bursts for an interval"
+    return f"{number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
 
 
 def speedup_sentence(
     best: LoaderConfig, baseline: LoaderConfig, speedup: Interval | None, *, is_decided: bool = True
 ) -> str:
-    whose = f"the baseline ({baseline})"
     if best == baseline:
         found = "nothing else is worth its cost" if is_decided else "nothing else was shown to be worth its cost"
-        return f"That is {whose} itself: {found}."
-    if speedup is None:
-        return ""
-    if not speedup.is_telling:
-        rounds = f"too few rounds for an interval ({counted(speedup.count, 'paired round')})"
-        return f"It was {speedup.value:.2f}x as fast as {whose}, {rounds}."
-    interval = f"{speedup.low:.2f}x to {speedup.high:.2f}x over {counted(speedup.count, 'paired round')}"
-    if is_claimed(speedup):
-        return f"It is {speedup.value:.2f}x as fast as {whose} ({interval})."
-    return f"It is not shown to be faster than {whose}: {interval}."
+        return f"That is the configuration before tuning: {found}."
+    return "" if speedup is None else f"{faster_words('It', speedup, f'{baseline} (before tuning)')}."

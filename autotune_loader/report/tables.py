@@ -9,8 +9,8 @@ import io
 import textwrap
 from collections.abc import Sequence
 
-from autotune_loader.report.frontier import frontier_sentence
 from autotune_loader.report.standings import Standing, standings
+from autotune_loader.report.summary import speedup_sentence
 from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
@@ -18,7 +18,6 @@ from autotune_loader.report.units import (
     number_text,
     range_text,
     rate_text,
-    ratio_text,
     seconds_text,
     share_text,
 )
@@ -32,6 +31,12 @@ SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """So many stages, and none below this share, are listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
+FEWER_CORES = 0.6
+"""Of the cores: the sentence is about half of them ..."""
+WORTH_TELLING = 0.7
+"""... and most of the rate."""
+LEAST_CORES = 0.5
+"""Who keeps less than this of one core busy has nothing to save."""
 STATUS_SENTENCES = {  # what a reader has to know before the rest
     "complete": "",
     "undecided": "",  # the summary's first sentence says why
@@ -139,16 +144,14 @@ def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[st
 def _facts(result: TuningResult) -> list[str]:
     what = "The safest guess" if result.status == "undecided" else "Chosen"
     facts = [f"{what}: {result.best}."]
-    if result.best == result.baseline:
-        facts.append("Speed-up: none, as that is the configuration before tuning.")
-    elif result.speedup is not None:
-        rounds = counted(result.speedup.count, "paired round")
-        is_known = result.speedup.is_telling
-        rounds = f"95 % interval of {rounds}" if is_known else f"too few rounds for an interval ({rounds})"
-        facts.append(f"Speed-up: {ratio_text(result.speedup)} over {result.baseline} (before tuning), {rounds}.")
+    if sentence := speedup_sentence(
+        result.best, result.baseline, result.speedup, is_decided=result.status == "complete"
+    ):
+        facts.append(sentence)
     elif result.finals.rounds:
-        rounds = counted(len(result.finals.rounds), "paired round")
-        facts.append(f"Speed-up: not proven, {rounds} fitted into the budget.")
+        facts.append(
+            f"Nothing is proven: only {counted(len(result.finals.rounds), 'paired round')} fitted into the budget."
+        )
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
     elif result.measured.ceiling_doubt is not None:
@@ -157,10 +160,27 @@ def _facts(result: TuningResult) -> list[str]:
         util = result.measured.gpu_util
         nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
-    facts += [sentence] if (sentence := frontier_sentence(result)) else []
+    facts += [sentence] if (sentence := _fewer_cores(result)) else []
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts
+
+
+def _fewer_cores(result: TuningResult) -> str:
+    """The fastest measured configuration on about half of the cores; "" where that is slow, or cores were not measured."""
+    cores_of = {
+        row.config: (row.rate.value, row.measurement.cpu_share * result.twin.usable_cores)
+        for row in standings(result)
+        if result.twin and row.rate and row.measurement and row.measurement.cpu_share is not None
+    }
+    rate, cores = cores_of.get(result.best, (0.0, 0.0))
+    fewer = [(known, config) for config, known in cores_of.items() if known[1] <= FEWER_CORES * cores]
+    if cores < LEAST_CORES or not fewer:
+        return ""
+    (slower, busy), config = max(fewer, key=lambda each: each[0])
+    if not WORTH_TELLING <= slower / rate <= 1:
+        return ""
+    return f"Fewer cores: {share_text(slower / rate)} of the rate with {busy:.1f} instead of {cores:.1f} cores busy ({config})."
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> str:

@@ -6,6 +6,8 @@ import math
 
 from autotune_loader.values.statistics import Interval
 
+WORTH_CLAIMING = 1.005
+"""Of a ratio; two digits show no less."""
 UNKNOWN = "-"
 """What stands where nothing was measured."""
 
@@ -44,6 +46,29 @@ def ratio_text(interval: Interval | None) -> str:
         return UNKNOWN
     limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if interval.is_telling else ""
     return f"{interval.value:.2f}x{limits}"
+
+
+def faster_words(subject: str, ratio: Interval, other: str) -> str:
+    """How many times as fast something was shown to be in paired rounds: the one wording, wherever a gain is told.
+
+    "It is 2.31x (2.20x to 2.42x) as fast as 0 workers in 5 paired rounds"; what is not shown is not claimed.
+    """
+    rounds = counted(ratio.count, "paired round")
+    if not ratio.is_telling:
+        return f"{subject} was {ratio_text(ratio)} as fast as {other} in {rounds}, too few for an interval"
+    if is_claimed(ratio) or ratio.high < 1:
+        return f"{subject} is {ratio_text(ratio)} as fast as {other} in {rounds}"
+    return f"{subject} is not shown to be faster than {other}: {ratio_text(ratio)} as fast in {rounds}"
+
+
+def is_claimed(ratio: Interval) -> bool:
+    """Whether words say that something is faster: its interval lies above one, and it is by more than a breath."""
+    return ratio.low > 1 and ratio.value > WORTH_CLAIMING
+
+
+def gain_words(gain: float) -> str:
+    """A relative gain that is expected: "12 %", and from a doubling on "3.2 times the rate"."""
+    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
 
 
 def share_text(share: float | None) -> str:

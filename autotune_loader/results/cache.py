@@ -1,7 +1,10 @@
-"""Results of earlier runs on disk, found again by the same workload on the same machine.
+"""Files of earlier runs in a folder of the user's own, found again by what was tuned, and where.
 
-An entry is a `loader.json` that also says what was tuned, and how: data only, readable by its owner alone. Whether it still
-holds is measured, not decided here. An entry that cannot be used is ignored, with a line in the log; nothing here is an error.
+    results/KEY.json   what `tune()` found: a `loader.json` that also says how it was searched; whether it holds is measured
+    jobs/KEY.json      what was last best for the data of a job: where an AutoLoader begins, never what it believes
+
+They hold data only, readable by their owner alone. What cannot be used is ignored, with a line in the log; nothing here is
+an error.
 """
 
 from __future__ import annotations
@@ -15,51 +18,45 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.pipeline.workload import Workload
-from autotune_loader.results.load import read_json
+from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.results.load import SCHEMA_VERSION, read_json
 from autotune_loader.results.loader_file import ENDED, LoaderFile, checked
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.serialization import to_plain, write_json
 
 log = logging.getLogger(__name__)
+_Kind = TypeVar("_Kind")
 CACHE_VARIABLE = "AUTOTUNE_LOADER_CACHE"
-"""Names another folder for the entries, or turns the cache off."""
+"""Names another folder for the files, or turns the cache off."""
 MOST_ENTRIES = 256
-"""Beyond these the entries that were used the longest ago are removed; one has some 50 kB."""
+"""Beyond these the files of a folder that were used the longest ago are removed; a result has some 50 kB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What was tuned, where, and within which limits. Code is no part of it: what that changes, the check measures."""
+def result_key(
+    workload: Workload, machine: Fingerprint, options: Mapping[str, Any], *, step: str, ranks: int = 1
+) -> str:
+    """Equal for calls of `tune()` with the same answer. Code is no part of it: what that changes, the check measures.
 
-    machine: Fingerprint
-    workload: dict[str, Any]
-    """Names and sizes of dataset, batches, model and step; plain JSON values."""
-    options: dict[str, Any]
-    """The options of `tune()` that decide what may be chosen."""
-
-    @classmethod
-    def of(
-        cls, workload: Workload, machine: Fingerprint, options: Mapping[str, Any], *, step: str, ranks: int = 1
-    ) -> Identity:
-        """The identity of a call of `tune()`.
-
-        Args:
-            workload: what is tuned.
-            machine: the fingerprint, with the dataset's class and length.
-            options: those that decide what may be chosen; plain JSON values.
-            step: what is done with a batch, in words.
-            ranks: of the job, on all nodes.
-        """
-        data, training, own = workload.data, workload.training, workload.own_config
-        parts = {
+    Args:
+        workload: what is tuned.
+        machine: the fingerprint, with the dataset's class and length.
+        options: those that decide what may be chosen; plain JSON values.
+        step: what is done with a batch, in words.
+        ranks: of the job, on all nodes.
+    """
+    data, training, own = workload.data, workload.training, workload.own_config
+    return _key_of(
+        {
+            "machine": to_plain(replace(machine, driver=None)),
+            "options": dict(options),
             "samples": data.samples_per_epoch(),
             "batch_size": data.batch_size,
             "drop_last": data.drop_last,
@@ -68,22 +65,30 @@ class Identity:
             "parameters": _parameters(training.model),
             "ranks": ranks,
             "multiprocessing_context": own.multiprocessing_context if own else None,
-            **names_of(data, ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")),
-            **names_of(training, ("model", "train_step", "loss_fn", "optimizer")),
+            **_names_of(data, ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")),
+            **_names_of(training, ("model", "train_step", "loss_fn", "optimizer")),
         }
-        return cls(machine=replace(machine, driver=None), workload=parts, options=dict(options))
+    )
 
-    @property
-    def key(self) -> str:
-        """Equal for equal identities, and fit for a file's name."""
-        return key_of(to_plain(self))
+
+def job_key(data: DataSide, machine: Fingerprint) -> str:
+    """Equal for the same data, loaded in the same way on the same kind of machine; a loader does not know the step."""
+    return _key_of(
+        {
+            "machine": to_plain(replace(machine, driver=None, dataset="", storage="")),
+            "samples": data.samples_per_epoch(),
+            "batch_size": data.batch_size,
+            **_names_of(data, ("dataset", "sampler", "batch_sampler", "worker_init_fn")),
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What an entry says beside what every `loader.json` says."""
+    """What a kept result says beside what every `loader.json` says."""
 
-    identity: Identity
+    key: str
+    """Of the call that found it."""
     tuned_at: str
     """ISO 8601, UTC."""
     budget_s: float
@@ -108,94 +113,106 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EntryFile(LoaderFile):
-    """`loader.json` as an entry has it; other readers ignore the key that they do not know."""
+    """`loader.json` as a kept result has it; other readers ignore the key that they do not know."""
 
-    cache: Note | None = field(default=None)
+    cache: Note | None = None
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the entries are: in the folder that `AUTOTUNE_LOADER_CACHE` names, else in the user's cache; None if off."""
+    """The folder that `AUTOTUNE_LOADER_CACHE` names, else one in the user's cache; None where it is turned off."""
     named = environ.get(CACHE_VARIABLE)
     if named is None:
         from platformdirs import user_cache_path
 
-        return user_cache_path("autotune-loader", appauthor=False) / "results"
+        return user_cache_path("autotune-loader", appauthor=False)
     is_off = named.strip().lower() in ("", "0", "off", "no", "none", "false")
-    return None if is_off else Path(named).expanduser() / "results"
+    return None if is_off else Path(named).expanduser()
 
 
-def find(identity: Identity, folder: Path | None) -> Entry | None:
-    """The entry of this identity; None where there is none that can be used."""
-    path = None if folder is None else folder / f"{identity.key}.json"
-    if path is None or not os.path.lexists(path):
-        return None
-    try:
-        refuse_foreign(path.lstat())
-        file = read_json(path, lambda raw: checked(raw, _EntryFile, path))
+def find(key: str) -> Entry | None:
+    """The result of this key; None where there is none that can be used."""
+
+    def parse(raw: Any) -> Entry:
+        file = checked(raw, _EntryFile, key)
         if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
             raise ValueError("it is no complete result of a cache")
-        if file.cache.identity.key != identity.key:
+        if file.cache.key != key:
             raise ValueError("it describes another workload")
-    except Exception as error:  # whatever a file can hold: a cache must never be in the way
-        log.warning("the earlier result %s is ignored: %s", path, error)
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # used now, so not the next to be removed
-    return Entry(result=TuningResult.from_file(file), note=file.cache)
+        return Entry(result=TuningResult.from_file(file), note=file.cache)
+
+    return _read("results", key, parse)
 
 
 def keep(
-    identity: Identity,
-    result: TuningResult,
-    folder: Path | None,
-    *,
-    budget_s: float,
-    max_trials: int | None = None,
-    cut_short: bool = False,
+    key: str, result: TuningResult, *, budget_s: float, max_trials: int | None = None, cut_short: bool = False
 ) -> None:
-    """Keep a result whose search came to its end for the next call with this identity, in place of an older one.
+    """Keep a result whose search came to its end for the next call with this key, in place of an older one.
 
     Args:
-        identity: what was tuned, where, within which limits.
+        key: of the call.
         result: what came of it.
-        folder: of the cache; None keeps nothing.
         budget_s: wall seconds that the search had.
         max_trials: trials that it had; None for any number.
         cut_short: whether it ended for want of these.
     """
-    if folder is None or result.status not in ENDED:
+    if result.status not in ENDED:
         return
-    note = Note(
-        identity=identity,
-        tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        budget_s=budget_s,
-        max_trials=max_trials,
-        was_cut_short=cut_short,
-    )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    note = Note(key=key, tuned_at=now, budget_s=budget_s, max_trials=max_trials, was_cut_short=cut_short)
     file = result.to_file()
-    entry = _EntryFile(**{name: getattr(file, name) for name in LoaderFile.__dataclass_fields__}, cache=note)
+    _write(
+        "results",
+        key,
+        _EntryFile(**{name: getattr(file, name) for name in LoaderFile.__dataclass_fields__}, cache=note),
+    )
+
+
+def remember(key: str, config: LoaderConfig) -> None:
+    """Keep what is best for a job, in place of what was before."""
+    _write("jobs", key, {"schema_version": SCHEMA_VERSION, "config": config.to_dict()})
+
+
+def recall(key: str) -> LoaderConfig | None:
+    """What was best for a job; None where nothing is known."""
+    return _read("jobs", key, lambda raw: LoaderConfig.from_dict(raw["config"]))
+
+
+def _read(kind: str, key: str, parse: Callable[[Any], _Kind]) -> _Kind | None:
+    """What a file of this user's holds; None where there is none that can be used."""
+    folder = cache_folder()
+    path = None if folder is None else folder / kind / f"{key}.json"
+    if path is None or not os.path.lexists(path):
+        return None
     try:
-        put(entry, folder, identity.key)
-    except OSError as error:
-        log.warning("the result is not kept for reuse: %s", error)
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no file")
+        if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+            raise ValueError("it belongs to another user")
+        found = read_json(path, parse)
+    except Exception as error:  # whatever a file can hold: a cache must never be in the way
+        log.warning("the file of an earlier run %s is ignored: %s", path, error)
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used now, so not the next to be removed
+    return found
 
 
-def put(record: Any, folder: Path, key: str) -> None:
-    """Write a record into a folder of this user's own, of which only so many are kept."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_json(record, folder / f"{key}.json", private=True)
-    remove_oldest(folder)
+def _write(kind: str, key: str, record: Any) -> None:
+    """Put a file into a folder of which only the last used are kept; nothing where the cache is off or cannot be written."""
+    folder = cache_folder()
+    if folder is None:
+        return
+    try:
+        (folder / kind).mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(record, folder / kind / f"{key}.json", private=True)
+        _remove_oldest(folder / kind)
+    except OSError as error:  # whoever tunes waits for a search again; an AutoLoader begins where it would have begun
+        level = logging.WARNING if kind == "results" else logging.INFO
+        log.log(level, "what was found is not kept for the next run: %s", error)
 
 
-def refuse_foreign(status: os.stat_result) -> None:
-    """Raise a ValueError for what is no file of this user's."""
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-        raise ValueError("it belongs to another user")
-
-
-def remove_oldest(folder: Path) -> None:
+def _remove_oldest(folder: Path) -> None:
     """Keep the files that were used last, and none that was left half written."""
     changed = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
     entries = [path for path in changed if re.fullmatch(r"[0-9a-f]{32}\.json", path.name)]
@@ -205,17 +222,17 @@ def remove_oldest(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def key_of(facts: Any) -> str:
+def _key_of(facts: Any) -> str:
     """A file's name for plain JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def names_of(owner: Any, attributes: Sequence[str]) -> dict[str, str | None]:
+def _names_of(owner: Any, attributes: Sequence[str]) -> dict[str, str | None]:
     """What parts of a workload are called: a function's own name, an object's class; the script's for `__main__`."""
-    return {each: name_of(getattr(owner, each)) for each in attributes}
+    return {each: _name_of(getattr(owner, each)) for each in attributes}
 
 
-def name_of(value: Any) -> str | None:
+def _name_of(value: Any) -> str | None:
     if value is None:
         return None
     value = getattr(value, "func", value)  # functools.partial

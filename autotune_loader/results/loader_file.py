@@ -1,12 +1,11 @@
 """`loader.json`, the file that a result is kept in, field by field.
 
-`LoaderFile` and the dataclasses above it are the only definition of the file: it is written, validated and described (JSON
-Schema) from them. The file is data only: nothing in it is executed or unpickled.
+`LoaderFile` and the dataclasses above it are the only definition of the file: it is written, validated and described
+(docs/loader.schema.json) from them. The file is data only: nothing in it is executed or unpickled.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -248,20 +247,3 @@ def config_in(file: LoaderFile) -> LoaderConfig:
     """The configuration that a file describes."""
     size = {"batch_size": file.batch_size.value} if file.batch_size.tuned else {}
     return LoaderConfig.from_dict({**file.dataloader_kwargs, **file.extras, **size})
-
-
-def loader_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of `loader.json`, generated from the dataclasses."""
-    import msgspec
-
-    schema = msgspec.json.schema(LoaderFile)
-    for bound in ("low", "high"):
-        schema["$defs"]["Interval"]["properties"][bound] = {
-            "anyOf": [{"type": "number"}, {"type": "null"}],
-            "description": "null: the data do not bound it",
-        }
-    schema["$defs"]["LoaderFile"]["properties"]["created_by"].pop("default")  # changes with every release
-    for each in schema["$defs"].values():
-        if "description" in each:
-            each["description"] = inspect.cleandoc(each["description"])  # Python 3.13 has done so already
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "loader.json", **schema}

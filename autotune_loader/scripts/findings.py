@@ -46,7 +46,7 @@ class Findings(NamedTuple):
 
     result: TuningResult | None = None
     expected: tuple[LoaderConfig, Interval] | None = None
-    """The settings that are believed to be best, and what they would bring, relatively."""
+    """The settings that are believed to be best, and how many times as fast they would be."""
 
 
 def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int | None) -> Findings:
@@ -132,5 +132,5 @@ def _expected(beliefs: Beliefs, own: LoaderConfig) -> tuple[LoaderConfig, Interv
         return None
     best, _ = choose(posterior, beliefs.space, TOLERANCE)
     mean, sd = posterior.ratio(posterior.configs.index(best), posterior.configs.index(own.key()))
-    low, value, high = (math.exp(mean + z * sd) - 1 for z in (-Z_95, 0.0, Z_95))
+    low, value, high = (math.exp(mean + z * sd) for z in (-Z_95, 0.0, Z_95))
     return best, Interval(value=value, low=low, high=high, count=1)

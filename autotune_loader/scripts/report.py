@@ -13,65 +13,13 @@ from typing import Any
 
 import torch
 
-from autotune_loader.live.tuner import LEAST_GAIN
-from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
+from autotune_loader.report.units import bytes_text, counted, seconds_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts import ranks
 from autotune_loader.scripts.loader import ScriptLoader
 from autotune_loader.scripts.nothing import foreign_notes, say
 from autotune_loader.scripts.session import Session
-from autotune_loader.scripts.verdict import FEWEST_BATCHES, Facts, gain_text, settings_text, told
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderReport:
-    """What is known of one loader."""
-
-    name: str
-    """The line that makes it."""
-    contents: str
-    epochs: int
-    batches: int
-    samples_per_s: float | None
-    """Over all its training time, pauses apart; None where that is no step long."""
-    wait_share: float | None
-    """Share of that time in which the loop waited for data."""
-    starting_share: float
-    """Share of it that is part of the wait and went into the start of epochs, where workers start."""
-    gpu_share: float | None
-    """Share of it in which anything ran on the process' GPU, whoever's, by NVML; None where that is not known."""
-    settings: dict[str, Any]
-    """As the script has them."""
-    settings_now: dict[str, Any]
-    gain: Interval | None
-    """What the change brought, relatively, from blocks of batches in turns; None where there were none."""
-    why_watched: str | None
-    """Why no other number of workers was tried."""
-    binding: str
-    verdict: str
-    next_step: str | None
-
-    def __str__(self) -> str:
-        epochs = f" in {counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
-        seen = [f"{self.batches:,} {'batch' if self.batches == 1 else 'batches'}{epochs}"]
-        if self.samples_per_s is not None:
-            seen.append(f"{rate_text(self.samples_per_s).removesuffix('/s')} samples/s")
-        if self.wait_share is not None:
-            seen.append(f"the loop waits {share_text(self.wait_share)} of its time")
-        if self.starting_share >= LEAST_GAIN:
-            seen.append(f"{share_text(self.starting_share)} for epochs to start")
-        if self.gpu_share is not None:
-            seen.append(f"the GPU works {share_text(self.gpu_share)} of it")
-        own, now = (settings_text(LoaderConfig.from_dict(each)) for each in (self.settings, self.settings_now))
-        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
-        if now != own:
-            lines.append(f"  now: {now}{'' if self.gain is None else f': {gain_text(self.gain)}'}")
-        if self.why_watched is not None:
-            lines.append(f"  not changed: {self.why_watched}")
-        lines.append(f"  {self.verdict}")
-        return "\n".join(lines if self.next_step is None else [*lines, f"  next: {self.next_step}"])
+from autotune_loader.scripts.verdict import FEWEST_BATCHES, LoaderReport, judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,30 +104,10 @@ def _notes(session: Session) -> Iterator[str]:
 
 
 def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
-    log, found = loader.log, loader.findings
-    result = found.result
+    log, (result, expected) = loader.log, loader.findings
     whole_s = sum(each.log.active_s for each in session.loaders)
-    is_tried = session.plan.verb != "watch"
     why_not, mend = loader.refusal
-    facts = Facts(
-        batches=log.batches,
-        wait_share=log.wait_share,
-        script_share=log.waited_s / max(whole_s, 1e-9),
-        starting_share=log.starting_share,
-        now=loader.config,
-        is_tuned=loader.tuned is not None and why_not is None,
-        is_settled=loader.is_settled,
-        why_not=why_not,
-        mend=mend,
-        binding=None if result is None else result.verdict,
-        latest_share=None if result is None else result.measured.wait_share,
-        advice=str(result.advice[0]) if result is not None and result.advice else None,
-        expected=found.expected,
-        script=session.plan.script or "train.py",
-    )
-    verdict, next_step = told(facts)
-    gain = None if result is None or result.speedup is None or loader.config == loader.own else result.speedup
-    return LoaderReport(
+    known = LoaderReport(
         name=loader.name,
         contents=loader.site.contents,
         epochs=log.epochs,
@@ -187,15 +115,27 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         samples_per_s=log.samples / log.active_s if log.batches >= FEWEST_BATCHES else None,
         wait_share=log.wait_share,
         starting_share=log.starting_share,
+        script_share=log.waited_s / max(whole_s, 1e-9),
         gpu_share=log.gpu.share,
         settings=loader.own.to_kwargs(),
         settings_now=loader.config.to_kwargs(),
-        gain=None if gain is None else replace(gain, value=gain.value - 1, low=gain.low - 1, high=gain.high - 1),
-        why_watched=why_not if is_tried else None,
-        binding="unknown" if result is None else result.verdict.binding,
-        verdict=verdict,
-        next_step=next_step,
+        is_tuned=loader.tuned is not None and why_not is None,
+        is_settled=loader.is_settled,
+        why_watched=why_not,
+        mend=mend,
+        expected_settings=None if expected is None else expected[0].to_kwargs(),
+        expected_speedup=None if expected is None else expected[1],
     )
+    if result is not None:
+        known = replace(
+            known,
+            speedup=None if loader.config == loader.own else result.speedup,
+            binding=result.verdict.binding,
+            evidence=result.verdict.sentence,
+            latest_wait_share=result.measured.wait_share,
+            advice=str(result.advice[0]) if result.advice else None,
+        )
+    return judged(known, session.plan.script or "train.py")
 
 
 def _written(session: Session, path: str, write: Any) -> str:

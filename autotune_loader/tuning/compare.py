@@ -107,7 +107,7 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
     """The comparison of workloads, each as its own configuration runs it; those of the same parts share a process."""
     begun, machine = time.monotonic(), inspect_machine()
     with contextlib.ExitStack() as exits:
-        progress = exits.enter_context(make_progress(options.progress))
+        progress = make_progress(options.progress)
         probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
         entrants = []
         for name, workload in workloads.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.results import cache, known_jobs
+from autotune_loader.results import cache
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.assemble import assemble_reused
 from autotune_loader.tuning.options import TuneOptions
@@ -33,8 +33,8 @@ class EarlierResult:
 
     context: RunContext
     options: TuneOptions
-    identity: cache.Identity
-    folder: Path | None
+    key: str
+    """Of this call in the cache."""
     entry: cache.Entry | None
     """None where nothing was kept, or it is not to be used."""
     objections: tuple[str, ...] = field(default=())
@@ -43,14 +43,12 @@ class EarlierResult:
     @classmethod
     def find(cls, context: RunContext, options: TuneOptions, *, ranks: int) -> EarlierResult:
         """The earlier result of this call, if there is one."""
-        identity = cache.Identity.of(
-            context.workload, context.fingerprint, options.limits(), step=context.warmup.step, ranks=ranks
-        )
-        folder = cache.cache_folder()
+        limits, step = options.limits(), context.warmup.step
+        key = cache.result_key(context.workload, context.fingerprint, limits, step=step, ranks=ranks)
         # A study that is kept on purpose is to be gone on with, not passed over.
         is_wanted = options.reuse and options.storage is None
-        entry = cache.find(identity, folder) if is_wanted else None
-        return cls(context=context, options=options, identity=identity, folder=folder, entry=entry)
+        entry = cache.find(key) if is_wanted else None
+        return cls(context=context, options=options, key=key, entry=entry)
 
     @property
     def suggestions(self) -> tuple[LoaderConfig, ...]:
@@ -90,15 +88,14 @@ class EarlierResult:
         """Keep the result of a search for the next call, without what was said of this one alone, and for AutoLoaders."""
         lasting = tuple(warning for warning in result.warnings if warning not in self.objections)
         cache.keep(
-            self.identity,
+            self.key,
             replace(result, warnings=lasting),
-            self.folder,
             budget_s=self.options.budget_s,
             max_trials=self.options.max_trials,
             cut_short=cut_short,
         )
         if result.status == "complete":
-            known_jobs.remember(known_jobs.job_key(self.context.workload.data, self.context.fingerprint), result.best)
+            cache.remember(cache.job_key(self.context.workload.data, self.context.fingerprint), result.best)
 
 
 def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_threads: int) -> optuna.Study:

@@ -147,10 +147,10 @@ def tune(  # noqa: PLR0913 - all that a user may say
     workload, notes = make_workload(**given)
     with told_beside_errors(notes), joined_ranks() as ranks:
         leads = ranks is None or ranks.leads
-        with make_progress(options.progress if leads else "off") as shown:
-            if leads and options.output is not None:
-                require_writable("output", options.output)
-            return _tuned(workload_of_rank(ranks, workload), options, notes, started, ranks, shown)
+        shown = make_progress(options.progress if leads else "off")
+        if leads and options.output is not None:
+            require_writable("output", options.output)
+        return _tuned(workload_of_rank(ranks, workload), options, notes, started, ranks, shown)
 
 
 def _tuned(

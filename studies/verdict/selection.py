@@ -35,7 +35,7 @@ from autotune_loader.decision.race import TYPICAL_NOISE, Race, RaceOutcome, Race
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.report.summary import is_claimed
+from autotune_loader.report.units import is_claimed
 from autotune_loader.tuning.finals import run_rounds
 from autotune_loader.tuning.schedule import FINAL_BURST, FINALS_PATIENCE_S
 from autotune_loader.values.config import LoaderConfig

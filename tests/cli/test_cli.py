@@ -468,7 +468,7 @@ def test_demo_tunes_prints_and_lets_a_second_process_train(
     # THEN it tuned within the budget, printed the paired speed-up, and wrote the file that the second process was given
     assert tune.arguments["budget"] == "5s"
     told = capsys.readouterr().out
-    assert "Speed-up: 3.36x (3.31x to 3.41x)" in told
+    assert "It is 3.36x (3.31x to 3.41x) as fast as" in told
     assert asked == ["loader.json"]
     assert (folder / "loader.json").exists()
 

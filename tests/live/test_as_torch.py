@@ -264,8 +264,11 @@ def events(iterator: Any) -> list[Any]:
 
 def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
     def scenario(base: Any, workers: int) -> Any:
-        loader = base(Failing(make), batch_size=4, num_workers=workers)
-        return [events(iter(loader)) for _ in range(2)]
+        loader, seen = base(Failing(make), batch_size=4, num_workers=workers), []
+        for _ in range(2):
+            iterator = iter(loader)
+            seen += [events(iterator), events(iterator)]  # a StopIteration of the dataset's own is no end
+        return seen
 
     return scenario
 

@@ -9,25 +9,51 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from matplotlib.axes import Axes
 from report.example import BASELINE, BEST, synthetic_result
 
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.plots.heatmap import heatmap_info
-from autotune_loader.report.plots.history import history_info
-from autotune_loader.report.plots.speedup import speedup_info
-from autotune_loader.report.plots.timeline import MAX_BATCHES, timeline_info
-from autotune_loader.report.plots.workers import workers_info
-from autotune_loader.report.standings import final_ratios, standings
+from autotune_loader.report.plots.timeline import MAX_BATCHES
+from autotune_loader.report.standings import final_ratios, rate_of, standings
+from autotune_loader.report.units import number_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import SimulatedMachine, simulated_result
 
+PREDICTED, CHOSEN = "~", "chosen, in the paired rounds"
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 PICTURES = [getattr(plots, name) for name in plots.__all__]
+
+
+def points(axes: Axes, label: str) -> list[tuple[float, float]]:
+    """What is drawn under a name of the legend."""
+    named = [each[0] for each in axes.containers if each.get_label() == label]
+    lines = named or [line for line in axes.lines if line.get_label() == label]
+    return [tuple(point) for line in lines for point in line.get_xydata().tolist()]
+
+
+def cells(axes: Axes) -> dict[tuple[str, str], str]:
+    """(workers, prefetch_factor) and the text in that cell of the heat map."""
+    columns, rows = ([tick.get_text() for tick in each] for each in (axes.get_xticklabels(), axes.get_yticklabels()))
+    return {(columns[t.get_position()[0]], rows[t.get_position()[1]]): t.get_text() for t in axes.texts}
+
+
+def bars(axes: Axes) -> list[tuple[str, str, float, float]]:
+    """(row, activity, begin, end) in a timeline."""
+    rows, found = [tick.get_text() for tick in axes.get_yticklabels()], []
+    named = {
+        each.patches[0].get_facecolor(): each.get_label()
+        for each in axes.containers
+        if each.patches[0].get_width() == 0
+    }
+    for bar in axes.patches:
+        if bar.get_width() > 0:
+            row, begin = rows[round(bar.get_y() + bar.get_height() / 2)], bar.get_x()
+            found.append((row, named[bar.get_facecolor()], begin, begin + bar.get_width()))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +119,17 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 
 def test_workers_shows_the_fastest_at_each_number_of_workers_as_the_table_has_it(result: TuningResult) -> None:
-    info = workers_info(result)
+    drawn = points(plots.plot_workers(result).axes[0], "measured, 95 % interval")
     rates = {}
     for row in standings(result):
         if row.rate is not None:
             rates.setdefault(row.config.num_workers, []).append(row.rate.value)
-    assert [(workers, rate.value) for workers, rate in info.fastest] == [(w, max(r)) for w, r in sorted(rates.items())]
+    assert drawn == [(w, max(r)) for w, r in sorted(rates.items())]
 
 
 def test_workers_marks_the_chosen_one_with_its_rate_from_the_finals(result: TuningResult) -> None:
-    workers, rate = workers_info(result).best
-    assert (workers, rate.count) == (BEST.num_workers, len(result.finals.rounds))
+    drawn = points(plots.plot_workers(result).axes[0], CHOSEN)
+    assert drawn == [(BEST.num_workers, rate_of(BEST, result.finals, (), is_best=True).value)]
 
 
 def chosen_in_the_finals_alone() -> TuningResult:
@@ -123,12 +149,15 @@ def surprising() -> TuningResult:
 
 
 def test_what_ran_in_the_finals_alone_is_in_every_picture(surprising: TuningResult) -> None:
-    # THEN the star lies in the band, the frame and the point are there, and the timeline is of its own burst
-    info = workers_info(surprising)
-    assert info.plateau[0] < info.best[1].value < info.plateau[1]
-    assert [cell.samples_per_s for cell in heatmap_info(surprising).cells if cell.is_best] == [info.best[1].value]
-    assert timeline_info(surprising).config == surprising.best
-    assert timeline_info(surprising).wait_share == surprising.measured.wait_share
+    # THEN the star lies in the band, its cell is there, and the timeline is of its own burst
+    axes = plots.plot_workers(surprising).axes[0]
+    ((workers, rate),) = points(axes, CHOSEN)
+    assert axes.patches[0].get_y() < rate < axes.patches[0].get_y() + axes.patches[0].get_height()
+    cell = cells(plots.plot_heatmap(surprising).axes[0])[str(int(workers)), str(surprising.best.prefetch_factor)]
+    assert cell == number_text(rate)
+    title = plots.plot_timeline(surprising).axes[0].get_title(loc="left")
+    assert str(surprising.best) in title
+    assert f"waits {share_text(surprising.measured.wait_share)} of the time" in title
 
 
 def test_the_axis_of_rounds_has_a_tick_for_each_and_room_for_the_whole_interval(surprising: TuningResult) -> None:
@@ -142,13 +171,13 @@ def test_the_axis_of_rounds_has_a_tick_for_each_and_room_for_the_whole_interval(
 
 
 def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) -> None:
-    states = {(cell.workers, cell.prefetch_factor): cell.state for cell in heatmap_info(result).cells}
-    assert states[4, 4] == "measured"
-    assert states[8, 16] == "failed"
-    assert states[1, 8] == "untried"
-    assert states[0, 2] == "impossible"
-    assert states[2, None] == "impossible"
-    assert states[0, None] == "measured"
+    texts = cells(plots.plot_heatmap(result).axes[0])
+    assert float(texts["4", "4"].replace(",", "")) > 0
+    assert texts["8", "16"] == "failed"
+    assert texts["1", "8"].startswith(PREDICTED)
+    assert float(texts["0", "none"].replace(",", "")) > 0
+    assert ("0", "2") not in texts
+    assert ("2", "none") not in texts
 
 
 def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:
@@ -161,31 +190,31 @@ def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> N
 
 
 def test_history_never_falls(result: TuningResult) -> None:
-    info = history_info(result)
-    rates = [rate for _, rate in info.best_so_far]
+    axes = plots.plot_history(result).axes[0]
+    rates = [rate for _, rate in points(axes, "best so far")]
     assert rates == sorted(rates)
     assert rates[-1] == max(trial.samples_per_s or 0 for trial in result.trials)
-    assert info.failed == (13, 14)
+    assert [trial for trial, _ in points(axes, "failed")] == [13, 14]
 
 
 def test_speedup_is_the_ratio_within_each_round(result: TuningResult) -> None:
-    info = speedup_info(result)
     first = result.finals.rounds[0]
-    assert info.ratios[0] == (1, first[0] / first[-1])
+    assert points(plots.plot_speedup(result).axes[0], "chosen, a round")[0] == (1, first[0] / first[-1])
 
 
 def test_timeline_shows_the_best_trial_without_overlap_in_any_process(result: TuningResult) -> None:
     # GIVEN a burst of several workers
-    info = timeline_info(result)
-    assert info.config == BEST
-    assert info.workers == (0, 1, 2, 3)
+    axes = plots.plot_timeline(result).axes[0]
+    drawn, length_s = bars(axes), axes.get_xlim()[1]
+    assert str(BEST) in axes.get_title(loc="left")
+    assert {row for row, *_ in drawn} == {"training loop", "worker 0", "worker 1", "worker 2", "worker 3"}
     # THEN what one process does never overlaps, and nothing leaves the picture
-    for row in (MAIN_PROCESS, *info.workers):
-        bars = sorted((bar.start_s, bar.end_s) for bar in info.bars if bar.row == row)
-        assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(bars))
-        assert bars[0][0] >= 0
-        assert bars[-1][1] <= info.length_s + 1e-9
-    assert sum(bar.activity == "step" for bar in info.bars) <= MAX_BATCHES + 1
+    for row in {row for row, *_ in drawn}:
+        spans = sorted((begin, end) for other, _, begin, end in drawn if other == row)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(spans))
+        assert spans[0][0] >= 0
+        assert spans[-1][1] <= length_s + 1e-9
+    assert sum(activity == "training step" for _, activity, *_ in drawn) <= MAX_BATCHES + 1
 
 
 def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) -> None:
@@ -199,26 +228,29 @@ def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) 
     ]
 
     queued = replace(trial, measurement=replace(trial.measurement, traces=tuple(ready)))
-    info = timeline_info(replace(result, trials=(queued,)), trial=trial.number)
+    axes = plots.plot_timeline(replace(result, trials=(queued,)), trial=trial.number).axes[0]
+    drawn, length_s = bars(axes), axes.get_xlim()[1]
     # THEN the queues are seen to fill, and no worker is shown as idle afterwards, nor the loop before
-    assert {bar.row for bar in info.bars if bar.activity == "fetch"} == set(info.workers) == {0, 1}
-    unseen = {bar.row: (bar.start_s, bar.end_s) for bar in info.bars if bar.activity == "unseen"}
-    assert unseen.pop(MAIN_PROCESS) == pytest.approx((0.0, 1.0))
-    assert set(unseen) == {0, 1}
-    assert all(0.5 < start < end == pytest.approx(info.length_s) for start, end in unseen.values())
-    axes = plots.plot_timeline(replace(result, trials=(queued,)), trial.number).axes[0]
+    assert {row for row, activity, *_ in drawn if activity == "samples are fetched"} == {"worker 0", "worker 1"}
+    unseen = {row: (begin, end) for row, activity, begin, end in drawn if activity == "not seen"}
+    assert unseen.pop("training loop") == pytest.approx((0.0, 1.0))
+    assert set(unseen) == {"worker 0", "worker 1"}
+    assert all(0.5 < start < end == pytest.approx(length_s) for start, end in unseen.values())
     assert axes.get_ylim() == (2.5, -0.5)
 
 
 def test_timeline_of_a_given_trial_and_without_workers(result: TuningResult) -> None:
-    info = timeline_info(result, trial=0)
-    assert (info.config, info.workers) == (BASELINE, ())
-    assert {bar.activity for bar in info.bars} == {"wait", "step", "fetch", "collate"}
+    axes = plots.plot_timeline(result, trial=0).axes[0]
+    drawn = bars(axes)
+    assert str(BASELINE) in axes.get_title(loc="left")
+    assert {row for row, *_ in drawn} == {"training loop"}
+    doing = {"training loop waits", "training step", "samples are fetched", "batch is collated"}
+    assert {activity for _, activity, *_ in drawn} == doing
 
 
 def test_timeline_of_a_trial_without_traces_names_those_that_have_some(result: TuningResult) -> None:
     with pytest.raises(ValueError, match="trial=13 has no trace; these have one: 0, 1"):
-        timeline_info(result, trial=13)
+        plots.plot_timeline(result, trial=13)
 
 
 def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult) -> None:
@@ -227,25 +259,16 @@ def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult
         plots.plot_timeline(loaded)
 
 
-def test_untried_cells_carry_the_twins_word() -> None:
-    untried = [cell for cell in heatmap_info(synthetic_result()).cells if cell.state == "untried"]
-
-    assert untried
-    assert all(cell.predicted_samples_per_s and cell.predicted_samples_per_s > 0 for cell in untried)
-
-
-def test_without_a_twin_untried_cells_say_nothing() -> None:
-    blind = replace(synthetic_result(), twin=None)
-
-    assert all(cell.predicted_samples_per_s is None for cell in heatmap_info(blind).cells)
-    assert workers_info(blind).curve == ()
+def test_without_a_twin_nothing_is_predicted(result: TuningResult) -> None:
+    blind = replace(result, twin=None)
+    assert cells(plots.plot_heatmap(blind).axes[0])["1", "8"] == ""
+    assert points(plots.plot_workers(blind).axes[0], "predicted") == []
 
 
-def test_the_twins_curve_spans_every_number_of_workers() -> None:
-    info = workers_info(synthetic_result())
-
-    assert [workers for workers, _ in info.curve] == list(range(7))
-    assert all(0 < rate <= 1.1 * 1450 for _, rate in info.curve)
+def test_the_twins_curve_spans_every_number_of_workers(result: TuningResult) -> None:
+    curve = points(plots.plot_workers(result).axes[0], "predicted")
+    assert [workers for workers, _ in curve] == list(range(7))
+    assert all(0 < rate <= 1.1 * 1450 for _, rate in curve)
 
 
 def test_a_speed_up_of_too_few_rounds_has_no_band_and_its_points_can_be_seen(surprising: TuningResult) -> None:
@@ -253,15 +276,14 @@ def test_a_speed_up_of_too_few_rounds_has_no_band_and_its_points_can_be_seen(sur
     axes = plots.plot_speedup(replace(surprising, measured=replace(surprising.measured, speedup=unsure))).axes[0]
     assert axes.get_ylim()[1] < 50
     assert not axes.patches
-    assert "mean 3.20x" in [line.get_label() for line in axes.lines]
+    assert "chosen, mean 3.20x" in [line.get_label() for line in axes.lines]
 
 
 def test_what_ran_in_one_round_only_has_its_cell(result: TuningResult) -> None:
     late = LoaderConfig(num_workers=5, prefetch_factor=8)
     rounds = tuple((*rates, None if number else 1234.0) for number, rates in enumerate(result.finals.rounds))
     finals = replace(result.finals, configs=(*result.finals.configs, late), rounds=rounds)
-    cells = {(cell.workers, cell.prefetch_factor): cell for cell in heatmap_info(replace(result, finals=finals)).cells}
-    assert (cells[5, 8].state, cells[5, 8].samples_per_s) == ("measured", 1234.0)
+    assert cells(plots.plot_heatmap(replace(result, finals=finals)).axes[0])["5", "8"] == "1,234"
 
 
 def test_the_band_is_called_what_it_is(result: TuningResult) -> None:

@@ -98,13 +98,13 @@ def test_no_interval_is_made_up_of_one_round(small_result: TuningResult) -> None
 
 
 def test_says_when_the_speed_up_was_not_proven(small_result: TuningResult) -> None:
-    assert "Speed-up: not proven, 2 paired rounds fitted into the budget." in render_report(small_result)
+    assert "Nothing is proven: only 2 paired rounds fitted into the budget." in render_report(small_result)
 
 
 def test_says_speed_up_verdict_advice_and_warnings() -> None:
     text = render_report(synthetic_result())
     assert "Chosen: 4 workers, prefetch 4, 1 step thread." in text
-    assert "Speed-up: 3.36x (3.31x to 3.41x) over 0 workers (before tuning), 95 % interval of 9 paired rounds." in text
+    assert "It is 3.36x (3.31x to 3.41x) as fast as 0 workers (before tuning) in 9 paired rounds." in text
     assert "Verdict: Decoding binds" in text
     assert "- Implement __getitems__ to decode a batch at once (about +10 %): 10 % of a worker's time" in text
     assert "! The dataset's order <was> not shuffled & read twice." in text

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.report.plots.training import plot_training, training_info
+from autotune_loader.report.plots.training import plot_training
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import BatchTrace
 
@@ -31,23 +31,26 @@ def batches(count: int, period_s: float) -> list[BatchTrace]:
     ]
 
 
+def drawn(
+    traces: list[BatchTrace], changes: list[tuple[int, LoaderConfig]]
+) -> tuple[list[float], list[tuple[float, str]]]:
+    """Rates of the line, and (second, text) of the changes."""
+    axes = plot_training(traces, changes).axes[0]
+    return axes.patches[0].get_data().values.tolist(), [(t.get_position()[0], t.get_text().strip()) for t in axes.texts]
+
+
 def test_rates_are_samples_over_seconds_from_the_first_batch() -> None:
-    info = training_info(batches(40, 0.1), [(0, TWO), (20, FOUR), (30, FOUR)])
-    assert [rate for _, rate in info.rates] == pytest.approx([100.0] * len(info.rates), rel=0.21)
-    assert info.rates[0][0] == 0.0
+    rates, changes = drawn(batches(40, 0.1), [(0, TWO), (20, FOUR), (30, FOUR)])
+    assert rates == pytest.approx([100.0] * len(rates), rel=0.21)
     # A pool that begins anew with the same configuration is no change.
-    assert [(second, config) for second, config in info.changes] == [
-        (pytest.approx(0.0), TWO),
-        (pytest.approx(2.0), FOUR),
-    ]
+    assert changes == [(pytest.approx(0.0), "2 x 2"), (pytest.approx(2.0), "4 x 2")]
+
+
+def test_without_workers_the_picture_says_so() -> None:
+    assert drawn(batches(40, 0.1), [(0, LoaderConfig())])[1] == [(0.0, "0")]
 
 
 def test_what_was_forgotten_is_not_shown_and_nothing_is_said_of_nothing() -> None:
-    assert training_info(batches(5, 0.1), [(-3, TWO), (9, FOUR)]).changes == ()
-    empty = plot_training(training_info([], []))
+    assert drawn(batches(5, 0.1), [(-3, TWO), (9, FOUR)])[1] == []
+    empty = plot_training([], [])
     assert [text.get_text() for text in empty.axes[0].texts] == ["No batch was trained yet."]
-
-
-def test_the_picture_names_each_change() -> None:
-    axes = plot_training(training_info(batches(40, 0.1), [(0, LoaderConfig()), (20, FOUR)])).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0", "4 x 2"]

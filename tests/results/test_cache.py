@@ -14,13 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader import load_config
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.results import cache
-from autotune_loader.results.cache import CACHE_VARIABLE, MOST_ENTRIES, Identity, cache_folder, find, keep
+from autotune_loader.results.cache import (
+    CACHE_VARIABLE,
+    MOST_ENTRIES,
+    cache_folder,
+    find,
+    job_key,
+    keep,
+    recall,
+    remember,
+    result_key,
+)
 from autotune_loader.results.loader_file import Measured
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.options import TuneOptions
@@ -36,7 +46,7 @@ def rows(length: int = 64) -> TensorDataset:
     return TensorDataset(torch.zeros(length, 3))
 
 
-def identity(
+def key(
     length: int = 64,
     batch_size: int = 8,
     model: Any = None,
@@ -47,10 +57,10 @@ def identity(
     collate_fn: Any = None,
     loss_fn: Any = None,
     **options: Any,
-) -> Identity:
+) -> str:
     data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=collate_fn)
     workload = Workload(data=data, training=TrainingSide(model=model, loss_fn=loss_fn), own_config=own)
-    return Identity.of(workload, machine, TuneOptions(**options).limits(), step=step, ranks=ranks)
+    return result_key(workload, machine, TuneOptions(**options).limits(), step=step, ranks=ranks)
 
 
 def a_result(**changes: Any) -> TuningResult:
@@ -65,23 +75,27 @@ def a_result(**changes: Any) -> TuningResult:
     return replace(best, **changes)
 
 
-def kept(folder: Path, who: Identity | None = None, result: TuningResult | None = None, **settings: Any) -> Path:
-    """The file of an entry that was just kept."""
-    who = who or identity()
-    keep(who, result or a_result(), folder, **{"budget_s": 60.0, **settings})
-    return folder / f"{who.key}.json"
+@pytest.fixture
+def folder(cache_of_its_own: Path) -> Path:
+    return cache_of_its_own / "results"
+
+
+def kept(folder: Path, who: str = "", result: TuningResult | None = None) -> Path:
+    """The file of an entry that was just kept in the cache, whose folder this is."""
+    keep(who or key(), result or a_result(), budget_s=60.0)
+    return folder / f"{who or key()}.json"
 
 
 def collate(samples: list[Any]) -> Any:
     return samples
 
 
-def test_what_was_kept_is_found_by_the_same_identity(tmp_path: Path) -> None:
+def test_what_was_kept_is_found_by_the_same_key(folder: Path) -> None:
     # GIVEN a complete result
-    kept(tmp_path / "new" / "cache")
+    kept(folder)
 
     # WHEN the same workload is tuned on the same machine again
-    entry = find(identity(), tmp_path / "new" / "cache")
+    entry = find(key())
 
     # THEN it is there
     assert entry is not None
@@ -111,8 +125,8 @@ def test_what_was_kept_is_found_by_the_same_identity(tmp_path: Path) -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_another_workload_machine_or_limit_is_another_identity(other: dict[str, Any]) -> None:
-    assert identity(**other).key != identity().key
+def test_another_workload_machine_or_limit_is_another_key(other: dict[str, Any]) -> None:
+    assert key(**other) != key()
 
 
 @pytest.mark.parametrize(
@@ -126,26 +140,26 @@ def test_another_workload_machine_or_limit_is_another_identity(other: dict[str, 
     ],
     ids=str,
 )
-def test_what_does_not_change_the_answer_does_not_change_the_identity(other: dict[str, Any]) -> None:
-    assert identity(**other).key == identity().key
+def test_what_does_not_change_the_answer_does_not_change_the_key(other: dict[str, Any]) -> None:
+    assert key(**other) == key()
 
 
 def test_models_of_one_class_are_told_apart_by_their_size_and_callables_by_their_names() -> None:
-    assert identity(model=torch.nn.Linear(3, 2)).key != identity(model=torch.nn.Linear(3, 4)).key
-    assert identity(collate_fn=partial(collate)).key == identity(collate_fn=collate).key
-    assert identity(model=torch.nn.LazyLinear(2)).workload["parameters"] is None
+    assert key(model=torch.nn.Linear(3, 2)) != key(model=torch.nn.Linear(3, 4))
+    assert key(collate_fn=partial(collate)) == key(collate_fn=collate)
+    assert key(model=torch.nn.LazyLinear(2)) == key(model=torch.nn.LazyLinear(3))
 
 
-def test_entries_are_private(tmp_path: Path) -> None:
-    path = kept(tmp_path / "cache")
+def test_entries_are_private(folder: Path) -> None:
+    path = kept(folder)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_an_entry_is_an_ordinary_loader_json(tmp_path: Path) -> None:
+def test_an_entry_is_an_ordinary_loader_json(folder: Path) -> None:
     here = inspect_machine().fingerprint()
-    assert load_config(kept(tmp_path, result=a_result(fingerprint=here)), on_mismatch="raise") == BEST
+    assert load_config(kept(folder, result=a_result(fingerprint=here)), on_mismatch="raise") == BEST
 
 
 def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -177,7 +191,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "partial": rewritten(lambda content: content.update(status="partial")),
     "not measured": rewritten(lambda content: content.update(measured={})),
     "no note": rewritten(lambda content: content.pop("cache")),
-    "foreign": rewritten(lambda content: content["cache"]["identity"]["workload"].update(batch_size=99)),
+    "foreign": rewritten(lambda content: content["cache"].update(key="0" * 32)),
     "other types": rewritten(lambda content: content.update(cache=[1, 2])),
     "illegal": rewritten(lambda content: content["dataloader_kwargs"].update(num_workers=-1)),
     "a link": to_link,
@@ -187,69 +201,69 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_entry_that_cannot_be_used_is_ignored_with_a_line_in_the_log(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # GIVEN an entry that something has damaged, or that somebody has put there
-    path = kept(tmp_path)
+    path = kept(folder)
     DAMAGES[damage](path)
 
     # WHEN it is looked up THEN there is none, and the log says why
     with caplog.at_level(logging.WARNING):
-        assert find(identity(), tmp_path) is None
+        assert find(key()) is None
     assert f"{path} is ignored" in caplog.text
 
 
 def test_an_entry_of_another_user_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept(tmp_path)
+    kept(folder)
     monkeypatch.setattr(cache.os, "geteuid", lambda: os.getuid() + 1)
-    assert find(identity(), tmp_path) is None
+    assert find(key()) is None
     assert "another user" in caplog.text
 
 
 def test_where_nothing_was_kept_nothing_is_found_and_nothing_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        assert find(identity(), tmp_path / "missing") is None
-        assert find(identity(), None) is None
+        assert find(key()) is None
+        assert recall(key()) is None
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("status", ["partial", "fallback"])
-def test_only_a_complete_result_is_kept(status: Any, tmp_path: Path) -> None:
-    kept(tmp_path, result=a_result(status=status))
-    assert list(tmp_path.iterdir()) == []
+def test_only_a_complete_result_is_kept(status: Any, folder: Path) -> None:
+    kept(folder, result=a_result(status=status))
+    assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    kept(tmp_path / "cache")
-    assert "not kept for reuse" in caplog.text
+    folder.write_text("a file where the folder should be")
+    kept(folder)
+    assert "not kept for the next run" in caplog.text
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None:
     # GIVEN a full cache, whose oldest entry was used again, a file of somebody else, and one of a killed run
-    oldest = kept(tmp_path)
+    oldest = kept(folder)
     for number in range(MOST_ENTRIES):
-        path = tmp_path / f"{number:032x}.json"
+        path = folder / f"{number:032x}.json"
         path.write_text("{}")
         os.utime(path, (1000 + number, 1000 + number))
     os.utime(oldest, (1, 1))
-    find(identity(), tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    torn = tmp_path / ".0.json.1-aa.tmp"
+    find(key())
+    (folder / "notes.txt").write_text("mine")
+    torn = folder / ".0.json.1-aa.tmp"
     torn.write_text("{")
     os.utime(torn, (1, 1))
 
     # WHEN another one is kept
-    newest = kept(tmp_path, identity(batch_size=4))
+    newest = kept(folder, key(batch_size=4))
 
     # THEN the two that were used the longest ago are gone, and the killed run's file; nothing else
-    left = {path.name for path in tmp_path.iterdir()}
+    left = {path.name for path in folder.iterdir()}
     assert len(left) == MOST_ENTRIES + 1
     assert {oldest.name, newest.name, "notes.txt"} <= left
     assert not {f"{number:032x}.json" for number in (0, 1)} & left
@@ -260,8 +274,8 @@ def test_the_variable_turns_the_cache_off(off: str) -> None:
     assert cache_folder({CACHE_VARIABLE: off}) is None
 
 
-def test_the_variable_moves_the_cache_which_is_the_users_own_otherwise(tmp_path: Path) -> None:
-    assert cache_folder({CACHE_VARIABLE: str(tmp_path)}) == tmp_path / "results"
+def test_the_variable_moves_the_cache_which_is_the_users_own_otherwise(folder: Path) -> None:
+    assert cache_folder({CACHE_VARIABLE: str(folder)}) == folder
     assert "autotune-loader" in str(cache_folder({}))
 
 
@@ -277,9 +291,46 @@ def test_the_variable_moves_the_cache_which_is_the_users_own_otherwise(tmp_path:
     ],
 )
 def test_a_search_that_was_cut_short_is_not_enough_for_a_caller_who_grants_more(
-    cut_short: bool, had: dict[str, Any], wants: dict[str, Any], enough: bool, tmp_path: Path
+    cut_short: bool, had: dict[str, Any], wants: dict[str, Any], enough: bool, folder: Path
 ) -> None:
-    keep(identity(), a_result(), tmp_path, cut_short=cut_short, **had)
-    entry = find(identity(), tmp_path)
+    keep(key(), a_result(), cut_short=cut_short, **had)
+    entry = find(key())
     assert entry is not None
     assert entry.is_enough_for(**wants) is enough
+
+
+# What was best for the data of a job, as the next AutoLoader finds it
+
+
+def job(samples: int, batch_size: int) -> str:
+    return job_key(DataSide.from_loader(DataLoader(rows(samples), batch_size=batch_size)), HERE)
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "known"), [(10, 2, BEST), (11, 2, None), (10, 5, None)])
+def test_what_was_best_is_known_to_the_next_loader_of_the_same_data(
+    samples: int, batch_size: int, known: LoaderConfig | None
+) -> None:
+    remember(job(10, 2), BEST)
+    assert recall(job(samples, batch_size)) == known
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema_version": "1.0", "config": {"num_workers": -1}}'])
+def test_what_cannot_be_used_is_ignored_with_a_line_in_the_log(
+    text: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # GIVEN a file that holds nothing that can be used
+    remember("0" * 32, BEST)
+    (folder.parent / "jobs" / f"{'0' * 32}.json").write_text(text)
+    # WHEN the job is asked for THEN nothing is known of it, and the log says why
+    with caplog.at_level(logging.WARNING):
+        assert recall("0" * 32) is None
+    assert "is ignored" in caplog.text
+
+
+def test_without_a_cache_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
+    remember("0" * 32, BEST)
+    kept(folder)
+    assert recall("0" * 32) is None
+    assert find(key()) is None
+    assert not list(folder.parent.iterdir())

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from autotune_loader import LoaderConfig, TuningResult, cli, load_config
-from autotune_loader.results.loader_file import loader_schema
 from autotune_loader.values.errors import ConfigFileError
+from tests.support.schema import loader_schema
 
 SAVED = json.loads((Path(__file__).parent / "data" / "loader-1.0.json").read_text())
 # The same examples each time, and no search for a smaller one: a failure names its example at once.

@@ -29,7 +29,6 @@ from autotune_loader.results.loader_file import (
     Reused,
     Spent,
     Verdict,
-    loader_schema,
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
@@ -42,6 +41,7 @@ from autotune_loader.values.serialization import to_plain
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
+from tests.support.schema import loader_schema
 
 REPOSITORY = Path(__file__).parents[2]
 OLD_FILE = Path(__file__).parent / "data" / "loader-1.0.json"
@@ -502,8 +502,7 @@ def test_clamping_never_scales_up_and_always_stays_legal(workers, cores_then, co
 
 def test_the_schema_in_docs_is_the_one_of_the_code():
     assert json.loads(SCHEMA_FILE.read_text()) == json.loads(json.dumps(loader_schema())), (
-        "write it again with: python -c 'import json; from autotune_loader.results.loader_file import loader_schema; "
-        "print(json.dumps(loader_schema(), indent=2))' > docs/loader.schema.json"
+        "write it again with: python -m tests.support.schema > docs/loader.schema.json"
     )
 
 

@@ -9,37 +9,39 @@ from dataclasses import replace
 from types import CodeType
 from typing import Any
 
+import click
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.cli.scripts import Launch, launch_of
+from autotune_loader.cli.scripts import Launch, launch_of, run_command
 from autotune_loader.cli.tuning import tune_command
-from autotune_loader.results.loader_file import Binding, Verdict
+from autotune_loader.results.loader_file import Binding
 from autotune_loader.scripts import ranks
 from autotune_loader.scripts.batch_log import BatchLog, Loop
 from autotune_loader.scripts.by_identity import ByIdentity
 from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
-from autotune_loader.scripts.report import LoaderReport, ScriptReport, report_of
+from autotune_loader.scripts.report import ScriptReport, report_of
 from autotune_loader.scripts.session import Session
-from autotune_loader.scripts.verdict import LEAVE_IT, Facts, gain_text, told
+from autotune_loader.scripts.verdict import LEAVE_IT, LoaderReport, judged
 from autotune_loader.values import lines
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
 from autotune_loader.values.statistics import Interval
 
 Frame = namedtuple("Frame", ["f_code", "f_lineno", "f_back"])
-FACTS = Facts(batches=500, wait_share=0.4)
-TWO = LoaderConfig(num_workers=2)
+KNOWN = LoaderReport(batches=500, wait_share=0.4)
+TWO = {"settings_now": LoaderConfig(num_workers=2).to_kwargs()}
 
 
-def bound(binding: Binding) -> Verdict:
-    return Verdict(binding=binding, sentence="It binds.")
+def bound(binding: Binding, **more: Any) -> dict[str, Any]:
+    return {"binding": binding, "evidence": "It binds.", **more}
 
 
-def better(value: float) -> tuple[LoaderConfig, Interval]:
-    return TWO, Interval(value=value, low=0.9 * value, high=1.1 * value, count=9)
+def better(value: float, **more: Any) -> dict[str, Any]:
+    rate = Interval(value=value, low=0.9 * value, high=1.1 * value, count=9)
+    return {"expected_settings": TWO["settings_now"], "expected_speedup": rate, **bound("wait", **more)}
 
 
 @pytest.mark.parametrize(
@@ -51,28 +53,29 @@ def better(value: float) -> tuple[LoaderConfig, Interval]:
         ({"wait_share": 0.004, "is_tuned": True}, "The training step binds", LEAVE_IT),  # and no "train for longer"
         ({"wait_share": 0.08}, "The training step binds: the loop waits for data 8 %", "no settings could bring more than 9 %"),
         ({"wait_share": 0.15, "script_share": 0.002}, "This loader hardly counts", LEAVE_IT),
-        ({"starting_share": 0.3, "now": TWO}, "starts of epochs bind: they take 30 %", "persistent_workers=True: up to 43 %"),
+        ({"starting_share": 0.3, **TWO}, "starts of epochs bind: they take 30 %", "persistent_workers=True: up to 43 %"),
         ({"starting_share": 0.3}, "The starts of epochs bind", None),
         ({}, "The loader binds: the loop waits for data 40 % of the time; why cannot be told", None),
-        ({"binding": bound("unknown")}, "The loader binds: .* do not show why", None),
-        ({"binding": bound("step")}, "The loader binds: .* do not show why", None),
-        ({"binding": bound("cpu"), "advice": "do this"}, "^It binds", "do this"),
-        ({"binding": bound("cpu"), "latest_share": 0.1}, "^Lately: It binds", None),
-        ({"binding": bound("in_memory"), "expected": better(0.5)}, "It binds", LEAVE_IT),
-        ({"binding": bound("wait"), "expected": better(0.5)}, "It binds", r"=2, .*: \+50 % \(\+45 to \+55 %\) expected; auto"),
-        ({"binding": bound("wait"), "expected": better(3.0)}, "It binds", r"4.0 times the rate \(3.7 to 4.3\) expected"),
-        ({"binding": bound("wait"), "expected": better(42.0)}, "It binds", "more than 10 times the rate expected"),
-        ({"binding": bound("wait"), "expected": better(0.02), "advice": "do this"}, "It binds", "do this"),
-        ({"binding": bound("wait"), "expected": better(0.5), "why_not": "it streams"}, "It binds", "to try, as it streams"),
-        ({"binding": bound("wait"), "is_tuned": True}, "It binds", "train for longer"),
-        ({"binding": bound("wait"), "is_tuned": True, "is_settled": True, "advice": "do this"}, "It binds", "do this"),
-        ({"binding": bound("wait"), "is_tuned": True, "mend": "open it in __getitem__"}, "It binds", "open it in __getitem__"),
+        (bound("unknown"), "The loader binds: .* do not show why", None),
+        (bound("step"), "The loader binds: .* do not show why", None),
+        (bound("cpu", advice="do this"), "^It binds", "do this"),
+        (bound("cpu", latest_wait_share=0.1), "^Lately: It binds", None),
+        (better(1.5) | bound("in_memory"), "It binds", LEAVE_IT),
+        (better(1.5), "It binds", r"=2, .*: 1.50x \(1.35x to 1.65x\) as fast is"),
+        (better(4.0), "It binds", r"4.00x \(3.60x to 4.40x\) as fast is expected"),
+        (better(43.0), "It binds", "more than 10 times as fast is expected"),
+        (better(1.02, advice="do this"), "It binds", "do this"),
+        (better(1.5, why_watched="it streams"), "It binds", "to try, as it streams"),
+        (bound("wait", is_tuned=True), "It binds", "train for longer"),
+        (bound("wait", is_tuned=True, is_settled=True, advice="do this"), "It binds", "do this"),
+        (bound("wait", is_tuned=True, mend="open it in __getitem__"), "It binds", "open it in __getitem__"),
     ],
 )  # fmt: skip
 def test_one_verdict_and_the_step_that_follows_from_it(
     facts: dict[str, Any], verdict: str, next_step: str | None
 ) -> None:
-    said, next_said = told(replace(FACTS, **facts))
+    found = judged(replace(KNOWN, **facts))
+    said, next_said = found.verdict, found.next_step
 
     assert re.search(verdict, said)
     assert (next_said is None) == (next_step is None)
@@ -168,7 +171,7 @@ def a_report(**more: Any) -> ScriptReport:
         gpu_share=0.8,
         settings={"num_workers": 0, "pin_memory": False},
         settings_now={"num_workers": 2, "pin_memory": False, "prefetch_factor": 4},
-        gain=Interval(value=0.83, low=0.75, high=0.92, count=40),
+        speedup=Interval(value=1.83, low=1.75, high=1.92, count=40),
         why_watched=None,
         binding="cpu",
         verdict="The CPU binds.",
@@ -192,15 +195,14 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "train.py:41  Images[1200], batches of 32, shuffled\n"
         "  190 batches in 5 epochs, 212 samples/s, the loop waits 12 % of its time, the GPU works 80 % of it\n"
         "  settings: num_workers=0\n"
-        "  now: num_workers=2, prefetch_factor=4: +83 % (+75 to +92 %)\n"
+        "  now: num_workers=2, prefetch_factor=4: 1.83x (1.75x to 1.92x) as fast\n"
         "  The CPU binds.\n"
         "  next: use more cores\n"
         "\n"
         "Written to loader.json."
     )
-    assert "  now: num_workers=2, prefetch_factor=4\n" in str(a_report(gain=None))
+    assert "  now: num_workers=2, prefetch_factor=4\n" in str(a_report(speedup=None))
     assert "1 batch in 5 epochs, the loop" in str(a_report(batches=1, samples_per_s=None))
-    assert gain_text(Interval(value=2.2, low=2.0, high=2.4, count=9)) == "3.2 times the rate (3.0 to 3.4)"
 
 
 def test_only_more_than_is_allowed_is_too_long() -> None:
@@ -255,15 +257,26 @@ def test_tune_says_that_it_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -
     [
         ("output", "/nope/x.json", "--output='/nope/x.json' cannot be written"),
         ("page", "/nope/x.html", "--report='/nope/x.html' cannot be written.*--report='report.html'"),
-        ("max_workers", -1, "--max-workers=-1 is below 0"),
-        ("fail_if_wait", "ten", "--fail-if-wait='ten'.*10%"),
-        ("fail_if_wait", "110%", "--fail-if-wait='110%'.*10%"),
-        ("fail_if_wait", "-0.1", "--fail-if-wait='-0.1'.*10%"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_the_script_runs(option: str, value: Any, told: str) -> None:
     with pytest.raises(ValueError, match=f"{told}.* would work"):
         launch_of("run", "train.py", (), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--max-workers", "-1", "'--max-workers': -1 is not in the range x>=0"),
+        ("--fail-if-wait", "ten", "'--fail-if-wait': 'ten' is no share; 5% would work"),
+        ("--fail-if-wait", "110%", "'--fail-if-wait': '110%' is no share"),
+        ("--fail-if-wait", "-0.1", "'--fail-if-wait': '-0.1' is no share"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_the_script_runs(option: str, value: str, told: str) -> None:
+    with pytest.raises(click.BadParameter) as refused:
+        run_command.main([option, value, "train.py"], standalone_mode=False)
+    assert told in refused.value.format_message()
 
 
 @pytest.mark.parametrize(("rank", "count"), [("", 1), ("0", 1), ("1", 0)])

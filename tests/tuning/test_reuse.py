@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
-from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.cache import Entry, Identity, Note
+from autotune_loader.results.cache import Entry, Note
 from autotune_loader.results.loader_file import Finals, Measured
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.recheck import MOST_ROUNDS, ROUNDS, check
@@ -29,11 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 
 BEST = LoaderConfig(num_workers=3)
 THEN = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.005)
-NOTE = Note(
-    identity=Identity(machine=Fingerprint(usable_cores=4), workload={}, options={}),
-    tuned_at="2026-11-20T12:00:00+00:00",
-    budget_s=60.0,
-)
+NOTE = Note(key="0" * 32, tuned_at="2026-11-20T12:00:00+00:00", budget_s=60.0)
 
 
 def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> Entry:
@@ -310,6 +305,6 @@ def test_what_a_live_loader_wrote_where_the_result_will_be_is_tried_early(
     options: Any = SimpleNamespace(reuse=reuse, output=str(path))
     none: Any = None
 
-    found = EarlierResult(context=none, options=options, identity=none, folder=None, entry=None).suggestions
+    found = EarlierResult(context=none, options=options, key="", entry=None).suggestions
 
     assert list(found) == expected

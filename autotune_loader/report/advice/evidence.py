@@ -11,17 +11,12 @@ from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
-from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
-from autotune_loader.values.measurement import FailureKind, Measurement
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 from autotune_loader.values.trial import Trial
 
-MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
-"""What more memory, of either kind, would have prevented."""
-# A configuration that failed for want of memory would have had to be this much faster to be missed.
-MISSED_GAIN = 0.05
 # With more workers, and batches that lie ready, a rate that is higher by less than this is the same.
 FED_GAIN = 0.05
 
@@ -109,7 +104,7 @@ class Evidence:
         ]
         return max(shares, default=0.0)
 
-    def cores_limit(self) -> Interval | None:
+    def cores_limit(self) -> float | None:
         """Samples/s that the cores allow: fetch and, on a CPU, the step."""
         bursts = [burst for _, burst in self.measured_trials()]
         return cpu_limit(bursts, self.usable_cores, () if self.on_accelerator else self.cached_steps)
@@ -133,17 +128,6 @@ class Evidence:
         starting_s = max(0.0, self.measurement.first_batch_s - self.measurement.service_s)
         return starting_s / (starting_s + epoch_s)
 
-    def stopped_by_memory(self) -> list[Trial]:
-        """Trials with more workers or a deeper queue that ran out of memory, and might have been faster."""
-        failed = [t for t in self.trials if t.failure is not None and t.failure.kind in MEMORY_FAILURES]
-        larger = [trial for trial in failed if _batches_held(trial.config) > _batches_held(self.best)]
-        return [trial for trial in larger if (gain := self.missed_gain(trial)) is None or gain > MISSED_GAIN]
-
-    def missed_gain(self, failed: Trial) -> float | None:
-        """Relative gain that a failed trial's configuration would have brought; None where nobody can say."""
-        gain, before = self.predicted_gain(failed.config), failed.predicted_samples_per_s
-        return before / self.rate.value - 1 if gain is None and before is not None else gain
-
     def memory_model(self) -> MemoryModel | None:
         """What configurations take; None where no burst tells."""
         return MemoryModel.fit(self.measured_trials())
@@ -158,16 +142,6 @@ class Evidence:
     def predicted(self, config: LoaderConfig, cores: float | None = None) -> Prediction | None:
         """What the twin says of another configuration or machine; None without a twin."""
         return None if self.twin is None else self.twin.predict_all([config], cores=cores)[0]
-
-    def stage_gain(self, stage: StageTime, factor: float) -> float | None:
-        """Relative gain if a stage took so many times what it takes, predicted by the twin; None without a twin."""
-        if self.twin is None:
-            return None
-        return self.predicted_gain(twin=with_stages(self.twin, self.stage_times, {stage.stage: factor}))
-
-    def gain_without_waiting(self) -> float | None:
-        """Relative gain if a fetch waited for nothing, predicted by the twin; None without a twin."""
-        return None if self.twin is None else self.predicted_gain(twin=without_waiting(self.twin))
 
     def predicted_gain(
         self, config: LoaderConfig | None = None, cores: float | None = None, *, twin: Twin | None = None
@@ -208,7 +182,3 @@ def tail(measurement: Measurement) -> float:
     if len(services) < 20 or services[len(services) // 2] <= 0:
         return 1.0
     return services[min(len(services) - 1, int(len(services) * 0.99))] / services[len(services) // 2]
-
-
-def _batches_held(config: LoaderConfig) -> int:
-    return config.num_workers * (config.prefetch_factor or 1)

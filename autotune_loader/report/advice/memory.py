@@ -1,35 +1,67 @@
-"""Whether memory is what keeps more workers away: configurations that were never tried, because they would not fit.
+"""Whether memory is what keeps more workers away: configurations that ran out of it, or were never tried, as they would.
 
-What did not fit in a trial is a failure and counts by itself. Here is what arithmetic and measurements rule out beforehand:
-batches in flight against shared memory, and the memory that one more worker was measured to take against the limit.
+Ruled out beforehand is what arithmetic and measurements say: batches in flight against shared memory, and the memory that
+one more worker was measured to take against the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
-from autotune_loader.report.advice.evidence import MISSED_GAIN, Evidence
+from autotune_loader.report.advice.evidence import Evidence
 from autotune_loader.report.units import bytes_text, counted, seconds_text
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
+from autotune_loader.values.measurement import FailureKind
+
+MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
+"""What more memory, of either kind, would have prevented."""
+MISSED_GAIN = 0.05
+"""A configuration that memory keeps away has to be this much faster to be missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
     """A configuration that would be faster than all that fit, and does not fit."""
 
-    config: LoaderConfig
-    resource: Literal["memory", "shared memory"]
-    need_bytes: float
-    limit_bytes: int
-    gain: float
-    """Relative gain over the best that fits, as the twin has both."""
+    why: str
+    """What it would take, or what became of it."""
+    is_shared_memory: bool
+    has_failed: bool
+    """Whether it was tried."""
+    gain: float | None
+    """Relative gain over the best that fits, as the twin has both; None where nobody can say."""
 
 
 def shortage(evidence: Evidence) -> Shortage | None:
-    """The most that memory keeps away; None where that is little, or nobody can say."""
+    """What memory keeps away: what ran out of it, else what would; None where that is no loss, or nobody can say."""
+    return _failed(evidence) or _untried(evidence)
+
+
+def _failed(evidence: Evidence) -> Shortage | None:
+    """Trials with more workers or a deeper queue that ran out of memory, and might have been faster."""
+    missed: list[tuple[LoaderConfig, FailureKind, float | None]] = []
+    for each in evidence.trials:
+        is_larger = each.config.batches_in_flight > evidence.best.batches_in_flight
+        if each.failure is not None and each.failure.kind in MEMORY_FAILURES and is_larger:
+            gain, before = evidence.predicted_gain(each.config), each.predicted_samples_per_s
+            if gain is None and before is not None:
+                gain = before / evidence.rate.value - 1
+            if gain is None or gain > MISSED_GAIN:
+                missed.append((each.config, each.failure.kind, gain))
+    if not missed:
+        return None
+    config, kind, _ = min(missed, key=lambda each: each[0].num_workers)
+    return Shortage(
+        why=f"{config} ran out of it ({kind.replace('_', ' ')})",
+        is_shared_memory="shared_memory" in (kind for _, kind, _ in missed),
+        has_failed=True,
+        gain=max((gain for _, _, gain in missed if gain is not None), default=None),
+    )
+
+
+def _untried(evidence: Evidence) -> Shortage | None:
     if evidence.space is None or evidence.twin is None:
         return None
     candidates = list(_larger(evidence.best, evidence.space))
@@ -45,7 +77,12 @@ def shortage(evidence: Evidence) -> Shortage | None:
     if gain <= MISSED_GAIN:
         return None
     resource, need, limit = lacking[config]
-    return Shortage(config=config, resource=resource, need_bytes=need, limit_bytes=limit, gain=gain)
+    return Shortage(
+        why=f"{config} would take {bytes_text(need)} of {resource}, and there are {bytes_text(limit)}",
+        is_shared_memory=resource == "shared memory",
+        has_failed=False,
+        gain=gain,
+    )
 
 
 def growth_warning(evidence: Evidence) -> str | None:
@@ -99,9 +136,7 @@ def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:
             yield replace(best, num_workers=count, prefetch_factor=best.prefetch_factor or TORCH_PREFETCH_FACTOR)
 
 
-def _lack(
-    config: LoaderConfig, evidence: Evidence, space: Space
-) -> tuple[Literal["memory", "shared memory"], float, int] | None:
+def _lack(config: LoaderConfig, evidence: Evidence, space: Space) -> tuple[str, float, int] | None:
     """What there is too little of for a configuration: its name, the need, and what there is."""
     limits = space.limits
     in_flight = config.batches_in_flight * evidence.measurement.batch_bytes

@@ -1,4 +1,4 @@
-"""What to do next: a table of rules, each with its action, its measured reason and, if one can be made, an estimated gain.
+"""What to do next: rules by verdict, each with its action, its measured reason and, if one can be made, an estimated gain.
 
 An estimate is a prediction, or what is left when a measured cost is taken away; it never exceeds the next ceiling. Where
 neither can be said, nothing is claimed.
@@ -6,16 +6,16 @@ neither can be said, nothing is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE, gain_words
-from autotune_loader.report.units import rate_text, share_text
+from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
+from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
+from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.stages import HAND_OVER
 
 # A gain below this is not worth anybody's time.
@@ -42,34 +42,48 @@ CHEAPER = {
 }
 NO_LINES = (HAND_OVER, OTHER_THREADS, REST)
 """Stages that are no lines of the user's."""
-Found = Mapping[str, Any]
-"""What a rule's sentences are filled with; `gain` is the estimate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One kind of advice."""
-
-    bindings: tuple[Binding, ...]
-    """Verdicts that it belongs to; empty for all but those that leave nothing to say."""
-    when: Callable[[Evidence], Iterator[Found]]
-    """Nothing where it does not apply."""
-    action: str
-    reason: str
-
-    def advice(self, evidence: Evidence) -> Iterator[Advice]:
-        for found in self.when(evidence):
-            values = {"rise": _rise(found.get("gain")), **found}
-            action, reason = self.action.format(**values), self.reason.format(**values)
-            yield Advice(action=action, reason=reason, expected_gain=found.get("gain"))
+Steps = Iterator[Advice]
+Rule = Callable[[Evidence], Steps]
+"""Advice where the measurements call for it, each with its measured reason; nothing where they do not."""
 
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
     """Concrete next steps: what the verdict calls for first, then what else the measurements show."""
-    first = [each for rule in RULES if verdict.binding in rule.bindings for each in rule.advice(evidence)]
-    rules = ALWAYS[-1:] if verdict.binding in ("step", "unknown") else ALWAYS
-    also = [each for rule in rules for each in rule.advice(evidence)]
-    return tuple(dict.fromkeys([*first, *also]))
+    also = (_memory_growth,) if verdict.binding in ("step", "unknown") else ALWAYS
+    rules = (*RULES.get(verdict.binding, ()), *also)
+    return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
+
+
+def _step(evidence: Evidence) -> Steps:
+    yield Advice(
+        action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
+        reason=f"the loop waits for data only {share_text(evidence.measurement.wait_share)} of the time",
+    )
+
+
+def _cheaper_fetching(evidence: Evidence) -> Steps:
+    """The stages that take much of a worker's CPU, the one worth most first; the transforms as a whole where none is known."""
+    found = []
+    for each in evidence.stage_times:
+        if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES:
+            cheaper = evidence.twin and with_stages(evidence.twin, evidence.stage_times, {each.stage: 0.5})
+            gain = _believable(evidence, evidence.predicted_gain(twin=cheaper))
+            action = f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}."
+            takes = (
+                f"it takes {share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
+            )
+            found.append(Advice(action=action, reason=f"{takes}{_rise(gain)}", expected_gain=gain))
+    yield from sorted(found, key=lambda advice: -(advice.expected_gain or 0.0))
+    measured = evidence.measurement
+    if not found and measured.service_cpu_s > 0:
+        whole_s = measured.service_cpu_s + _step_on_cpu_s(evidence)
+        gain = _gain_without(evidence, measured.service_cpu_s / 2, of=whole_s)
+        sample_s = measured.service_cpu_s / measured.batch_size
+        yield Advice(
+            action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
+            reason=f"each sample takes {seconds_text(sample_s)} of CPU{_rise(gain)}",
+            expected_gain=gain,
+        )
 
 
 def _rise(gain: float | None) -> str:
@@ -78,39 +92,7 @@ def _rise(gain: float | None) -> str:
     return f"; with half of that the rate would rise {'by' if gain < 1 else 'to'} about {gain_words(gain)}"
 
 
-def _waits(evidence: Evidence) -> str:
-    return share_text(max(0.0, 1 - evidence.computing_share()))
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f}"
-
-
-def _step(evidence: Evidence) -> Iterator[Found]:
-    yield {"waits": share_text(evidence.measurement.wait_share)}
-
-
-def _cheaper_stages(evidence: Evidence) -> Iterator[Found]:
-    """The stages that take much of a worker's CPU, the one worth most first."""
-    found: list[tuple[float, Found]] = []
-    for each in evidence.stage_times:
-        if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES:
-            values = {"stage": each.stage, "where": each.where, "how": CHEAPER.get(each.stage, "")}
-            values |= {"share": share_text(each.cpu_share), "ms": f"{each.cpu_s * 1e3:.2g}"}
-            gain = _believable(evidence, evidence.stage_gain(each, 0.5))
-            found.append((-(gain or 0.0), {**values, "gain": gain}))
-    yield from (values for _, values in sorted(found, key=lambda pair: pair[0]))
-
-
-def _cheaper_transforms(evidence: Evidence) -> Iterator[Found]:
-    measured = evidence.measurement
-    if measured.service_cpu_s > 0 and not any(_cheaper_stages(evidence)):
-        whole_s = measured.service_cpu_s + _step_on_cpu_s(evidence)
-        gain = _gain_without(evidence, measured.service_cpu_s / 2, of=whole_s)
-        yield {"ms": f"{measured.service_cpu_s / measured.batch_size * 1e3:.2g}", "gain": gain}
-
-
-def _more_cores(evidence: Evidence) -> Iterator[Found]:
+def _more_cores(evidence: Evidence) -> Steps:
     """Twice the cores with up to twice the workers."""
     if evidence.twin is None or evidence.best.num_workers == 0:
         return
@@ -119,36 +101,43 @@ def _more_cores(evidence: Evidence) -> Iterator[Found]:
     then = max(evidence.twin.predict_all(asked, cores=cores), key=lambda answer: answer.samples_per_s.value)
     gain = _believable(evidence, evidence.predicted_gain(then.config, cores))
     if gain is not None:
-        rates = {"then": rate_text(evidence.rate.value * (1 + gain)), "now": rate_text(evidence.rate.value)}
-        yield {
-            "cores": cores,
-            "workers": then.config.num_workers,
-            "usable": evidence.usable_cores,
-            "gain": gain,
-            **rates,
-        }
+        workers, rate = then.config.num_workers, rate_text(evidence.rate.value * (1 + gain))
+        yield Advice(
+            action=f"Use more cores: with {cores} cores and {workers} workers the twin predicts {rate}.",
+            reason=f"on {evidence.usable_cores} cores the best is {rate_text(evidence.rate.value)}",
+            expected_gain=gain,
+        )
 
 
-def _more_workers(evidence: Evidence) -> Iterator[Found]:
+def _more_workers(evidence: Evidence) -> Steps:
     more = replace(evidence.best, num_workers=2 * max(1, evidence.best.num_workers))
     gain = _believable(evidence, evidence.predicted_gain(more))
     is_allowed = evidence.space is not None and more.num_workers <= evidence.space.max_workers
     if gain is not None and not is_allowed and not _is_crowded(evidence):
-        then = rate_text(evidence.rate.value * (1 + gain))
-        yield {"workers": more.num_workers, "waits": _waits(evidence), "then": then, "gain": gain}
+        yield Advice(
+            action=f"Allow more workers than cores: max_workers={more.num_workers}.",
+            reason=f"a fetch waits {_waits(evidence)} of its time and leaves its core alone meanwhile; the twin predicts "
+            f"{rate_text(evidence.rate.value * (1 + gain))} with {more.num_workers} workers",
+            expected_gain=gain,
+        )
 
 
-def _larger_reads(evidence: Evidence) -> Iterator[Found]:
+def _larger_reads(evidence: Evidence) -> Steps:
     measured = evidence.measurement
     longest = max(evidence.stage_times, key=lambda each: each.waited_s, default=None)
     line = "" if longest is None or not longest.waited_s else f", most of it in {longest.stage!r} ({longest.where})"
     crowded = "; it waits longer the more workers there are" if _is_crowded(evidence) else ""
-    gain = (
-        _believable(evidence, evidence.gain_without_waiting())
-        if evidence.twin is not None
-        else _gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s))
+    yield Advice(
+        action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
+        reason=f"a fetch waits {_waits(evidence)} of its time{line}{crowded}",
+        expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s))
+        if evidence.twin is None
+        else _believable(evidence, evidence.predicted_gain(twin=without_waiting(evidence.twin))),
     )
-    yield {"waits": _waits(evidence), "line": line, "crowded": crowded, "gain": gain}
+
+
+def _waits(evidence: Evidence) -> str:
+    return share_text(max(0.0, 1 - evidence.computing_share()))
 
 
 def _is_crowded(evidence: Evidence) -> bool:
@@ -156,74 +145,71 @@ def _is_crowded(evidence: Evidence) -> bool:
     return now is not None and now.binding == "storage"
 
 
-def _fewer_bytes(evidence: Evidence) -> Iterator[Found]:
-    measured, seconds = evidence.measurement, _receiving_s(evidence)
-    if measured.batch_bytes < LARGE_BATCH_BYTES:
+def _less_to_hand_over(evidence: Evidence) -> Steps:
+    """Fewer bytes where they count, fewer batches where the fixed cost of each does; fewer tensors."""
+    measured = evidence.measurement
+    receiving_s = receive_s(measured) if evidence.best.num_workers else 0.0
+    if measured.batch_bytes >= LARGE_BATCH_BYTES:
+        in_loop = receiving_s > TRANSPORT_SHARE * evidence.period_s
+        whole_s, moved_s = (evidence.period_s, receiving_s) if in_loop else (measured.service_s, measured.service_s)
+        whole_s = whole_s if evidence.best.num_workers else evidence.period_s
+        yield Advice(
+            action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
+            reason=f"a batch carries {bytes_text(evidence.measurement.batch_bytes)}",
+            expected_gain=_gain_without(evidence, 0.75 * moved_s, of=whole_s),
+        )
+    else:
+        hand_over_s = receiving_s or evidence.hand_over_s()
+        yield Advice(
+            action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
+            reason=f"handing over takes {seconds_text(hand_over_s)} however little a batch carries",
+            expected_gain=_gain_without(evidence, receiving_s / 2, of=evidence.period_s),
+        )
+    if measured.batch_tensors > MANY_TENSORS:
+        yield Advice(
+            action="Collate into fewer, larger tensors.",
+            reason=f"each of the {measured.batch_tensors} tensors of a batch travels in a segment of its own",
+        )
+
+
+def _pinning(evidence: Evidence) -> Steps:
+    yield Advice(
+        action="Send less per batch (uint8 instead of float32), or pin in the workers with a collate_fn of your own.",
+        reason=f"one thread copies {bytes_text(evidence.measurement.batch_bytes)} a batch into page-locked memory",
+    )
+
+
+def _more_memory(evidence: Evidence) -> Steps:
+    """Room for more workers, in the memory that lacks."""
+    short = shortage(evidence)
+    if short is None:
         return
-    in_loop = seconds > TRANSPORT_SHARE * evidence.period_s
-    whole_s, moved_s = (evidence.period_s, seconds) if in_loop else (measured.service_s, measured.service_s)
-    whole_s = whole_s if evidence.best.num_workers else evidence.period_s
-    yield {"mib": _mib(measured.batch_bytes), "gain": _gain_without(evidence, 0.75 * moved_s, of=whole_s)}
+    gain = _believable(evidence, short.gain)
+    if short.is_shared_memory:
+        action = "Give the container more shared memory (--shm-size=8g), or make batches smaller."
+        reason = (
+            f"a batch of {bytes_text(evidence.measurement.batch_bytes)} waits in /dev/shm for each place in a queue"
+        )
+    else:
+        each = evidence.worker_bytes()
+        action = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects."
+        reason = f"more workers {'ran out of memory' if short.has_failed else 'would not fit into memory'}"
+        reason += "" if each is None else f"; each takes {bytes_text(each)}"
+        rate = rate_text(evidence.rate.value * (1 + (gain or 0.0)))
+        reason += "" if gain is None else f"; with room for them the twin predicts {rate}"
+    yield Advice(action=action, reason=reason, expected_gain=gain)
 
 
-def _fewer_batches(evidence: Evidence) -> Iterator[Found]:
-    seconds = _receiving_s(evidence)
-    if evidence.measurement.batch_bytes < LARGE_BATCH_BYTES:
-        gain = _gain_without(evidence, seconds / 2, of=evidence.period_s)
-        yield {"ms": f"{(seconds or evidence.hand_over_s()) * 1e3:.2g}", "gain": gain}
-
-
-def _receiving_s(evidence: Evidence) -> float:
-    return receive_s(evidence.measurement) if evidence.best.num_workers else 0.0
-
-
-def _fewer_tensors(evidence: Evidence) -> Iterator[Found]:
-    if evidence.measurement.batch_tensors > MANY_TENSORS:
-        yield {"tensors": evidence.measurement.batch_tensors}
-
-
-def _pinning(evidence: Evidence) -> Iterator[Found]:
-    yield {"mib": _mib(evidence.measurement.batch_bytes)}
-
-
-def _missed(evidence: Evidence) -> tuple[bool, float | None]:
-    """Whether it is shared memory that lacks, and what room for more workers would bring."""
-    failed, short = evidence.stopped_by_memory(), shortage(evidence)
-    gains = [gain for trial in failed if (gain := evidence.missed_gain(trial)) is not None]
-    gain = _believable(evidence, max(gains, default=None))
-    if gain is None and short is not None:
-        gain = _believable(evidence, short.gain)
-    kinds = [trial.failure.kind for trial in failed if trial.failure is not None]
-    lacks_shm = "shared_memory" in kinds if failed else short is not None and short.resource == "shared memory"
-    return lacks_shm, gain
-
-
-def _shared_memory(evidence: Evidence) -> Iterator[Found]:
-    lacks_shm, gain = _missed(evidence)
-    if lacks_shm:
-        yield {"mib": _mib(evidence.measurement.batch_bytes), "gain": gain}
-
-
-def _host_memory(evidence: Evidence) -> Iterator[Found]:
-    (lacks_shm, gain), each = _missed(evidence), evidence.worker_bytes()
-    if not lacks_shm:
-        what = "ran out of memory" if evidence.stopped_by_memory() else "would not fit into memory"
-        size = "" if each is None else f"; each takes {each / 2**20:,.0f} MiB"
-        room = "" if gain is None else f"{evidence.rate.value * (1 + gain):,.0f}/s"
-        yield {
-            "what": what,
-            "size": size,
-            "room": room and f"; with room for them the twin predicts {room}",
-            "gain": gain,
-        }
-
-
-def _startup(evidence: Evidence) -> Iterator[Found]:
+def _startup(evidence: Evidence) -> Steps:
     share = evidence.startup_share()
-    yield {"share": share_text(share), "gain": _believable(evidence, share / (1 - share))}
+    yield Advice(
+        action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
+        reason=f"starting workers takes {share_text(share)} of an epoch",
+        expected_gain=_believable(evidence, share / (1 - share)),
+    )
 
 
-def _batched_fetch(evidence: Evidence) -> Iterator[Found]:
+def _batched_fetch(evidence: Evidence) -> Steps:
     """`__getitems__`, its gain from the collating that was measured: gathering copies the same bytes to one place."""
     measured = evidence.measurement
     share = collate_share(measured)
@@ -238,30 +224,47 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Found]:
     busy_s = with_workers if evidence.best.num_workers else evidence.period_s
     gain = _gain_without(evidence, saved_s, of=busy_s)
     if gain is not None:
-        yield {"share": share_text(1 - share), "us": f"{sample_s * 1e6:.0f}", "gain": gain}
+        yield Advice(
+            action="Give the dataset a __getitems__(indices) that fetches a whole batch at once.",
+            reason=f"{share_text(1 - share)} of a fetch goes into single samples of {sample_s * 1e6:.0f} us each; gathering "
+            "them at once should take little longer than collating does",
+            expected_gain=gain,
+        )
 
 
-def _threaded_workers(evidence: Evidence) -> Iterator[Found]:
+def _threaded_workers(evidence: Evidence) -> Steps:
     cores = evidence.cores_per_worker()
     if cores > THREADED_CORES:
-        yield {"cores": f"{cores:.1f}", "usable": evidence.usable_cores}
+        yield Advice(
+            action="Keep libraries in workers to one thread: cv2.setNumThreads(0) in worker_init_fn, OMP_NUM_THREADS=1 in "
+            "the environment.",
+            reason=f"a worker keeps {cores:.1f} cores busy while it fetches, and there are {evidence.usable_cores}",
+        )
 
 
-def _heavy_tail(evidence: Evidence) -> Iterator[Found]:
+def _heavy_tail(evidence: Evidence) -> Steps:
     heavy = tail(evidence.measurement)
     if heavy <= HEAVY_TAIL or not evidence.best.in_order or evidence.best.num_workers < 2:
         return
     gain = evidence.predicted_gain(replace(evidence.best, in_order=False))
     if gain is None or gain > WORTH_S_TIME:
-        yield {"heavy": f"{heavy:.0f}", "gain": _believable(evidence, gain)}
+        yield Advice(
+            action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
+            reason=f"the slowest batches take {heavy:.0f} times the median",
+            expected_gain=_believable(evidence, gain),
+        )
 
 
-def _memory_growth(evidence: Evidence) -> Iterator[Found]:
+def _memory_growth(evidence: Evidence) -> Steps:
     memory, held = evidence.measurement.memory, evidence.held
     slope = None if memory is None else memory.pss_slope_bytes_per_s
     if slope is not None and slope > LEAKING_BYTES_PER_S and evidence.best.num_workers:
         where, what = ("", "") if held is None else (f": {held.code()}", f"; {held}")
-        yield {"slope": f"{slope / 2**20:.0f}", "where": where, "what": what}
+        yield Advice(
+            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
+            reason=f"the processes' memory grows by {bytes_text(slope)}/s while they read: counting references copies the "
+            f"pages that workers share{what}",
+        )
 
 
 def _step_on_cpu_s(evidence: Evidence) -> float:
@@ -281,8 +284,9 @@ def _believable(evidence: Evidence, gain: float | None) -> float | None:
     """The gain, as far as step and cores allow it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    limit = evidence.cores_limit() if evidence.computing_share() < 0.5 else None
-    allowed = [bound.value / evidence.rate.value - 1 for bound in (evidence.ceiling, limit) if bound is not None]
+    bounds = [evidence.cores_limit() if evidence.computing_share() < 0.5 else None]
+    bounds += [None if evidence.ceiling is None else evidence.ceiling.value]
+    allowed = [bound / evidence.rate.value - 1 for bound in bounds if bound is not None]
     if evidence.ceiling is None and evidence.measurement.wait_share < 1:
         # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
         allowed.append(1 / (1 - evidence.measurement.wait_share) - 1)
@@ -290,115 +294,15 @@ def _believable(evidence: Evidence, gain: float | None) -> float | None:
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None
 
 
-RULES = (
-    Rule(
-        bindings=("step",),
-        when=_step,
-        action="Speed up the step itself (torch.compile, mixed precision, a larger batch) or leave it as it is.",
-        reason="the loop waits for data only {waits} of the time",
-    ),
-    Rule(
-        bindings=("cpu",),
-        when=_cheaper_stages,
-        action="Make {stage!r} cheaper ({where}){how}.",
-        reason="it takes {share} of a worker's CPU, {ms} ms for each sample{rise}",
-    ),
-    Rule(
-        bindings=("cpu",),
-        when=_cheaper_transforms,
-        action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
-        reason="each sample takes {ms} ms of CPU{rise}",
-    ),
-    Rule(
-        bindings=("cpu",),
-        when=_more_cores,
-        action="Use more cores: with {cores} cores and {workers} workers the twin predicts {then}.",
-        reason="on {usable} cores the best is {now}",
-    ),
-    Rule(
-        bindings=("wait",),
-        when=_more_workers,
-        action="Allow more workers than cores: max_workers={workers}.",
-        reason="a fetch waits {waits} of its time and leaves its core alone meanwhile; the twin predicts {then} with "
-        "{workers} workers",
-    ),
-    Rule(
-        bindings=("wait",),
-        when=_larger_reads,
-        action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
-        reason="a fetch waits {waits} of its time{line}{crowded}",
-    ),
-    Rule(
-        bindings=("transport",),
-        when=_fewer_bytes,
-        action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
-        reason="a batch carries {mib} MiB",
-    ),
-    Rule(
-        bindings=("transport",),
-        when=_fewer_batches,
-        action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-        reason="handing over takes {ms} ms however little a batch carries",
-    ),
-    Rule(
-        bindings=("transport",),
-        when=_fewer_tensors,
-        action="Collate into fewer, larger tensors.",
-        reason="each of the {tensors} tensors of a batch travels in a segment of its own",
-    ),
-    Rule(
-        bindings=("pinning",),
-        when=_pinning,
-        action="Send less per batch (uint8 instead of float32), or pin in the workers with a collate_fn of your own.",
-        reason="one thread copies {mib} MiB a batch into page-locked memory",
-    ),
-    Rule(
-        bindings=("memory",),
-        when=_shared_memory,
-        action="Give the container more shared memory (--shm-size=8g), or make batches smaller.",
-        reason="a batch of {mib} MiB waits in /dev/shm for each place in a queue",
-    ),
-    Rule(
-        bindings=("memory",),
-        when=_host_memory,
-        action="Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects.",
-        reason="more workers {what}{size}{room}",
-    ),
-    Rule(
-        bindings=("startup",),
-        when=_startup,
-        action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
-        reason="starting workers takes {share} of an epoch",
-    ),
-)
+RULES: dict[Binding, tuple[Rule, ...]] = {
+    "step": (_step,),
+    "cpu": (_cheaper_fetching, _more_cores),
+    "wait": (_more_workers, _larger_reads),
+    "transport": (_less_to_hand_over,),
+    "pinning": (_pinning,),
+    "memory": (_more_memory,),
+    "startup": (_startup,),
+}
 """What a verdict calls for, in this order."""
-ALWAYS = (
-    Rule(
-        bindings=(),
-        when=_batched_fetch,
-        action="Give the dataset a __getitems__(indices) that fetches a whole batch at once.",
-        reason="{share} of a fetch goes into single samples of {us} us each; gathering them at once should take little "
-        "longer than collating does",
-    ),
-    Rule(
-        bindings=(),
-        when=_threaded_workers,
-        action="Keep libraries in workers to one thread: cv2.setNumThreads(0) in worker_init_fn, OMP_NUM_THREADS=1 in "
-        "the environment.",
-        reason="a worker keeps {cores} cores busy while it fetches, and there are {usable}",
-    ),
-    Rule(
-        bindings=(),
-        when=_heavy_tail,
-        action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
-        reason="the slowest batches take {heavy} times the median",
-    ),
-    Rule(
-        bindings=(),
-        when=_memory_growth,
-        action="Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
-        reason="the processes' memory grows by {slope} MiB/s while they read: counting references copies the pages that "
-        "workers share{what}",
-    ),
-)
+ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _memory_growth)
 """What may be said whatever binds; only the last where the step binds, or nothing is known."""

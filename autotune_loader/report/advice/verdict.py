@@ -18,12 +18,11 @@ shows it, the verdict is `unknown`, with both figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from autotune_loader.decision.race import NEAR_CEILING
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.memory import shortage
-from autotune_loader.report.units import rate_text, share_text
+from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Binding, Verdict
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
@@ -56,11 +55,6 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(binding=found, sentence=_sentence(found, evidence, headroom), headroom=headroom)
 
 
-def gain_words(gain: float) -> str:
-    """A relative gain for a person: "12 %", and from a doubling on "3.2 times the rate"."""
-    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
-
-
 def _binding(evidence: Evidence) -> Binding:
     waits = evidence.measurement.wait_share
     if evidence.startup_share() > 0.1:
@@ -69,7 +63,7 @@ def _binding(evidence: Evidence) -> Binding:
         return "step" if waits <= 2 * HARDLY_WAITS else "unknown"
     if waits < HARDLY_WAITS:
         return _never_waiting(evidence)
-    if evidence.stopped_by_memory() or shortage(evidence) is not None:
+    if shortage(evidence) is not None:
         return "memory"
     if evidence.best.num_workers == 0:
         return _without_workers(evidence)
@@ -114,7 +108,7 @@ def _without_workers(evidence: Evidence) -> Binding:
 def _cpu_or_wait(evidence: Evidence) -> Binding:
     limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit.value)
+    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit)
     if not full and evidence.measurement.wait_share > 2 * HARDLY_WAITS and evidence.fetching_share() < RARELY_FETCHES:
         return "unknown"
     if full or evidence.computing_share() > COMPUTING_SHARE:
@@ -138,30 +132,32 @@ def _waits_beside_neighbours(evidence: Evidence) -> bool:
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
     measured, waits = evidence.measurement, _waits_words(evidence)
+    fetched, cpu, step = (seconds_text(s) for s in (measured.service_s, measured.service_cpu_s, measured.step_s))
     more = _more(headroom) if evidence.ceiling_doubt is None else "; what the step alone could do is unknown"
-    sentences: dict[Binding, Callable[[], str]] = {
-        "step": lambda: f"The training step binds: {waits}{_step_words(evidence)}.",
-        "cpu": lambda: (
-            f"The CPU binds: a batch takes {_ms(measured.service_cpu_s)} of CPU to fetch and {_ms(measured.step_s)} of "
-            f"step, and there {_cores(evidence)}{_stage_words(evidence)}; {waits}{more}."
-        ),
-        "wait": lambda: (
-            f"Waiting for storage, network or sleep binds: {_fetch_words(evidence)}{_idle_words(evidence)}"
-            f"{_stage_words(evidence)}; {waits}{more}."
-        ),
-        "transport": lambda: f"Handing batches over binds: {_hand_over_words(evidence)}{more}.",
-        "pinning": lambda: (
-            f"Pinning binds: one thread copies {_mib(measured.batch_bytes)} a batch into page-locked memory; {waits}{more}."
-        ),
-        "memory": lambda: f"Memory binds: {_memory_words(evidence)}; {waits}{more}.",
-        "startup": lambda: f"Worker start-up binds: it takes {share_text(evidence.startup_share())} of an epoch.",
-        "in_memory": lambda: (
-            f"The data is in memory: fetching a batch takes {_ms(measured.service_s)}, less than handing it over from a "
-            "worker would cost, so no worker is needed."
-        ),
-        "unknown": lambda: f"What binds could not be told: {_disagreement(evidence)}.",
-    }
-    return sentences[binding]()
+    match binding:
+        case "step":
+            return f"The training step binds: {waits}{_step_words(evidence)}."
+        case "cpu":
+            needs = f"a batch takes {cpu} of CPU to fetch and {step} of step, and there {_cores(evidence)}"
+            return f"The CPU binds: {needs}{_stage_words(evidence)}; {waits}{more}."
+        case "wait":
+            reads = f"{_fetch_words(evidence)}{_idle_words(evidence)}{_stage_words(evidence)}"
+            return f"Waiting for storage, network or sleep binds: {reads}; {waits}{more}."
+        case "transport":
+            return f"Handing batches over binds: {_hand_over_words(evidence)}{more}."
+        case "pinning":
+            size = bytes_text(measured.batch_bytes)
+            return f"Pinning binds: one thread copies {size} a batch into page-locked memory; {waits}{more}."
+        case "memory":
+            short = shortage(evidence)
+            return f"Memory binds: {short.why if short is not None else 'workers lack it'}; {waits}{more}."
+        case "startup":
+            return f"Worker start-up binds: it takes {share_text(evidence.startup_share())} of an epoch."
+        case "in_memory":
+            less = "less than handing it over from a worker would cost, so no worker is needed"
+            return f"The data is in memory: fetching a batch takes {fetched}, {less}."
+        case "unknown":
+            return f"What binds could not be told: {_disagreement(evidence)}."
 
 
 def _stage_words(evidence: Evidence) -> str:
@@ -186,10 +182,11 @@ def _disagreement(evidence: Evidence) -> str:
         return f"{waits}, yet a worker fetches for {share_text(evidence.fetching_share())} of its time only{others}"
     fed = evidence.fed_burst()
     if fed is not None:
+        rate, whole_s = rate_text(fed.samples_per_s.value), fed.batch_size / fed.samples_per_s.value
+        whole, step, receiving = (seconds_text(each) for each in (whole_s, fed.step_s, receive_s(fed)))
         return (
-            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher "
-            f"({rate_text(fed.samples_per_s.value)}): of {_ms(fed.batch_size / fed.samples_per_s.value)} a batch the step "
-            f"takes {_ms(fed.step_s)} and receiving it {_ms(receive_s(fed))}{others}"
+            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher ({rate}): of {whole} a batch the "
+            f"step takes {step} and receiving it {receiving}{others}"
         )
     return (
         f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
@@ -207,7 +204,7 @@ def _value(ceiling: Interval | None) -> float:
 
 def _fetch_words(evidence: Evidence) -> str:
     burst = evidence.telling_burst()
-    return f"of {_ms(burst.service_s)} per batch a fetch computes {_ms(burst.service_cpu_s)}"
+    return f"of {seconds_text(burst.service_s)} per batch a fetch computes {seconds_text(burst.service_cpu_s)}"
 
 
 def _idle_words(evidence: Evidence) -> str:
@@ -254,36 +251,12 @@ def _of_ceiling(evidence: Evidence) -> str:
 
 def _hand_over_words(evidence: Evidence) -> str:
     measured = evidence.measurement
+    size, fetched = bytes_text(measured.batch_bytes), seconds_text(measured.service_s)
     if evidence.best.num_workers == 0:
-        return (
-            f"fetching {_mib(measured.batch_bytes)} takes {_ms(measured.service_s)} here, and handing it over from a "
-            f"worker would cost another {_ms(evidence.hand_over_s())}"
-        )
+        extra = seconds_text(evidence.hand_over_s())
+        return f"fetching {size} takes {fetched} here, and handing it over from a worker would cost another {extra}"
     if _only_moves_bytes(evidence):
         return (
-            f"a worker takes {_ms(measured.service_cpu_s)} of CPU for {_mib(measured.batch_bytes)}, which is what writing "
-            "them takes"
+            f"a worker takes {seconds_text(measured.service_cpu_s)} of CPU for {size}, which is what writing them takes"
         )
-    return f"receiving one takes {_ms(receive_s(measured))} for {_mib(measured.batch_bytes)}"
-
-
-def _memory_words(evidence: Evidence) -> str:
-    failed = min(evidence.stopped_by_memory(), key=lambda trial: trial.config.num_workers, default=None)
-    if failed is None:
-        short = shortage(evidence)
-        assert short is not None
-        return (
-            f"{short.config} would take {_mib(round(short.need_bytes))} of {short.resource}, and there are "
-            f"{_mib(short.limit_bytes)}"
-        )
-    assert failed.failure is not None
-    return f"{failed.config} ran out of it ({failed.failure.kind.replace('_', ' ')})"
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.{0 if milliseconds >= 10 else 1 if milliseconds >= 1 else 2}f} ms"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 100 << 10 else f"{size / 2**10:.1f} KiB"
+    return f"receiving one takes {seconds_text(receive_s(measured))} for {size}"

@@ -13,26 +13,20 @@ MOST_ROWS = 10
 """Shorter stages than these are thin lines that nobody reads."""
 
 
-def stages_info(result: TuningResult) -> tuple[StageTime, ...]:
-    """Gather what `plot_stages` draws: the longest stages, the longest last, as bars are drawn upwards."""
-    return result.stage_times[:MOST_ROWS][::-1]
-
-
 def plot_stages(result: TuningResult) -> canvas.Figure:
-    """A bar for each stage: computing, and waiting beside it, in seconds of each sample."""
-    info = stages_info(result)
-    nothing = "No worker was watched: stages=False, or no burst with workers."
-    content = partial(_draw, info) if info else nothing
-    return canvas.picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(info)))
+    """A bar for each stage: computing, and waiting beside it, in seconds of each sample; the longest stage on top."""
+    shown = result.stage_times[:MOST_ROWS][::-1]  # bars are drawn upwards
+    content = partial(_draw, shown) if shown else "No worker was watched: stages=False, or no burst with workers."
+    return canvas.picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(shown)))
 
 
-def _draw(info: tuple[StageTime, ...], axes: canvas.Axes) -> None:
-    names = [each.stage for each in info]
-    computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in info]
-    waiting = [max(0.0, each.wall_s - each.cpu_s) * 1e3 for each in info]
+def _draw(stages: tuple[StageTime, ...], axes: canvas.Axes) -> None:
+    names = [each.stage for each in stages]
+    computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in stages]
+    waiting = [max(0.0, each.wall_s - each.cpu_s) * 1e3 for each in stages]
     axes.barh(names, computing, color=canvas.BLUE, label="computing")
     axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting")
-    for row, each in enumerate(info):
+    for row, each in enumerate(stages):
         text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}  {each.where}"
         axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)
-    axes.set(xlabel="milliseconds for each sample", xlim=(0, 2.2 * max(each.wall_s for each in info) * 1e3))
+    axes.set(xlabel="milliseconds for each sample", xlim=(0, 2.2 * max(each.wall_s for each in stages) * 1e3))

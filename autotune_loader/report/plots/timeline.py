@@ -8,9 +8,8 @@ worker 1   fetch ██████ collate ▓ ...
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import measurement_of
@@ -21,10 +20,9 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
 
-Activity = Literal["fetch", "collate", "wait", "step", "unseen"]
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
-_COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the order of drawing
+_COLOURS = {  # with the legend's words; in the order of drawing
     "wait": (canvas.VERMILLION, "training loop waits"),
     "step": (canvas.BLUE, "training step"),
     "fetch": (canvas.GREEN, "samples are fetched"),
@@ -33,54 +31,50 @@ _COLOURS: dict[Activity, tuple[str, str]] = {  # with the legend's words; in the
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """What one process did from when to when."""
+def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
+    """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
 
-    row: int
-    """`MAIN_PROCESS` for the training loop, or the worker's number."""
-    activity: Activity
-    start_s: float
-    """Seconds since the picture's left edge."""
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineInfo:
-    """What the picture shows."""
-
-    config: LoaderConfig
-    bars: tuple[Bar, ...]
-    workers: tuple[int, ...]
-    """Rows below the training loop's."""
-    length_s: float
-    wait_share: float
-    """Of that burst, or where they were run, of all bursts of the finals."""
-
-
-def timeline_info(result: TuningResult, trial: int | None = None) -> TimelineInfo:
-    """Gather what `plot_timeline` draws.
+    Args:
+        result: as `tune()` returned it; traces are not saved.
+        trial: number of the trial; the best configuration's if None.
 
     Raises:
         ValueError: there is no such trial, or it failed.
         TunerError: no trace is there any more; they are not saved in `loader.json`.
     """
     config, measurement = _burst(result, trial)
-    traces = measurement.traces
+    waits = f"The training loop waits {share_text(measurement.wait_share)} of the time"
+    workers = sorted({trace.worker for trace in measurement.traces} - {MAIN_PROCESS})
+    return canvas.picture(
+        f"The last batches of a burst: {config}\n{waits}",
+        partial(_draw, measurement.traces, workers),
+        width=9.0,
+        height=1.8 + 0.36 * (1 + len(workers)),
+        legend_columns=4,
+    )
+
+
+def _draw(traces: Sequence[BatchTrace], workers: Sequence[int], axes: canvas.Axes) -> None:
+    """A row for the loop and one for each worker. Without workers the loop fetches: those bars lie on its wait."""
+    rows = {worker: row for row, worker in enumerate((MAIN_PROCESS, *workers))}
     start, end = _window(traces)
-    bars = tuple(
-        Bar(row=row, activity=activity, start_s=max(begun, start) - start, end_s=min(ended, end) - start)
-        for row, activity, begun, ended in _activities(traces)
-        if ended > start and begun < end and ended > begun
-    )
     shortest_s = 0.002 * (end - start)  # shorter waits are hand-overs, not stalls, and would only be a hairline
-    return TimelineInfo(
-        config=config,
-        bars=tuple(each for each in bars if each.activity != "wait" or each.end_s - each.start_s > shortest_s),
-        workers=tuple(sorted({trace.worker for trace in traces} - {MAIN_PROCESS})),
-        length_s=end - start,
-        wait_share=measurement.wait_share,
-    )
+    shown = [
+        (worker, activity, max(begun, start), min(ended, end))
+        for worker, activity, begun, ended in _activities(traces)
+        if ended > start and begun < end and ended > begun
+    ]
+    for activity, (colour, label) in _COLOURS.items():
+        bars = [bar for bar in shown if bar[1] == activity and (activity != "wait" or bar[3] - bar[2] > shortest_s)]
+        for worker, _, begun, ended in bars:
+            height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
+            look: dict[str, Any] = {"color": colour, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh(rows[worker], ended - begun, height, left=begun - start, **look)
+        if bars:
+            axes.barh(0, 0, color=colour, label=label)
+    axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in workers)])
+    axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
+    axes.grid(axis="y", visible=False)
 
 
 def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
@@ -103,7 +97,7 @@ def _last_seen(traces: Sequence[BatchTrace]) -> dict[int, float]:
     return {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
 
 
-def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Activity, float, float]]:
+def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, str, float, float]]:
     """(row, activity, begin, end) of everything that the traces tell."""
     for trace in traces:
         yield MAIN_PROCESS, "wait", trace.requested, trace.received
@@ -132,35 +126,3 @@ def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Meas
     trial = max(traced.values(), key=lambda trial: trial.samples_per_s or 0.0) if number is None else traced[number]
     assert trial.measurement is not None
     return trial.config, trial.measurement
-
-
-def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
-    """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
-
-    Args:
-        result: as `tune()` returned it; traces are not saved.
-        trial: number of the trial; the best configuration's if None.
-    """
-    info = timeline_info(result, trial)
-    title = (
-        f"The last batches of a burst: {info.config}\nThe training loop waits {share_text(info.wait_share)} of the time"
-    )
-    return canvas.picture(
-        title, partial(_draw, info), width=9.0, height=1.8 + 0.36 * (1 + len(info.workers)), legend_columns=4
-    )
-
-
-def _draw(info: TimelineInfo, axes: canvas.Axes) -> None:
-    rows = {MAIN_PROCESS: 0, **{worker: 1 + position for position, worker in enumerate(info.workers)}}
-    # Without workers the loop itself fetches: those bars lie on its wait, which they explain.
-    for activity, (colour, label) in _COLOURS.items():
-        bars = [bar for bar in info.bars if bar.activity == activity]
-        for bar in bars:
-            height = 0.4 if bar.row == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
-            patch = axes.barh(rows[bar.row], bar.end_s - bar.start_s, height, left=bar.start_s, color=colour)
-            patch[0].set(edgecolor="white", linewidth=0.4)
-        if bars:
-            axes.barh(0, 0, color=colour, label=label)
-    axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in info.workers)])
-    axes.set(xlabel="seconds", xlim=(0, info.length_s), ylim=(len(rows) - 0.5, -0.5))
-    axes.grid(axis="y", visible=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from autotune_loader.report.plots import canvas
@@ -12,76 +11,39 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkersInfo:
-    """What the picture shows."""
-
-    fastest: tuple[tuple[int, Interval], ...]
-    """(workers, samples/s) of the fastest configuration with each number of workers, by workers."""
-    curve: tuple[tuple[int, float], ...]
-    """What the twin says after the last burst, for the chosen configuration with any number of workers."""
-    best: tuple[int, Interval] | None
-    """The chosen configuration; its rate is that of the finals, where it ran in them."""
-    best_from_finals: bool
-    baseline: tuple[int, Interval] | None
-    plateau: tuple[float, float] | None
-    """Rates within the tolerance of the chosen configuration's."""
-    ceiling: Interval | None
-
-
-def workers_info(result: TuningResult) -> WorkersInfo:
-    """Gather what `plot_workers` draws."""
-    measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
-    fastest: dict[int, Interval] = {}
-    for workers, rate in sorted(measured, key=lambda pair: pair[1].value):
-        fastest[workers] = rate
-    best = rate_of(result.best, result.finals, result.trials, is_best=True)
-    baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
-    tolerance = tolerance_of(result)
-    return WorkersInfo(
-        fastest=tuple(sorted(fastest.items())),
-        curve=_curve(result, max([*fastest, result.best.num_workers]) if fastest else -1),
-        best=(result.best.num_workers, best) if best else None,
-        best_from_finals=bool(result.finals.rates_of(result.best)),
-        baseline=(result.baseline.num_workers, baseline) if baseline else None,
-        plateau=None if best is None else (best.value * (1 - tolerance), best.value / (1 - tolerance)),
-        ceiling=result.ceiling,
-    )
-
-
-def _curve(result: TuningResult, most: int) -> tuple[tuple[int, float], ...]:
-    counts = range(most + 1)
-    rates = predicted_rates(result, [result.best.with_workers(count) for count in counts])
-    return tuple(zip(counts, rates, strict=False))
-
-
 def plot_workers(result: TuningResult) -> canvas.Figure:
-    """Samples/s over workers: measured with intervals, predicted, the plateau and the ceiling."""
-    info = workers_info(result)
-    content = (
-        partial(_draw, info, result.measured.rate_unit)
-        if info.fastest
-        else "No configuration worked, so there is no rate to show."
-    )
+    """Samples/s over workers: measured with intervals, predicted, the plateau and the ceiling.
+
+    Of each number of workers the fastest configuration counts; the chosen one has its rate of the finals where it ran in them.
+    """
+    measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
+    fastest = dict(sorted(measured, key=lambda pair: pair[1].value))  # the last one of each number stays
+    nothing = "No configuration worked, so there is no rate to show."
+    content = partial(_draw, result, sorted(fastest.items())) if fastest else nothing
     return canvas.picture("How many workers help", content)
 
 
-def _draw(info: WorkersInfo, unit: str, axes: canvas.Axes) -> None:
-    chosen = info.best[1].value if info.best else 0.0
-    canvas.draw_ceiling(axes, info.ceiling, max([chosen, *(rate.value for _, rate in info.fastest)]))
-    if info.plateau:
-        tolerance = share_text(1 - info.plateau[0] / chosen)
-        axes.axhspan(
-            *info.plateau, color=canvas.GREEN, alpha=0.18, linewidth=0, label=f"within {tolerance} of the chosen one"
-        )
-    canvas.draw_rates(axes, info.fastest, "o-", color=canvas.BLUE, capsize=3, label="measured, 95 % interval")
-    canvas.draw_points(axes, info.curve, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
-    for point, marker, colour, size, label in (
-        (info.baseline, "s", canvas.BLACK, 8, "before tuning"),
-        (info.best, "*", canvas.VERMILLION, 15, "chosen, in the paired rounds" if info.best_from_finals else "chosen"),
+def _draw(result: TuningResult, fastest: list[tuple[int, Interval]], axes: canvas.Axes) -> None:
+    best = rate_of(result.best, result.finals, result.trials, is_best=True)
+    baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
+    tops = [rate.value for _, rate in fastest] + ([best.value] if best else [])
+    canvas.draw_ceiling(axes, result.ceiling, max(tops))
+    tolerance = tolerance_of(result)
+    if best is not None:
+        plateau, label = (1 - tolerance, 1 / (1 - tolerance)), f"within {share_text(tolerance)} of the chosen one"
+        low, high = (best.value * factor for factor in plateau)
+        axes.axhspan(low, high, color=canvas.GREEN, alpha=0.18, linewidth=0, label=label)
+    canvas.draw_rates(axes, fastest, "o-", color=canvas.BLUE, capsize=3, label="measured, 95 % interval")
+    counts = range(max(fastest[-1][0], result.best.num_workers) + 1)
+    rates = predicted_rates(result, [result.best.with_workers(count) for count in counts])
+    curve = list(zip(counts, rates, strict=False))
+    canvas.draw_points(axes, curve, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
+    chosen = "chosen, in the paired rounds" if result.finals.rates_of(result.best) else "chosen"
+    for config, rate, marker, colour, size, name in (
+        (result.baseline, baseline, "s", canvas.BLACK, 8, "before tuning"),
+        (result.best, best, "*", canvas.VERMILLION, 15, chosen),
     ):
-        canvas.draw_rates(
-            axes, [point] if point else [], marker, color=colour, markersize=size, capsize=3, label=label, zorder=5
-        )
-    canvas.label_rates(axes, "worker processes", unit)
+        points = [(config.num_workers, rate)] if rate else []
+        canvas.draw_rates(axes, points, marker, color=colour, markersize=size, capsize=3, label=name, zorder=5)
+    canvas.label_rates(axes, "worker processes", result.measured.rate_unit)
     canvas.whole_numbers(axes.xaxis)
