@@ -10,11 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from autotune_loader.pipeline.build import batching_of
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 
-WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "in_order")
-"""Arguments of an existing loader that torch refuses, or ignores, without workers."""
-CONFIGURED = ("num_workers", "pin_memory", *WORKERS)
+CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 
 
@@ -45,18 +43,21 @@ def asked_for(
         )
     given = inspect.signature(DataLoader).bind(dataset, *args, **arguments).arguments
     if isinstance(dataset, DataLoader):
-        given = {**_arguments_of(dataset, given), **given, "dataset": dataset.dataset}
+        given = {
+            **batching_of(dataset, LoaderConfig()),
+            **_parts_of(dataset, given),
+            **given,
+            "dataset": dataset.dataset,
+        }
     if config is not None:
-        given = {name: value for name, value in given.items() if name not in CONFIGURED} | _of_workers(config)
+        of_workers = {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
+        given = {name: value for name, value in given.items() if name not in CONFIGURED} | of_workers
     return given
 
 
-def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
-    names: tuple[str, ...] = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+def _parts_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What is neither data nor batching; of workers nothing where torch refuses or ignores it, as there are none."""
+    names: tuple[str, ...] = ("num_workers", "pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
     if given.get("num_workers", loader.num_workers) and loader.num_workers:
-        names += WORKERS
-    return {name: getattr(loader, name) for name in names} | batching_of(loader, LoaderConfig())
-
-
-def _of_workers(config: LoaderConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
+        names += tuple(WITHOUT_WORKERS)
+    return {name: getattr(loader, name) for name in names}

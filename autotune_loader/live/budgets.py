@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune_loader.decision.space import BatchCost, Limits, Space, least
 from autotune_loader.machine.limits import local_world_size, memory_budget, open_files_limit, shared_memory
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.validation import require_count
 
 PREFETCH_FACTORS = (2, 4, 8)
 """A queue of one batch a worker is never faster beyond the noise, and each value is one more to be tried."""
@@ -27,13 +28,7 @@ class Budgets:
 
     def __post_init__(self) -> None:
         for name in ("max_workers", "max_host_memory", "max_shm"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} is not an integer; {name}=None would work")
-            if value < 0:
-                raise ValueError(f"{name}={value} is below 0; {name}=None would work")
+            require_count(name, getattr(self, name), minimum=0)
 
     def refuse(self, config: LoaderConfig, shape: BatchShape | None) -> None:
         """Raise a ValueError for a configuration that is over a budget.
@@ -51,24 +46,16 @@ class Budgets:
             raise ValueError(f"{failure.message} (max_shm, max_host_memory); num_workers=0 would work")
 
     def may_overlap(self, old: LoaderConfig, new: LoaderConfig, shape: BatchShape | None) -> bool:
-        """Whether the new pool may be started while the old one still has batches in hand.
+        """Whether the new pool may be started while the old one still has batches in hand: both at once have to fit.
 
         Not with pinning: a process that is forked beside a pinning thread can inherit a lock that nobody gives back
         (https://github.com/pytorch/pytorch/issues/130610).
         """
         if old.pin_memory or new.pin_memory or shape is None:
             return False
-        if self.max_workers is not None and old.num_workers + new.num_workers > self.max_workers:
-            return False
-        space, shm, host = self._space(shape), shared_memory(), memory_budget().available_bytes
-        in_flight = sum(config.num_workers * (config.prefetch_factor or 0) + 1 for config in (old, new)) * shape.bytes
-        needs = space.memory_need(old) + space.memory_need(new)
-        ranks = local_world_size()
-        return (
-            _fits(in_flight, self.max_shm, int(shm.free_bytes * SAFE_SHARE / ranks) if shm else None)
-            and _fits(needs, self.max_host_memory)
-            and _fits(space.memory_need(new), int(host * SAFE_SHARE / ranks) if host is not None else None)
-        )
+        workers, depth = old.num_workers + new.num_workers, max(old.prefetch_factor or 1, new.prefetch_factor or 1)
+        is_allowed = self.max_workers is None or workers <= self.max_workers
+        return is_allowed and self._space(shape, of_free=SAFE_SHARE).veto(new.with_workers(workers, depth)) is None
 
     def search_space(self, most_workers: int, like: LoaderConfig, shape: BatchShape | None) -> Space:
         """The configurations that may be tried, in what differs from `like` workers and prefetch.
@@ -78,31 +65,25 @@ class Budgets:
             like: what stays as it is: pinning, order, start method.
             shape: of a batch.
         """
-        shm, memory, ranks = shared_memory(), memory_budget().available_bytes, local_world_size()
-        most = most_workers if self.max_workers is None else min(most_workers, self.max_workers)
-        return Space(
-            max_workers=most,
+        return replace(
+            self._space(shape, of_free=1.0),
+            max_workers=most_workers if self.max_workers is None else min(most_workers, self.max_workers),
             workers_are_capped=self.max_workers is not None,
             prefetch_factors=PREFETCH_FACTORS,
             pin_memory=(like.pin_memory,),
             in_order=(like.in_order,),
             multiprocessing_contexts=(like.multiprocessing_context,),
-            limits=Limits(
-                shm_bytes=least(self.max_shm, shm.free_bytes // ranks if shm else None),
-                memory_bytes=least(self.max_host_memory, memory // ranks if memory is not None else None),
+        )
+
+    def _space(self, shape: BatchShape | None, *, of_free: float | None = None) -> Space:
+        """Within what the user allows, and within this share of what is free here; None leaves the latter out."""
+        limits = Limits(shm_bytes=self.max_shm, memory_bytes=self.max_host_memory)
+        if of_free is not None:
+            shm, memory, share = shared_memory(), memory_budget().available_bytes, of_free / local_world_size()
+            limits = Limits(
+                shm_bytes=least(self.max_shm, int(shm.free_bytes * share) if shm else None),
+                memory_bytes=least(self.max_host_memory, int(memory * share) if memory is not None else None),
                 descriptors=open_files_limit(),
-            ),
-            batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
-        )
-
-    def _space(self, shape: BatchShape | None) -> Space:
-        return Space(
-            max_workers=1,
-            limits=Limits(shm_bytes=self.max_shm, memory_bytes=self.max_host_memory),
-            batch=BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost(),
-        )
-
-
-def _fits(need_bytes: int, *bounds: int | None) -> bool:
-    most = least(*bounds)
-    return most is None or need_bytes <= most
+            )
+        batch = BatchCost(bytes=shape.bytes, tensors=shape.tensors) if shape else BatchCost()
+        return Space(max_workers=1, limits=limits, batch=batch)

@@ -10,14 +10,13 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from multiprocessing import current_process
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from autotune_loader.live.arguments import asked_for
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.epoch import EpochIterator
-from autotune_loader.live.findings import Findings
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts
 from autotune_loader.live.rebuilt import forget, keep, left_by_another
@@ -25,24 +24,30 @@ from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
 from autotune_loader.live.state import LoaderState, depends_on_worker
 from autotune_loader.live.step_threads import StepThreads
-from autotune_loader.live.traces import LiveTraces
+from autotune_loader.live.traces import LiveTraces, continuous
 from autotune_loader.live.trust import Trust
 from autotune_loader.live.tuner import Event, Job
-from autotune_loader.live.tuning import Announcer, LiveTuning, cores_within, first_proposal
+from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame, not_tried
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.stages import StageTally
+from autotune_loader.pipeline.stages import StageTally, stage_times
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.load import load_config
+from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
-from autotune_loader.values.validation import require_bool
+from autotune_loader.values.validation import require_bool, require_choice
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 MOST_REPORTS = 2000
 """Of what watched workers are at: with ten a second from each, the latest minutes."""
 
 
-class AutoLoader(Findings, DataLoader[T], Generic[T]):
+class AutoLoader(DataLoader[T], Generic[T]):
     """A DataLoader that tunes its workers and prefetching while it trains, and delivers what a plain one would.
 
     It begins as its arguments say: `num_workers`, 0 where it is not given, start method, `persistent_workers`. Training itself
@@ -72,7 +77,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         step_threads: "auto" tries fewer intra-op threads for a step on the CPU, too, which then has the cores that its workers
             leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in
-            the log at INFO, or on a terminal where that is not listened to.
+            the log at INFO.
         max_workers: most worker processes at any time.
         max_cores: cores that may be counted on.
         max_host_memory: most bytes of workers and the batches they hold.
@@ -100,12 +105,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         max_shm: int | None = None,
         **arguments: Any,
     ) -> None:
-        if worker_seeds not in ("batch", "torch"):
-            raise ValueError(
-                f"worker_seeds={worker_seeds!r} is not 'batch' or 'torch'; worker_seeds='batch' would work"
-            )
-        if step_threads not in ("auto", None):
-            raise ValueError(f"step_threads={step_threads!r} is not 'auto' or None; step_threads='auto' would work")
+        require_choice("worker_seeds", worker_seeds, ("batch", "torch"))
+        if step_threads is not None:
+            require_choice("step_threads", step_threads, ("auto",))
         for name, value in (("tune", tune), ("stages", stages)):
             require_bool(name, value)
         if config is not None and not isinstance(config, LoaderConfig):
@@ -146,6 +148,62 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         """How often workers were lost and replaced."""
         return self._state.losses
 
+    @property
+    def best(self) -> LoaderConfig:
+        """The best configuration that is known; while something is tried, that may be another one than `config`."""
+        return self.config if self._tuning is None else self._tuning.tuner.best
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """What was observed and decided, one row each: seconds trained, batch, configuration, samples/s, share of waiting."""
+        return history_frame([] if self._tuning is None else self._tuning.tuner.history)
+
+    def plot(self) -> Figure:
+        """A picture of the training that is remembered: samples/s over time, and where the configuration changed."""
+        from autotune_loader.report.plots.training import plot_training
+
+        log = self.traces
+        batches = log.block(log.first)
+        starts = [(each.serves_from - log.first, each.config) for each in log.changes]
+        return plot_training(continuous(batches, log.changes), starts)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What binds training now."""
+        return self._result().verdict
+
+    def report(self) -> str:
+        """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
+        text, refusal = self._result().report(), self._state.refusal
+        return text if refusal is None else f"{text}\n\n{not_tried(refusal)}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json` with the best configuration known: the next job begins where this one ended."""
+        self._result().save(path)
+
+    def go_on_from(self, state: LoaderState, tuning: LiveTuning) -> None:
+        """Take over what another loader learnt that did the same work, as where a script makes a loader for each epoch.
+
+        Args:
+            state: of the other loader, which is not iterated any more.
+            tuning: of the other loader.
+        """
+        self._state, self._tuning = state, tuning
+        tuning.on_change = self.on_change
+
+    @property
+    def learnt(self) -> tuple[LoaderState, LiveTuning]:
+        """What `go_on_from` takes over."""
+        return self._state, self._known()
+
+    def _result(self) -> TuningResult:
+        stages = self._state.stages
+        return self._known().result(
+            site=self._site,
+            has_batched_fetch=hasattr(self.dataset, "__getitems__"),
+            stage_times=() if stages is None else stage_times(stages.samples()),
+        )
+
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = self._state.is_tuned = False
@@ -164,7 +222,9 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         """
         self._check(config)
         self.freeze()
-        self._change(config)
+        if config.num_workers:
+            config = replace(config, in_order=self.in_order, persistent_workers=self.persistent_workers)
+        self._state.change_to(config)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the dataset, those that want to know, which epoch comes next."""
@@ -308,7 +368,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
         return self._tuning
 
     def _begun(self) -> LiveTuning:
-        first, job_key = first_proposal(self, self._saved) if self._state.is_tuned else (None, None)
+        first, known_as = first_proposal(self, self._saved) if self._state.is_tuned else (None, None)
         job = Job(
             start=self._state.asked,
             first=first,
@@ -319,7 +379,7 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
             is_fixed=not self._state.is_tuned,
             site=self._site.key,
         )
-        return LiveTuning(self._state, self._change, job, on_change=Announcer(self.on_change, job_key))
+        return LiveTuning(self._state, job, on_change=self.on_change, known_as=known_as)
 
     def _check(self, config: LoaderConfig) -> None:
         """Raise a ValueError where a configuration is not this loader's to take."""
@@ -333,12 +393,6 @@ class AutoLoader(Findings, DataLoader[T], Generic[T]):
                 f"drop_last={config.drop_last} of the configuration is not that of the loader; drop_last=None would work"
             )
         self._state.budgets.refuse(config, self._state.shape)
-
-    def _change(self, config: LoaderConfig) -> None:
-        if config.num_workers:
-            config = replace(config, in_order=self.in_order, persistent_workers=self.persistent_workers)
-        if config != self._state.config:
-            self._state.config = config
 
 
 def _source_of(loader: AutoLoader[Any]) -> Source:

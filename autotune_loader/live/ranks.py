@@ -15,15 +15,14 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.live.block_source import LOOK_S, BlockSource, Training, waiting_share
+from autotune_loader.live.blocks import Block, Training, waiting_share
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 
@@ -41,6 +40,9 @@ log = logging.getLogger(__name__)
 _loaders: Counter[str] = Counter()
 """Loaders of each site that have begun."""
 
+Steps = Generator[float, None, None]
+"""Yields for how many seconds the loop is to be left alone."""
+
 
 class Store(Protocol):
     """The part of `torch.distributed.Store` that is used."""
@@ -52,12 +54,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What all ranks do from a batch on."""
+    """What all ranks run from a batch on."""
 
     config: LoaderConfig
     batch: int
-    phase: Literal["search", "compare"] | None
-    """Of the block that is observed; None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +68,18 @@ class Link:
     rank: int
     ranks: int
 
-    def say_ready(self) -> None:
-        """Workers may be tried on this rank."""
-        self.store.set(f"ready/{self.rank}", b"")
+    def say(self, what: str, value: object = None) -> None:
+        """For all ranks to read."""
+        self.store.set(what, msgspec.msgpack.encode(value))
 
-    def are_ready(self) -> bool:
-        """Whether they may be on all others."""
-        return self.store.check([f"ready/{rank}" for rank in range(self.ranks) if rank != self.rank])
+    def heard(self, what: str, kind: Any = Any) -> Any:
+        """What was said; None before it was."""
+        return msgspec.msgpack.decode(self.store.get(what), type=kind) if self.store.check([what]) else None
 
-    def give(self, number: int, order: Order) -> None:
-        self.store.set(f"order/{number}", msgspec.msgpack.encode(order))
-
-    def order(self, number: int) -> Order | None:
-        key = f"order/{number}"
-        return msgspec.msgpack.decode(self.store.get(key), type=Order) if self.store.check([key]) else None
-
-    def tell(self, number: int, seen: Measurement) -> None:
-        few = replace(seen, traces=seen.traces[-MOST_TRACES:])
-        self.store.set(f"figures/{number}/{self.rank}", msgspec.msgpack.encode(few))
-
-    def figures(self, number: int) -> list[Measurement] | None:
-        """Those of all other ranks; None while one is missing."""
-        keys = [f"figures/{number}/{rank}" for rank in range(self.ranks) if rank != self.rank]
-        if not self.store.check(keys):
-            return None
-        return [msgspec.msgpack.decode(self.store.get(key), type=Measurement) for key in keys]
+    def from_others(self, what: str, kind: Any) -> list[Any] | None:
+        """What every other rank has said of something; None while one is missing."""
+        said = [self.heard(f"{what}/{rank}", kind) for rank in range(self.ranks) if rank != self.rank]
+        return None if None in said else said
 
 
 def is_one_of_many() -> bool:
@@ -129,100 +116,107 @@ def job_link(site: str) -> Link | None:
     return Link(prefixed, distributed.get_rank(), distributed.get_world_size())
 
 
-class LeaderSource(BlockSource):
-    """Rank 0's source of evidence: every block and change is an order to all, from a batch on that none has reached yet."""
+class Alone:
+    """Changes one training run.
+
+    Args:
+        training: what is changed.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def is_ready(self) -> bool:
+        """Whether other configurations may be tried."""
+        return not self._training.awaits_proof
+
+    def change_to(self, config: LoaderConfig) -> Steps:
+        """Returns once training was told to run this."""
+        if config.key() != self._training.config.key():
+            self._training.change_to(config)
+        yield from ()
+
+    def counting(self, own: Measurement) -> Generator[float, None, Measurement]:
+        """What counts of a block."""
+        yield from ()
+        return own
+
+
+class Leader(Alone):
+    """Changes all ranks as one, each of them at a batch that none has reached yet."""
 
     def __init__(self, training: Training, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(training)
-        self._link, self._clock = link, clock
-        self._numbers = itertools.count()
-        self._number, self._order, self._ask = 0, None, Ask()
-        self._own: Evidence | None = None
-        self._own_at = 0.0
-
-    _order: Order | None
-
-    def begin(self, config: LoaderConfig, ask: Ask) -> None:
-        self._give(config, ask.phase)
-        self._ask, self._own = ask, None
-
-    def settle(self, config: LoaderConfig) -> None:
-        self._give(config, None)
+        self._link, self._clock, self._orders = link, clock, 0
 
     def is_ready(self) -> bool:
-        return self._link.are_ready()
+        return super().is_ready() and self._link.from_others("ready", bool) is not None
 
-    @property
-    def pause_s(self) -> float:
-        return 0.0 if self._order is not None else LOOK_S
-
-    def is_due(self) -> bool:
-        order = self._order
-        if order is None:
-            return True
-        if self._training.traces.end < order.batch:
-            return False
-        self._order = None
-        if order.phase is None:
-            super().settle(order.config)
-        else:
-            super().begin(order.config, self._ask)
-        return True
-
-    def evidence(self) -> Evidence | None:
-        if not self.is_due():
-            return None
-        if self._own is None:
-            self._own, self._own_at = super().evidence(), self._clock()
-        if self._own is None or self._own.measurement is None:
-            return self._own
-        others = self._link.figures(self._number)
-        if others is None:
-            return self._own if self._clock() - self._own_at > PATIENCE_S else None
-        worst = max([self._own.measurement, *others], key=waiting_share)
-        return replace(self._own, outcome=worst)
-
-    def _give(self, config: LoaderConfig, phase: Literal["search", "compare"] | None) -> None:
+    def change_to(self, config: LoaderConfig) -> Steps:
         traces = self._training.traces
         recent = traces.block(traces.end - 16)
         period_s = (recent[-1].step_end - recent[0].requested) / len(recent) if recent else AHEAD_S
-        ahead = math.ceil(AHEAD_S / max(period_s, 1e-6)) + 2 if recent or phase is None else 0
-        self._number = next(self._numbers)
-        self._order = Order(config=config, batch=traces.end + ahead, phase=phase)
-        self._link.give(self._number, self._order)
+        batch = traces.end + math.ceil(AHEAD_S / max(period_s, 1e-6)) + 2
+        self._link.say(f"order/{self._orders}", Order(config=config, batch=batch))
+        self._orders += 1
+        while traces.end < batch:
+            yield 0.0
+        yield from super().change_to(config)
+
+    def counting(self, own: Measurement) -> Generator[float, None, Measurement]:
+        """That of the rank which waits most."""
+        until = self._clock() + PATIENCE_S
+        while (others := self._link.from_others(f"figures/{self._orders - 1}", Measurement)) is None:
+            if self._clock() > until:
+                return own
+            yield POLL_S
+        worst: Measurement = max([own, *others], key=waiting_share)
+        return worst
 
 
 class Follower:
-    """What every other rank does at its looks."""
+    """What every other rank does at its looks, in place of a `Tuner`."""
 
     def __init__(self, training: Training, link: Link) -> None:
         self._training, self._link = training, link
-        self._source = BlockSource(training)
-        self._number = 0
-        self._order: Order | None = None
-        self._observed: int | None = None
-        self._is_ready = False
+        self._steps, self._is_ready = self._follow(), False
 
     def look(self, now: float) -> float:
         """As `Tuner.look`."""
+        from torch import distributed
+
+        try:
+            return now + next(self._steps)
+        except distributed.DistError as error:  # rank 0 has ended, and the store with it
+            log.info("rank 0 is gone, so nothing changes any more: %s", error)
+            return math.inf
+
+    def _follow(self) -> Steps:
         training = self._training
+        for number in itertools.count():
+            while (order := self._order(number)) is None:
+                yield POLL_S
+            while training.traces.end < order.batch:
+                yield 0.0
+            if training.may_run(order.config):
+                is_new = order.config.key() != training.config.key()
+                block = Block(training, order.config, is_new=is_new)
+                if is_new:
+                    training.change_to(order.config)
+                yield from self._tell(block, number)
+
+    def _order(self, number: int) -> Order | None:
+        training, link = self._training, self._link
         if not self._is_ready and training.may_run(training.config.with_workers(training.config.num_workers + 1)):
             self._is_ready = True
-            self._link.say_ready()
-        if self._order is None:
-            self._order = self._link.order(self._number)
-        order = self._order
-        if order is not None and self._training.traces.end >= order.batch:
-            self._order, self._observed = None, self._number if order.phase is not None else None
-            self._number += 1
-            if not self._training.may_run(order.config):
-                self._observed = None
-            elif order.phase is None:
-                self._source.settle(order.config)
-            else:
-                self._source.begin(order.config, Ask(phase=order.phase))
-        if self._observed is not None and (seen := self._source.evidence()) is not None:
-            if seen.measurement is not None:
-                self._link.tell(self._observed, seen.measurement)
-            self._observed = None
-        return now + (POLL_S if self._order is None else 0.0)
+            link.say(f"ready/{link.rank}", True)
+        order: Order | None = link.heard(f"order/{number}", Order)
+        return order
+
+    def _tell(self, block: Block, number: int) -> Steps:
+        """What a block says, unless the next order comes first."""
+        while (outcome := block.outcome()) is None and self._order(number + 1) is None:
+            yield POLL_S
+        if isinstance(outcome, Measurement):
+            few = replace(outcome, traces=outcome.traces[-MOST_TRACES:])
+            self._link.say(f"figures/{number}/{self._link.rank}", few)

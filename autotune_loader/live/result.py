@@ -1,173 +1,99 @@
-"""What a live loader found, as the `TuningResult` that `tune()` returns: blocks are its trials."""
+"""What a training loop has shown of a loader, tuned or only watched, as the `TuningResult` that `tune()` returns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from autotune_loader.decision.belief import fit_twin
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
-from autotune_loader.live.trust import Refusal
-from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.stages import StageTally, stage_times
+from autotune_loader.pipeline.site import Site
 from autotune_loader.report.advice import Evidence as AdviceEvidence
 from autotune_loader.report.advice import advise, judge
 from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.stages import StageTime
+from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial, role_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-HISTORY_COLUMNS = [
-    "event",
-    "seconds",
-    "batch",
-    "num_workers",
-    "prefetch_factor",
-    "samples_per_s",
-    "low",
-    "high",
-    "waiting",
-    "failure",
-]
 NOTHING = Verdict(binding="unknown", sentence="Too few batches were trained to say anything.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderFacts:
-    """What a result says of a loader that need not be there any more."""
-
-    batch_size: int | None
-    dataset: str
-    """Its class."""
-    has_batched_fetch: bool
-    stage_times: tuple[StageTime, ...] = ()
-    """Where the time of a sample went lately, where that was watched."""
-
-    @classmethod
-    def of(cls, loader: Any, stages: StageTally | None = None) -> LoaderFacts:
-        dataset = loader.dataset
-        return cls(
-            batch_size=loader.batch_size,
-            dataset=type(dataset).__name__,
-            has_batched_fetch=hasattr(dataset, "__getitems__"),
-            stage_times=() if stages is None else stage_times(stages.samples()),
-        )
-
-
-def result_of(
-    tuner: Tuner, job: Job, *, config: LoaderConfig, facts: LoaderFacts, refusal: Refusal | None
+def result_of(  # noqa: PLR0913 - what is known, and what it is known of
+    beliefs: Beliefs | None,
+    *,
+    site: Site,
+    asked: LoaderConfig,
+    best: LoaderConfig,
+    seconds: float,
+    said: Sequence[str],
+    speedup: Interval | None = None,
+    is_settled: bool = False,
+    has_batched_fetch: bool = True,
+    stage_times: Sequence[StageTime] = (),
 ) -> TuningResult:
-    """What is known now.
+    """What is known now; blocks of training are its trials.
 
     Args:
-        tuner: of the loader.
-        job: the loader.
-        config: the best that is known.
-        facts: of the loader.
-        refusal: why the number of workers stays as it was asked for.
+        beliefs: that rest on the blocks; None before the first.
+        site: of the loader.
+        asked: what the loader was asked for.
+        best: the best configuration that is known.
+        seconds: trained.
+        said: sentences of its summary, before the verdict's.
+        speedup: of `best` over `asked`, from paired blocks.
+        is_settled: whether it is done with trying.
+        has_batched_fetch: whether the dataset can fetch batches, or that cannot be told.
+        stage_times: where the time of a sample goes, where that was watched.
     """
-    beliefs = tuner.beliefs
-    evidence: list[Evidence] = [] if beliefs is None else list(beliefs.log)
-    trials = _trials(evidence, job)
-    own = [each for each in evidence if each.key == config.key() and each.measurement is not None]
+    blocks = [] if beliefs is None else list(beliefs.log)
+    trials = tuple(_trial(number, block, asked) for number, block in enumerate(blocks))
+    own = [each.measurement for each in blocks if each.key == best.key() and each.measurement is not None]
     verdict, advice, measured = NOTHING, tuple[Advice, ...](), Measured()
-    if own and beliefs is not None and (latest := own[-1].measurement) is not None:
+    if own and beliefs is not None:
+        context = beliefs.context
         about = AdviceEvidence(
-            best=config,
-            measurement=latest,
-            rate=latest.samples_per_s,
+            best=best,
+            measurement=own[-1],
+            rate=own[-1].samples_per_s,
             ceiling=None,
-            usable_cores=job.usable_cores,
-            on_accelerator=beliefs.context.consumer_cores < 0.5,
-            epoch_batches=job.epoch_batches,
+            usable_cores=context.usable_cores,
+            on_accelerator=context.consumer_cores < 0.5,
+            epoch_batches=context.epoch_batches,
             trials=trials,
-            has_batched_fetch=facts.has_batched_fetch,
-            twin=fit_twin([(t.config, t.measurement) for t in trials if t.measurement], beliefs.context),
+            has_batched_fetch=has_batched_fetch,
+            twin=beliefs.twin(),
             space=beliefs.space,
-            stage_times=facts.stage_times,
+            stage_times=stage_times,
         )
         verdict = judge(about)
         advice = advise(about, verdict)
-        gain = tuner.gain if tuner.gain is not None and tuner.gain.config.key() == config.key() else None
-        measured = Measured(
-            samples_per_s=latest.samples_per_s,
-            speedup=None if gain is None else gain.ratio,
-            wait_share=latest.wait_share,
-            first_batch_s=latest.first_batch_s,
-        )
+        measured = Measured(samples_per_s=about.rate, speedup=speedup, wait_share=own[-1].wait_share)
     return TuningResult(
-        best=config,
-        status="complete" if tuner.is_settled else "partial",
-        baseline=job.start,
+        best=best,
+        status="complete" if is_settled else "partial",
+        baseline=asked,
         trials=trials,
-        batch_size=BatchSizeChoice(value=facts.batch_size),
+        batch_size=BatchSizeChoice(value=site.batch_size),
         measured=measured,
         verdict=verdict,
         advice=advice,
-        stage_times=facts.stage_times,
-        summary=_summary(tuner, config, verdict, refusal),
-        spent=Spent(seconds=round(tuner.spending.trained_s, 3), bursts=len(evidence)),
-        fingerprint=inspect_machine().fingerprint(dataset=facts.dataset),
+        stage_times=tuple(stage_times),
+        summary=(*said, verdict.sentence),
+        spent=Spent(seconds=round(seconds, 3), bursts=len(blocks)),
+        fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
         twin=None if beliefs is None else beliefs.context,
         origin="live",
     )
 
 
-def history_frame(history: list[Event]) -> pd.DataFrame:
-    """One row for each block, settlement and shift: when, with which configuration, how fast."""
-    import pandas as pd
-
-    frame: pd.DataFrame = pd.DataFrame([_row(event) for event in history], columns=HISTORY_COLUMNS)
-    return frame
-
-
-def _row(event: Event) -> tuple[object, ...]:
-    """In the order of `HISTORY_COLUMNS`."""
-    config, outcome = event.config, None if event.evidence is None else event.evidence.outcome
-    rate = outcome.samples_per_s if isinstance(outcome, Measurement) else None
-    figures = (None, None, None) if rate is None else (rate.value, rate.low, rate.high)
-    failure = outcome.message if isinstance(outcome, Failure) else None
-    where = (event.kind, event.seconds, event.batch, config.num_workers, config.prefetch_factor)
-    return (*where, *figures, event.waiting, failure)
-
-
-def _trials(evidence: list[Evidence], job: Job) -> tuple[Trial, ...]:
-    return tuple(
-        Trial(
-            number=number,
-            config=each.config,
-            role=role_of(each.config, job.start),
-            measurement=each.measurement,
-            failure=each.failure,
-            seconds=0.0 if each.measurement is None else each.measurement.window_s,
-        )
-        for number, each in enumerate(evidence)
+def _trial(number: int, block: Evidence, asked: LoaderConfig) -> Trial:
+    return Trial(
+        number=number,
+        config=block.config,
+        role=role_of(block.config, asked),
+        measurement=block.measurement,
+        failure=block.failure,
+        seconds=0.0 if block.measurement is None else block.measurement.window_s,
     )
-
-
-def not_tried(refusal: Refusal) -> str:
-    """Why the number of workers stays, and what would change that."""
-    return f"No other number of workers is tried: {refusal.reason}. What would change that: {refusal.mend}."
-
-
-def _summary(tuner: Tuner, config: LoaderConfig, verdict: Verdict, refusal: Refusal | None) -> tuple[str, ...]:
-    settled = next((event for event in reversed(tuner.history) if event.kind == "settled"), None)
-    said = [f"Not settled yet: {config} runs now."]
-    if settled is not None:
-        blocks = sum(event.kind == "block" for event in tuner.history)
-        shifts = sum(event.kind == "shift" for event in tuner.history)
-        again = f"; the rate has shifted {shifts} time(s)" if shifts else ""
-        said = [f"{config}, settled after {settled.seconds:.0f} s of training ({blocks} blocks observed{again})."]
-    if tuner.gain is not None and tuner.gain.config.key() == config.key():
-        ratio = tuner.gain.ratio
-        interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
-        said.append(f"{ratio.value:.2f}x {interval} as fast as asked for, from {ratio.count} pairs of blocks.")
-    if refusal is not None:
-        said.append(not_tried(refusal))
-    return (*said, verdict.sentence)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autotune_loader.live.block_source import MOST_LOOKED_AT
-from autotune_loader.live.traces import LiveTraces, continuous
+from autotune_loader.live.blocks import latest
+from autotune_loader.live.traces import LiveTraces
 
 MOST_LOST_SHARE = 0.01
 """Of the time trained, what trying may cost in all ..."""
@@ -21,31 +21,23 @@ class Spending:
     def __init__(self, traces: LiveTraces) -> None:
         self._traces, self._accounted = traces, traces.end
         self.trained_s = self.gained_s = 0.0
+        self.base: float | None = None
+        """Samples/s of what ran before anything was tried; None while it is not known."""
 
     @property
     def affordable_s(self) -> float:
         """Seconds that trying may cost now."""
         return CREDIT_S + MOST_LOST_SHARE * self.trained_s + self.gained_s
 
-    def account(self, base: float | None, best: float | None) -> None:
-        """Time trained since the last look, and what it gained over the configuration at the start.
-
-        Args:
-            base: samples/s of that configuration; None while it is not known.
-            best: of what it has settled on; None while it tries. What the machine does meanwhile is no fault of the trials.
-        """
+    def account(self, *, is_trying: bool = True) -> None:
+        """Time trained since the last look, and what trying has gained or lost in it; later that may be the machine's doing."""
         end = self._traces.end
-        new = end - self._accounted
-        traces = continuous(self._traces.block(max(self._accounted, end - MOST_LOOKED_AT)), self._traces.changes)
+        new, traces = end - self._accounted, latest(self._traces, self._accounted)
         self._accounted = end
         if not traces:
             return
         scale = new / len(traces)
         seconds = scale * (traces[-1].step_end - traces[0].requested)
         self.trained_s += seconds
-        if base is None:
-            return
-        if best is not None:
-            self.gained_s += max(0.0, 1.0 - base / best) * seconds
-        else:
-            self.gained_s += scale * sum(trace.samples for trace in traces) / base - seconds
+        if is_trying and self.base is not None:
+            self.gained_s += scale * sum(trace.samples for trace in traces) / self.base - seconds

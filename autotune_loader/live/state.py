@@ -131,6 +131,11 @@ class LoaderState:
             self.refuse(trust.verdict)
         return trust.verdict is None
 
+    def change_to(self, config: LoaderConfig) -> None:
+        """Want this configuration from now on."""
+        if config != self.config:
+            self.config = config
+
     def refuse(self, refusal: Refusal) -> None:
         """Run what was asked for, from now on."""
         if self.refusal is None:

@@ -1,18 +1,16 @@
-"""What ties a loader to its tuner: the loader as a training run that can be changed, what it begins with, whom it tells."""
+"""One loader's tuner: what it begins with, whom it tells, and what it has found, for people and for the next job."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from autotune_loader.live.ranks import Follower, LeaderSource, is_one_of_many, job_link
+from autotune_loader.live.ranks import Follower, Leader, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
 from autotune_loader.live.state import LoaderState
-from autotune_loader.live.traces import LiveTraces
+from autotune_loader.live.trust import Refusal
 from autotune_loader.live.tuner import Event, Job, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
@@ -22,109 +20,108 @@ from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
-from autotune_loader.values.measurement import Failure
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FIGURES = ("samples_per_s", "low", "high", "waiting", "failure")
 
 log = logging.getLogger("autotune_loader.live")
 
 
-@dataclass(slots=True)
-class LoaderRun:
-    """A loader's running training, as the tuner sees it; it does not keep the loader alive."""
-
-    state: LoaderState
-    change: weakref.WeakMethod[Callable[[LoaderConfig], None]]
-
-    @property
-    def traces(self) -> LiveTraces:
-        return self.state.traces
-
-    @property
-    def config(self) -> LoaderConfig:
-        return self.state.config
-
-    @property
-    def failures(self) -> Mapping[LoaderConfig, Failure]:
-        return self.state.failures
-
-    @property
-    def awaits_proof(self) -> bool:
-        return self.state.awaits_proof
-
-    def may_run(self, config: LoaderConfig) -> bool:
-        return self.state.may_run(config)
-
-    def change_to(self, config: LoaderConfig) -> None:
-        change = self.change()
-        if change is not None:
-            change(config)
-
-
-class Announcer:
-    """Says, and keeps for the next job, what a loader has settled on.
+class LiveTuning:
+    """The tuner of one loader, or of several that do the same work one after the other, from the first epoch on.
 
     Args:
-        on_change: of the user.
-        job: key of the job in the cache; None keeps nothing.
+        state: of the loader, which calls the tuner.
+        job: the loader.
+        on_change: of the user; told what the loader has settled on.
+        known_as: key of the job in the cache of what is known; None keeps nothing for the next job.
     """
 
-    def __init__(self, on_change: Callable[[Event], None] | None, job: str | None) -> None:
-        self.on_change, self._job = on_change, job
+    def __init__(
+        self, state: LoaderState, job: Job, *, on_change: Callable[[Event], None] | None, known_as: str | None
+    ) -> None:
+        self.on_change = on_change
+        self._state, self._known_as = state, known_as
+        link = None if job.is_fixed else job_link(job.site)
+        follows = link is not None and link.rank > 0
+        if follows or (link is None and is_one_of_many()):
+            job = replace(job, is_fixed=True)
+        self.job = job
+        self.tuner = Tuner(
+            state,
+            job,
+            lambda most: state.budgets.search_space(most, state.config, state.shape),
+            ranks=Leader(state, link) if link is not None and not follows else None,
+            on_change=self._settled,
+        )
+        state.look = Follower(state, link).look if link is not None and follows else self.tuner.look
+        state.wake = 0.0
 
-    def __call__(self, event: Event) -> None:
-        if self._job is not None:
-            remember(self._job, event.config)
-        _say(f"settled on {event.config} after {event.seconds:.0f} s of training")
+    def result(self, **facts: Any) -> TuningResult:
+        """What is known now; `facts` are of the loader: see `result_of`."""
+        tuner, best = self.tuner, self.tuner.best
+        gain = tuner.gain if tuner.gain is not None and tuner.gain.config.key() == best.key() else None
+        said = [self._standing()]
+        if gain is not None:
+            ratio = gain.ratio
+            interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
+            said.append(f"{ratio.value:.2f}x {interval} as fast as asked for, from {ratio.count} pairs of blocks.")
+        if self._state.refusal is not None:
+            said.append(not_tried(self._state.refusal))
+        return result_of(
+            tuner.beliefs,
+            asked=self.job.start,
+            best=best,
+            seconds=tuner.spending.trained_s,
+            said=said,
+            speedup=None if gain is None else gain.ratio,
+            is_settled=tuner.is_settled,
+            **facts,
+        )
+
+    def _standing(self) -> str:
+        kinds = [event.kind for event in self.tuner.history]
+        settled = next((event for event in reversed(self.tuner.history) if event.kind == "settled"), None)
+        if settled is None:
+            return f"Not settled yet: {self._state.config} runs now."
+        shifts = f"; the rate has shifted {kinds.count('shift')} time(s)" if "shift" in kinds else ""
+        return (
+            f"{self.tuner.best}, settled after {settled.seconds:.0f} s of training ({kinds.count('block')} blocks "
+            f"observed{shifts})."
+        )
+
+    def _settled(self, event: Event) -> None:
+        self._state.settled = self._state.config
+        if self._known_as is not None:
+            remember(self._known_as, event.config)
+        log.info("settled on %s after %.0f s of training", event.config, event.seconds)
         if self.on_change is not None:
             self.on_change(event)
 
 
-class LiveTuning:
-    """The tuner of one loader, from its first epoch on.
+def not_tried(refusal: Refusal) -> str:
+    """Why the number of workers stays, and what would change that."""
+    return f"No other number of workers is tried: {refusal.reason}. What would change that: {refusal.mend}."
 
-    Args:
-        state: of the loader, which calls the tuner.
-        change: changes the loader's configuration; a bound method.
-        job: the loader.
-        on_change: called when the loader has settled on a configuration.
-    """
 
-    def __init__(
-        self,
-        state: LoaderState,
-        change: Callable[[LoaderConfig], None],
-        job: Job,
-        *,
-        on_change: Announcer,
-    ) -> None:
-        self.job, self.on_change = job, on_change
-        self._state = state
-        self._run = LoaderRun(state, weakref.WeakMethod(change))
-        link = None if job.is_fixed else job_link(job.site)
-        has_others = link is None and not job.is_fixed and is_one_of_many()
-        if has_others or (link is not None and link.rank):
-            self.job = job = replace(job, is_fixed=True)
-        self.tuner = Tuner(
-            self._run,
-            job,
-            lambda most: state.budgets.search_space(most, state.config, state.shape),
-            source=LeaderSource(self._run, link) if link is not None and not link.rank else None,
-            on_change=self._settled,
-        )
-        follower = Follower(self._run, link) if link is not None and link.rank else None
-        state.look, state.wake = self.tuner.look if follower is None else follower.look, 0.0
+def history_frame(events: Sequence[Event]) -> pd.DataFrame:
+    """One row for each block, settlement and shift: when, with which configuration, how fast."""
+    import pandas as pd
 
-    def follow(self, change: Callable[[LoaderConfig], None], on_change: Callable[[Event], None] | None) -> None:
-        """From now on it is another loader, which does the same work, that is changed and that tells."""
-        self._run.change = weakref.WeakMethod(change)
-        self.on_change.on_change = on_change
+    columns = ["event", "seconds", "batch", "num_workers", "prefetch_factor", *FIGURES]
+    frame: pd.DataFrame = pd.DataFrame([_row(event) for event in events], columns=columns)
+    return frame
 
-    def result(self, **facts: Any) -> TuningResult:
-        """What is known now."""
-        return result_of(self.tuner, self.job, refusal=self._state.refusal, **facts)
 
-    def _settled(self, event: Event) -> None:
-        self._state.settled = self._state.config
-        self.on_change(event)
+def _row(event: Event) -> tuple[object, ...]:
+    config, seen = event.config, event.evidence
+    rate = None if seen is None or seen.measurement is None else seen.measurement.samples_per_s
+    figures = (None, None, None) if rate is None else (rate.value, rate.low, rate.high)
+    failure = None if seen is None or seen.failure is None else seen.failure.message
+    where = (event.kind, event.seconds, event.batch, config.num_workers, config.prefetch_factor)
+    return (*where, *figures, event.waiting, failure)
 
 
 def first_proposal(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig | None, str | None]:
@@ -155,16 +152,6 @@ def _known(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig |
     except TunerError:
         key = job_key(DataSide.from_loader(loader), inspect_machine().fingerprint())
         return recall(key), key
-
-
-def _say(text: str) -> None:
-    """To the log where it is listened to, else to a terminal, above what is drawn there."""
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", text)
-    elif getattr(sys.stderr, "isatty", bool)():
-        from rich.console import Console
-
-        Console(stderr=True, markup=False, emoji=False).print(f"AutoLoader {text}")
 
 
 def cores_within(max_cores: int | None) -> int:

@@ -9,21 +9,18 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from autotune_loader.decision.belief import Beliefs, fit_twin
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import useful_workers
 from autotune_loader.live.budgets import Budgets
+from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import continuous
 from autotune_loader.live.tuner import TOLERANCE
 from autotune_loader.live.tuning import cores_within
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.probe.burst_loop import BatchShape
-from autotune_loader.report.advice import Evidence as AdviceEvidence
-from autotune_loader.report.advice import advise, judge
-from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Spent
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import BatchLog
 from autotune_loader.twin.context import TwinContext
@@ -31,7 +28,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Z_95, Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from autotune_loader.values.trial import Trial
 
 MOST_BATCHES = 1024
 """Of the latest batches so many are looked at."""
@@ -69,35 +65,13 @@ def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int
     space = Budgets().search_space(useful_workers(context.usable_cores, [measured]), own, shape)
     beliefs = Beliefs(space, context)
     beliefs.log.add(Evidence(config=own, outcome=measured, phase="compare"))
-    trial = Trial(number=0, config=own, role="baseline", measurement=measured, seconds=measured.window_s)
-    about = AdviceEvidence(
+    result = result_of(
+        beliefs,
+        site=site,
+        asked=own,
         best=own,
-        measurement=measured,
-        rate=measured.samples_per_s,
-        ceiling=None,
-        usable_cores=context.usable_cores,
-        on_accelerator=context.consumer_cores < 0.5,
-        epoch_batches=epoch_batches,
-        trials=(trial,),
-        has_batched_fetch=True,  # what a batched fetch would bring needs the time of collating, which is not told apart
-        twin=fit_twin([(own, measured)], context),
-        space=space,
-    )
-    verdict = judge(about)
-    result = TuningResult(
-        best=own,
-        status="partial",
-        baseline=own,
-        trials=(trial,),
-        batch_size=BatchSizeChoice(value=site.batch_size),
-        measured=Measured(samples_per_s=measured.samples_per_s, wait_share=measured.wait_share),
-        verdict=verdict,
-        advice=advise(about, verdict),
-        summary=(f"Only watched: {own} ran from start to end.", verdict.sentence),
-        spent=Spent(seconds=round(log.active_s, 3), bursts=1),
-        fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
-        twin=context,
-        origin="live",
+        seconds=log.active_s,
+        said=(f"Only watched: {own} ran from start to end.",),
     )
     return Findings(result, _expected(beliefs, own))
 

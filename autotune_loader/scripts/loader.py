@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
-from autotune_loader.live.result import LoaderFacts
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.workload import DataSide, length_of
 from autotune_loader.results.result import TuningResult
@@ -73,12 +72,7 @@ class ScriptLoader:
         """What its batches tell."""
         if self.tuned is None:
             return findings_of(self.log, self.site, self.own, self._epoch_batches)
-        facts = LoaderFacts(
-            batch_size=self.site.batch_size,
-            dataset=self.site.dataset,
-            has_batched_fetch=self._has_batched_fetch,
-        )
-        result: TuningResult = self.tuned[1].result(config=self.config, facts=facts)
+        result: TuningResult = self.tuned[1].result(site=self.site, has_batched_fetch=self._has_batched_fetch)
         return Findings(result if result.trials else None)
 
 

@@ -5,7 +5,7 @@
     python -m studies.live.simulated --hours 8       # an hour of as many steady jobs: changes after they have settled
 
 Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
-not ruled out; "+ twin" goes on with what the policy of `decision` proposes; "+ once more" looks again at what was settled on.
+not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from unittest import mock
 
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.space import Space
-from autotune_loader.live import tuner as live_tuner
 from autotune_loader.live.budgets import PREFETCH_FACTORS
 from autotune_loader.live.tuner import Job, Tuner
 from autotune_loader.values.config import LoaderConfig
@@ -31,8 +29,6 @@ CORES = (2, 2, 4, 4, 8, 16)
 START = LoaderConfig(num_workers=2)
 TRUTH_BATCHES = 600
 MISSED = 0.05
-NEVER = 1 << 30
-"""Blocks that no minute has."""
 
 
 class RuleOnly(Tuner):
@@ -48,11 +44,7 @@ class RuleOnly(Tuner):
             yield rule
 
 
-ARMS: dict[str, tuple[type[Tuner], int]] = {
-    "rule": (RuleOnly, NEVER),
-    "+ twin": (Tuner, NEVER),
-    "+ once more": (Tuner, live_tuner.CONFIRMING_BLOCKS),
-}
+ARMS: dict[str, type[Tuner]] = {"rule": RuleOnly, "+ twin": Tuner}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +75,8 @@ def main() -> int:
         if options.neighbours:
             machine = beside_neighbours(machine, seed)
         truth = Truth(machine)
-        for arm, (kind_of_tuner, blocks) in ARMS.items():
-            with mock.patch.object(live_tuner, "CONFIRMING_BLOCKS", blocks):
-                outcomes[arm].append(run(machine, truth, 60.0, kind_of_tuner, seed))
+        for arm, kind_of_tuner in ARMS.items():
+            outcomes[arm].append(run(machine, truth, 60.0, kind_of_tuner, seed))
         shares = "  ".join(f"{arm} {each[-1].final:.3f}/{each[-1].whole:.3f}" for arm, each in outcomes.items())
         print(f"{seed:4} {kind:10} {machine.cores:3} cores  best {truth.name:26} {shares}", flush=True)
     for arm, each in outcomes.items():

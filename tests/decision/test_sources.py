@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource
 from autotune_loader.decision.space import Space
-from autotune_loader.live.block_source import BlockSource
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
@@ -19,7 +18,7 @@ from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource, SimulatedTraining
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedSource
 
 CONTEXT = TwinContext(usable_cores=2, consumer_cores=1.0)
 ALONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
@@ -63,11 +62,6 @@ def bursts_of_a_simulated_machine() -> Iterator[EvidenceSource]:
     yield BurstSource(probe, Space(max_workers=2), CONTEXT, [], lambda: 60.0 - clock())
 
 
-def blocks_of_a_simulated_training() -> Iterator[EvidenceSource]:
-    training = SimulatedTraining(MACHINE, FakeClock(), ALONE)
-    yield BlockSource(training, training.train)
-
-
 def bursts_in_this_process() -> Iterator[EvidenceSource]:
     data = DataSide.from_dataset(Rows(), batch_size=4, worker_init_fn=refuse)
     probe = InlineProbe(Workload(data=data, training=TrainingSide()), inspect_machine())
@@ -81,7 +75,6 @@ def bursts_in_this_process() -> Iterator[EvidenceSource]:
     params=[
         simulated,
         bursts_of_a_simulated_machine,
-        blocks_of_a_simulated_training,
         pytest.param(bursts_in_this_process, marks=[pytest.mark.process]),
     ],
     ids=lambda make: make.__name__,

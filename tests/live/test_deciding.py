@@ -7,18 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.space import Space
-from autotune_loader.live.block_source import BlockSource, waiting_share
-from autotune_loader.live.rival import Rival, denied_by
+from autotune_loader.live.blocks import Block, waiting_share
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import CREDIT_S
 from autotune_loader.live.traces import Change, LiveTraces, continuous, start_s
 from autotune_loader.live.tuner import Event, Job, Tuner
-from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.trace import BatchTrace
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
 
@@ -163,55 +159,6 @@ def test_when_storage_turns_four_times_slower_it_begins_again() -> None:
     assert probe.truth(trained.training.config, batches=400) > 0.95 * best_rate(slower)
 
 
-@pytest.mark.parametrize("seed", [13, 28])
-def test_neighbours_that_come_and_go_do_not_make_it_settle_on_what_others_beat(seed: int) -> None:
-    """GIVEN others who slow the step, so that few workers look enough, and who leave when these few are looked at"""
-    machine = replace(STORAGE, cpu_s=0.006, wait_s=0.068, step_s=0.008, step_cores=2.0)
-    trained = train(replace(machine, neighbours=8.0, neighbours_share=0.5, noise_sd=0.1), 30, seed=seed)
-    probe = SimulatedProbe(machine, FakeClock())
-    observed = {event.config for event in trained.tuner.history if event.kind == "block"}
-
-    final = probe.truth(trained.training.config.key(), batches=400)
-    assert final > 0.97 * max(probe.truth(config.key(), batches=400) for config in observed)
-
-
-def block(config: LoaderConfig, rate: float, *, waiting: float = 0.0) -> Evidence:
-    """A block of 20 batches, known to 2 %."""
-    period_s = 32 / rate
-    traces = []
-    for number in range(20):
-        requested = number * period_s
-        made = requested + waiting * period_s
-        traces.append(
-            replace(
-                trace(requested, step_s=period_s - (made - requested)),
-                collate_end=made,
-                received=made,
-                step_end=requested + period_s,
-                samples=32,
-            )
-        )
-    measured = summarise(traces, workers=config.num_workers, started=0.0)
-    interval = Interval(value=rate, low=0.98 * rate, high=1.02 * rate, count=20)
-    return Evidence(config=config, outcome=replace(measured, samples_per_s=interval, traces=tuple(traces)))
-
-
-def test_only_two_blocks_in_a_row_tell_which_of_two_is_faster() -> None:
-    few, many = block(TWO, 1000), block(TEN, 2000)
-
-    assert denied_by([few, many], TWO) == Rival(config=TEN, is_faster=True, again=None)
-    assert denied_by([many, block(ALONE, 100), few], TWO) == Rival(config=TEN, is_faster=True, again=TEN)
-    assert denied_by([few, block(ALONE, 100), many], TWO) == Rival(config=TEN, is_faster=True, again=TWO)
-    assert denied_by([many, few, block(TEN, 1010)], TWO) is None
-
-
-def test_a_loop_that_waits_is_not_settled_on_before_one_that_did_not_is_tried_beside_it() -> None:
-    waits, disturbed = block(TWO, 1900, waiting=0.5), block(TEN, 800)
-
-    assert denied_by([disturbed, block(ALONE, 100), waits], TWO) == Rival(config=TEN, is_faster=False, again=TEN)
-    assert denied_by([waits, disturbed], TWO) is None
-
-
 def test_trying_never_costs_more_than_it_may() -> None:
     trained = train(replace(COMPUTING, noise_sd=0.1), 120, LoaderConfig(num_workers=3, prefetch_factor=4))
     fixed = SimulatedProbe(COMPUTING, FakeClock()).truth(LoaderConfig(num_workers=3, prefetch_factor=4))
@@ -244,14 +191,20 @@ def test_a_job_that_is_only_watched_does_not_change() -> None:
     assert tuner.history[0].waiting == pytest.approx(1 - 0.25 * 1.0, abs=0.1)
 
 
+def observed(training: SimulatedTraining, config: LoaderConfig) -> Measurement:
+    block = Block(training, config, is_new=config != training.config)
+    training.change_to(config)
+    while (outcome := block.outcome()) is None:
+        training.train()
+    assert isinstance(outcome, Measurement)
+    return outcome
+
+
 def test_a_block_begins_with_the_new_pools_first_batch() -> None:
     training = SimulatedTraining(STORAGE, FakeClock(), TWO)
-    source = BlockSource(training, training.train)
-    source.gather(TWO, Ask())
-    seen = source.gather(TEN, Ask())
+    observed(training, TWO)
 
-    assert seen.measurement is not None
-    assert seen.measurement.samples_per_s.value == pytest.approx(best_rate(STORAGE), rel=0.1)
+    assert observed(training, TEN).samples_per_s.value == pytest.approx(best_rate(STORAGE), rel=0.1)
 
 
 def test_a_full_queue_does_not_hide_that_too_little_is_made() -> None:
@@ -259,13 +212,11 @@ def test_a_full_queue_does_not_hide_that_too_little_is_made() -> None:
     THEN the block says what is made."""
     machine = SimulatedMachine(cores=8, cpu_s=0.001, wait_s=0.127, step_s=0.06, service_cv=0.02)
     training = SimulatedTraining(machine, FakeClock(), LoaderConfig(num_workers=8))
-    source = BlockSource(training, training.train)
-    source.gather(LoaderConfig(num_workers=8), Ask())
-    seen = source.gather(LoaderConfig(num_workers=2, prefetch_factor=4), Ask())
+    observed(training, LoaderConfig(num_workers=8))
+    seen = observed(training, LoaderConfig(num_workers=2, prefetch_factor=4))
 
-    assert seen.measurement is not None
-    assert seen.measurement.samples_per_s.value / 32 < 16.2
-    assert waiting_share(seen.measurement) > 0.02
+    assert seen.samples_per_s.value / 32 < 16.2
+    assert waiting_share(seen) > 0.02
 
 
 def trace(number: float, step_s: float = 0.01) -> BatchTrace:

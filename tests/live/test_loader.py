@@ -117,7 +117,7 @@ def test_the_length_of_a_stream_without_one_is_torchs_error() -> None:
         ({"max_workers": -1}, "max_workers=-1 is below 0"),
         ({"max_host_memory": 1 << 20, "num_workers": 2}, "host memory"),
         ({"worker_seeds": "mine"}, "worker_seeds='mine' is not"),
-        ({"step_threads": 2}, "step_threads=2 is not 'auto' or None; step_threads='auto' would work"),
+        ({"step_threads": 2}, "step_threads=2 is not one of 'auto'; step_threads='auto' would work"),
         ({"config": LoaderConfig(batch_size=7)}, "batch_size=1 would work"),
         ({"config": LoaderConfig(drop_last=True)}, "drop_last=None would work"),
         ({"batch_size": 0}, "batch_size"),
