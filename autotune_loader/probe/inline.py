@@ -24,12 +24,11 @@ from typing import Any
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.processes import ProcessTree
+from autotune_loader.machine.processes import tree, tree_pss, tree_use
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
-from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.probe.leaving import BurstWorkerInit
 from autotune_loader.probe.protocol import START_DEADLINE_S
@@ -67,7 +66,6 @@ class InlineProbe:
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
-        self._gpu_held_bytes = held_bytes(workload.training.device)
         self._servers_before = _running_servers()
         self._warmup: WarmupReport | None = None
         self._user_data = workload.data
@@ -114,7 +112,7 @@ class InlineProbe:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
             return outcome
-        return meter.reading.added_to(outcome, self._gpu_held_bytes)
+        return meter.added_to(outcome)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_state(self._user_data):
@@ -204,9 +202,8 @@ def _raise_stopped(_signal: int, _frame: object) -> None:
 
 def _held_bytes() -> int:
     """Memory of this process and its children, before anything was run."""
-    tree = ProcessTree(os.getpid())
-    use = tree.use()
-    return tree.pss_bytes() or (use.rss_bytes if use is not None else 0)
+    use = tree_use(tree(os.getpid()))
+    return tree_pss(tree(os.getpid())) or (use.rss_bytes if use is not None else 0)
 
 
 @contextlib.contextmanager
