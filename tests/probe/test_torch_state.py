@@ -22,6 +22,7 @@ CHANGES: dict[str, Any] = {
     "float32_matmul_precision": "high",
     "deterministic_algorithms": "warn",
     "default_dtype": "float64",
+    "default_device": "meta",
     "sharing_strategy": "file_system",
     "cudnn.benchmark": True,
     "cudnn.deterministic": True,
