@@ -129,7 +129,7 @@ def _measure(
             open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
     if plan.whole_epochs:
         ahead = (lambda batches: prefetched(batches, lane, config.device_prefetch)) if lane is not None else None
-        outcome = measure_epochs(open_loader, loader, run, step, plan, enter, ahead)
+        outcome = measure_epochs(open_loader, loader, run, step, plan, enter, window.note_memory, ahead)
         return window.closed(outcome) if isinstance(outcome, Measurement) else outcome
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")

@@ -129,11 +129,13 @@ HELD: list[bytes] = []
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_of_50_mib_each_are_reported_to_10_percent(open_probe: Any, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "plan"), [(1, SHORT), (2, SHORT), (2, replace(SHORT, whole_epochs=True))], ids=["one", "two", "epochs"]
+)
+def test_workers_of_50_mib_each_are_reported_to_10_percent(open_probe: Any, workers: int, plan: BurstPlan) -> None:
     # GIVEN bursts of a third of a second, with workers that hold 50 MiB each, and with such that do not
     config = LoaderConfig(num_workers=workers)
-    holding, plain = (measured(open_probe(Rows(), worker_init_fn=init), config) for init in (hold_50_mib, None))
+    holding, plain = (measured(open_probe(Rows(), worker_init_fn=init), config, plan) for init in (hold_50_mib, None))
     # WHEN their memory is compared THEN it is that of the workers, which live while it is read
     assert holding.memory is not None
     assert plain.memory is not None

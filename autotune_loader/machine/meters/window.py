@@ -31,10 +31,16 @@ class Window:
         self._cpus = affinity()
         self._shm_before = _shm_in_use()
         self._opened = self._look()
+        self._most: MemoryUse | None = None
+        """Memory as it was noted while the window was open."""
 
     def open(self) -> None:
         """The window begins: what start-up took is not counted."""
         self._opened = self._look()
+
+    def note_memory(self) -> None:
+        """Read memory now, where workers may have ended before the window closes."""
+        self._most = _larger(self._most, self._memory(tree_use(tree(self._pid))))
 
     def closed(self, measured: Measurement) -> Measurement:
         """The measurement with what the machine gave meanwhile; called while the workers live. CPU is a share of one core."""
@@ -42,7 +48,7 @@ class Window:
         elapsed_s = now.at - before.at
         own_s = now.tree.cpu_s - before.tree.cpu_s if now.tree is not None and before.tree is not None else None
         share = own_s / elapsed_s if own_s is not None and elapsed_s > 0 else None
-        measured = replace(measured, memory=self._memory(now.tree), cpu_share=share)
+        measured = replace(measured, memory=_larger(self._most, self._memory(now.tree)), cpu_share=share)
         if now.host is None or before.host is None or not now.host.cpus or elapsed_s <= 0:
             return measured
         capacity_s = elapsed_s * now.host.cpus
@@ -66,6 +72,12 @@ class Window:
             pss_bytes=tree_pss(tree(self._pid)),
             shm_bytes=None if shm is None or before is None else max(0, shm - before),
         )
+
+
+def _larger(one: MemoryUse | None, other: MemoryUse | None) -> MemoryUse | None:
+    if one is None or other is None:
+        return one or other
+    return one if one.taken_bytes > other.taken_bytes else other
 
 
 def _shm_in_use() -> int | None:
