@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
@@ -219,6 +219,14 @@ def forget_open_batch() -> None:
     _here.begun, _here.asked, _here.skip = None, None, 0
 
 
+def _give_own_dataset() -> None:
+    """Let `get_worker_info().dataset` be the user's own: no attribute of a wrapper stands before one of the same name."""
+    info = get_worker_info()
+    while info is not None and issubclass(type(info.dataset), Wrapped):
+        # It refuses to be changed.
+        object.__setattr__(info, "dataset", object.__getattribute__(info.dataset, "_inner"))
+
+
 class TracedWorkerInit:
     """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record.
 
@@ -233,6 +241,7 @@ class TracedWorkerInit:
 
     def __call__(self, worker: int) -> None:
         _here.becomes(worker)
+        _give_own_dataset()
         if self._inner is not None:
             self._inner(worker)
         _here.watch = StageWatch.begin() if self._watches else None

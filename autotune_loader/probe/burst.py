@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from autotune_loader.machine.meters.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.trace_log import Fetch
@@ -109,6 +110,7 @@ def _measure(
     enter: Announce,
     timeline: Timeline | None,
 ) -> Measurement | Failure:
+    window = Window()
     if timeline is not None:
         timeline.open()
     loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
@@ -127,13 +129,15 @@ def _measure(
             open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
     if plan.whole_epochs:
         ahead = (lambda batches: prefetched(batches, lane, config.device_prefetch)) if lane is not None else None
-        return measure_epochs(open_loader, loader, run, step, plan, enter, ahead)
+        outcome = measure_epochs(open_loader, loader, run, step, plan, enter, window.note_memory, ahead)
+        return window.closed(outcome) if isinstance(outcome, Measurement) else outcome
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")
+    window.open()
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
         pass
-    return run.measurement()
+    return window.closed(run.measurement())
 
 
 def run_step_ceiling(
@@ -155,10 +159,11 @@ def run_step_ceiling(
         run = Run(plan, 0, started) if timeline is None else DeviceRun(plan, 0, started, timeline)
         cached = _again_and_again(step.move(batch), samples)
         with step_threads(consumer_threads):
+            window = Window()
             run.deliver(cached, step)
             while not run.knows_enough():
                 run.deliver(cached, step)
-            measured = run.measurement()
+            measured = window.closed(run.measurement())
             keeps_memory = plan.batch_size is None
             return measured
     except Exception as error:

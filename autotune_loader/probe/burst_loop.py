@@ -192,6 +192,7 @@ class DeviceRun(Run):
         return replace(
             super().gpu_use(start, end),
             busy_share=self._times.busy_share(start, end),
+            memory_bytes=self._timeline.peak_bytes(),
             allocated_bytes=self._timeline.peak_bytes(),
             copy_s=self._times.copy_s(self._lane),
         )

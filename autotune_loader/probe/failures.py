@@ -24,9 +24,11 @@ IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("bus error", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("unable to write to file </torch_", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
     ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device: '/dev/shm", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
+    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),

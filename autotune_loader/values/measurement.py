@@ -59,7 +59,7 @@ class GpuUse:
     busy_share: float | None = None
     """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None
-    """Peak memory used on the device, less what the caller's own process holds there."""
+    """Peak memory of the job on the device, as torch allocated it; None off a device."""
     reason: str | None = None
     """Why utilisation or memory is missing."""
     allocated_bytes: int | None = None
@@ -113,7 +113,7 @@ class Measurement:
     step_s: float
     """Mean seconds of one training step (g)."""
     cpu_share: float | None = None
-    """CPU use of the probe's process tree as a share of the usable cores."""
+    """CPU use of the loop and its workers in the window, as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
     steal_share: float | None = None
