@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +22,16 @@ from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.policy import Explore, Goal, explore
 from autotune_loader.decision.selection import choose
-from autotune_loader.decision.space import Space, useful_workers
+from autotune_loader.decision.space import Space, least, useful_workers
 from autotune_loader.live.blocks import ROUNDS, Block, Training, latest, measured, waiting_share
 from autotune_loader.live.ranks import Alone, Steps
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
-from autotune_loader.live.traces import start_s
+from autotune_loader.live.traces import start_s, step_cores
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 LEAST_GAIN = 0.01
 """A loop that could gain less than this is left alone."""
@@ -201,23 +199,22 @@ class Tuner:
     def _begun(self) -> Generator[float, None, Beliefs]:
         """What a first block of what runs tells."""
         while True:
-            cpu_s, begun, first = self._cpu_clock(), self._clock(), self._training.traces.end
+            before, first = (self._clock(), self._cpu_clock()), self._training.traces.end
             seen = yield from self._observe(self._training.config)
             if seen.measurement is not None:
                 break
         job, measured, traces = self._job, seen.measurement, self._training.traces.block(first)
-        step_cores = _step_cores(traces, self._cpu_clock() - cpu_s, self._clock() - begun)
+        cores = step_cores(traces, [before, (self._clock(), self._cpu_clock())])
         if len(job.step_threads) > 1:  # beside workers it shows only its share of the cores
-            step_cores *= (_at_work(seen) + job.usable_cores) / job.usable_cores
-        step_cores = min(float(job.usable_cores), step_cores)
-        useful = useful_workers(job.usable_cores, [measured])
-        worth = useful if job.start.persistent_workers else self._worth_starting(measured)
-        space = self._space(min(useful, worth, useful if job.max_workers is None else job.max_workers))
-        if worth < useful:
+            cores *= (_at_work(seen) + job.usable_cores) / job.usable_cores
+        cores = min(float(job.usable_cores), cores)
+        useful, worth = useful_workers(job.usable_cores, [measured]), self._worth_starting(measured)
+        space = self._space(least(useful, worth, job.max_workers) or 0)
+        if worth is not None and worth < useful:
             space = replace(space, workers_are_capped=True)
-        if step_cores >= CORES_OF_A_SERIAL_STEP or self._training.config.consumer_threads is not None:
+        if cores >= CORES_OF_A_SERIAL_STEP or self._training.config.consumer_threads is not None:
             space = replace(space, consumer_threads=job.step_threads)
-        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
+        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=cores, epoch_batches=job.epoch_batches)
         beliefs = Beliefs(space, context)
         beliefs.log.add(seen)
         self.spending.base = measured.samples_per_s.value
@@ -386,14 +383,14 @@ class Tuner:
         windows = [each.measurement.window_s for each in beliefs.log if each.measurement is not None]
         return config.num_workers * self._worker_start_s() + slower * max(1.0, *windows)
 
-    def _worth_starting(self, measured: Measurement) -> int:
-        """Most workers that an epoch is worth, where each epoch starts its own.
+    def _worth_starting(self, measured: Measurement) -> int | None:
+        """Most workers that an epoch is worth, where each epoch starts its own; None where that is no bound.
 
         With W workers fetching an epoch takes E / W seconds and starting them W * s, whose sum is least at W = sqrt(E / s).
         """
         batches = self._job.epoch_batches
-        if batches is None:
-            return sys.maxsize
+        if batches is None or self._job.start.persistent_workers:
+            return None
         return max(1, math.ceil(math.sqrt(batches * measured.service_s / self._worker_start_s())))
 
     def _worker_start_s(self) -> float:
@@ -423,14 +420,6 @@ class Tuner:
         self.history.append(event)
         del self.history[:-MOST_EVENTS]
         return event
-
-
-def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
-    """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
-    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
-    # Receiving keeps this process busy, too: where there is hardly a step it is all that does.
-    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces) or wall_s
-    return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
 
 
 def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
