@@ -12,9 +12,9 @@ from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import useful_workers
 from autotune_loader.live.budgets import Budgets
+from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import continuous, step_cores
-from autotune_loader.live.tuner import TOLERANCE
 from autotune_loader.live.tuning import cores_within
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.throughput import summarise
