@@ -69,18 +69,18 @@ def _names(paths: tuple[str, ...]) -> list[str]:
 
 
 def _compare_watched(paths: tuple[str, ...], most: float | None) -> int:
-    from autotune_loader.report.watched import changes, read_watched, render_changes
+    from autotune_loader.report.watched import read_watched, render_watched, slowdowns
 
     reports = [read_watched(path) for path in paths]
     if len(reports) != 2 or reports[0] is None or reports[1] is None:
         raise ValueError(
             f"{' '.join(paths)} are not two reports of watch --json; loader.json files need --job train.py:make_loader"
         )
-    found = changes(reports[0], reports[1])
-    if not found:
+    lost = slowdowns(reports[0], reports[1])
+    if not lost:
         raise ValueError(f"{' and '.join(paths)} have no loader in common: these are of different scripts")
-    click.echo(render_changes(found))
-    slower = [each.name for each in found if most is not None and (each.slowdown or 0.0) > most]
+    click.echo(render_watched(reports[0], reports[1]))
+    slower = [name for name, share in lost.items() if most is not None and (share or 0.0) > most]
     if slower:
         click.echo(f"Slower by more than --fail-if-slower allows: {', '.join(slower)}.", err=True)
     return OVER_LIMIT if slower else FINE

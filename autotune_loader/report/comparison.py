@@ -27,23 +27,6 @@ if TYPE_CHECKING:
 
 SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
-COLUMNS = (
-    "side",
-    "config",
-    "batch_size",
-    "rate",
-    "rate_low",
-    "rate_high",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "wait_share",
-    "cpu_share",
-    "gpu_busy_share",
-    "memory_bytes",
-    "binding",
-    "error",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,26 +159,25 @@ class Comparison:
         """One row for each side: configuration, rate and ratio with their 95 % intervals, shares, bytes, what binds, error."""
         import pandas as pd
 
-        frame: pd.DataFrame = pd.DataFrame([self._record(side) for side in self.sides], columns=list(COLUMNS))
+        frame: pd.DataFrame = pd.DataFrame([self._record(side) for side in self.sides])
         return frame
 
-    def _record(self, side: Side) -> tuple[object, ...]:
-        """In the order of `COLUMNS`."""
+    def _record(self, side: Side) -> dict[str, object]:
         measured, rate, ratio = side.measurement, self.rates.get(side.name), self.ratios.get(side.name)
-        figures: tuple[object, ...] = (None, None, None, None)
-        if measured is not None:
-            memory = None if measured.memory is None else measured.memory.taken_bytes
-            figures = (measured.wait_share, measured.cpu_share, measured.gpu.busy_share, memory)
-        return (
-            side.name,
-            str(side.config),
-            None if measured is None else measured.batch_size,
-            *_limits(rate),
-            *_limits(ratio),
-            *figures,
-            None if side.verdict is None else side.verdict.binding,
-            side.error,
-        )
+        memory = None if measured is None else measured.memory
+        return {
+            "side": side.name,
+            "config": str(side.config),
+            "batch_size": None if measured is None else measured.batch_size,
+            **_limits("rate", rate),
+            **_limits("ratio", ratio),
+            "wait_share": None if measured is None else measured.wait_share,
+            "cpu_share": None if measured is None else measured.cpu_share,
+            "gpu_busy_share": None if measured is None else measured.gpu.busy_share,
+            "memory_bytes": None if memory is None else memory.taken_bytes,
+            "binding": None if side.verdict is None else side.verdict.binding,
+            "error": side.error,
+        }
 
     def plot(self) -> Figure:
         """How many times as fast as the first side each other one is: every paired round, with mean and interval."""
@@ -232,5 +214,6 @@ def _binds(side: Side) -> str:
     return f"; {what[:1].lower() + what[1:] if not what.startswith('CPU') else what} binds then" if separator else ""
 
 
-def _limits(interval: Interval | None) -> tuple[float | None, float | None, float | None]:
-    return (None, None, None) if interval is None else (interval.value, interval.low, interval.high)
+def _limits(name: str, interval: Interval | None) -> dict[str, float | None]:
+    low, value, high = (None, None, None) if interval is None else (interval.low, interval.value, interval.high)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
@@ -16,17 +16,20 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.version import __version__
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Each with its caption, in the order of a reader's questions.
-_PICTURES: dict[Callable[[TuningResult], Figure], str] = {
-    plots.plot_workers: "Where the line stops rising, more workers do not help.",
-    plots.plot_speedup: "Both configurations were timed in each round, so what slowed the machine slowed both.",
-    plots.plot_stages: "What takes the longest is worth making cheaper first.",
-    plots.plot_timeline: "A wait of the training loop is explained by the worker whose batch was not ready yet.",
-    plots.plot_heatmap: "Each cell is the fastest of that pair; hatched cells are predictions.",
-    plots.plot_history: "The line is the best rate after each trial.",
+# Pictures in the order of a reader's questions, each with its caption and with what has to be there to be drawn.
+_PICTURES: dict[str, tuple[str, Callable[[TuningResult], object]]] = {
+    "workers": ("Where the line stops rising, more workers do not help.", lambda result: True),
+    "speedup": (
+        "Both configurations were timed in each round, so what slowed the machine slowed both.",
+        lambda result: result.finals.rounds and result.best != result.baseline,
+    ),
+    "stages": ("What takes the longest is worth making cheaper first.", lambda result: result.stage_times),
+    "timeline": (
+        "A wait of the training loop is explained by the worker whose batch was not ready yet.",
+        lambda result: any(trial.measurement and trial.measurement.traces for trial in result.trials),
+    ),
+    "heatmap": ("Each cell is the fastest of that pair; hatched cells are predictions.", lambda result: True),
+    "history": ("The line is the best rate after each trial.", lambda result: True),
 }
 
 
@@ -47,7 +50,7 @@ def render_html(result: TuningResult) -> str:
         doubt=result.summary[0] if result.status == "undecided" else "",
         findings=render_findings(result, width=10_000),
         table=render_trials(result, width=120),
-        pictures=_pictures(result, _PICTURES),
+        pictures=_pictures(result, *_PICTURES),
         configuration=json.dumps(needed, indent=2),
     )
 
@@ -55,7 +58,7 @@ def render_html(result: TuningResult) -> str:
 def render_cell(result: TuningResult) -> str:
     """The notebook's view of a result: what was found, the table and, with matplotlib, pictures of workers and stages."""
     try:
-        pictures = _pictures(result, (plots.plot_workers, plots.plot_stages))
+        pictures = _pictures(result, "workers", "stages")
     except MissingExtraError:
         pictures = []
     table = render_trials(result, width=120)
@@ -71,33 +74,20 @@ def _rendered(**values: Any) -> str:
     return Environment(autoescape=True).from_string(template).render(**values)
 
 
-def _pictures(result: TuningResult, drawn: Iterable[Callable[[TuningResult], Figure]]) -> list[dict[str, str]]:
-    return [
-        {
-            "name": draw.__name__.removeprefix("plot_"),
-            "caption": _PICTURES[draw],
-            "data": base64.b64encode(svg_bytes(draw(result))).decode("ascii"),
-        }
-        for draw in drawn
-        if _has_something_to_show(draw, result)
-    ]
-
-
-def _has_something_to_show(draw: Callable[[TuningResult], Figure], result: TuningResult) -> bool:
-    if draw is plots.plot_timeline:
-        bursts = [result.finals.measurement_of(result.best), *(trial.measurement for trial in result.trials)]
-        return any(burst is not None and burst.traces for burst in bursts)
-    if draw is plots.plot_stages:
-        return bool(result.stage_times)
-    return draw is not plots.plot_speedup or (bool(result.finals.rounds) and result.best != result.baseline)
+def _pictures(result: TuningResult, *names: str) -> list[dict[str, str]]:
+    found = []
+    for name in names:
+        caption, is_there = _PICTURES[name]
+        if is_there(result):
+            svg = svg_bytes(getattr(plots, f"plot_{name}")(result))
+            found.append({"name": name, "caption": caption, "data": base64.b64encode(svg).decode("ascii")})
+    return found
 
 
 def _where_and_when(result: TuningResult) -> str:
     """Dataset and machine of the result, and the day of the page."""
-    machine, told = (
-        result.fingerprint,
-        [f"Written on {datetime.now(timezone.utc).date()} by autotune_loader {__version__}"],
-    )
+    machine = result.fingerprint
+    told = [f"Written on {datetime.now(timezone.utc).date()} by autotune_loader {__version__}"]
     if machine is not None:
         told += [f"dataset {machine.dataset}"] if machine.dataset else []
         gpus = ", ".join(machine.gpus) or "no GPU"

@@ -37,17 +37,6 @@ WORTH_TELLING = 0.7
 """... and most of the rate."""
 LEAST_CORES = 0.5
 """Who keeps less than this of one core busy has nothing to save."""
-STATUS_SENTENCES = {  # what a reader has to know before the rest
-    "complete": "",
-    "undecided": "",  # the summary's first sentence says why
-    "partial": "Interrupted: this is the best so far.",
-    "fallback": "Nothing worked, so torch's defaults are given.",
-}
-
-
-def _status_sentence(result: TuningResult) -> str:
-    """Nothing of an AutoLoader that has not settled: its summary says so."""
-    return "" if (result.status, result.origin) == ("partial", "live") else STATUS_SENTENCES[result.status]
 
 
 def render_report(result: TuningResult, width: int = 100) -> str:
@@ -115,18 +104,11 @@ def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
 def render_findings(result: TuningResult, width: int = 100) -> str:
     """What the table means, as sentences: status, speed-up, ceiling, verdict, advice, warnings, cost."""
     verdict = [_wrapped(f"Verdict: {result.verdict.sentence}", width)]
-    facts = [_wrapped(sentence, width) for sentence in (_status_sentence(result), *_facts(result)) if sentence]
-    stages = [_wrapped(line, width) for line in stage_lines(result.stage_times)]
-    stages = ["A sample's time in a worker:", *stages] if stages else []
+    facts = [_wrapped(sentence, width) for sentence in _facts(result)]
+    stages = ["A sample's time in a worker:", *(_wrapped(line, width) for line in stage_lines(result.stage_times))]
     advice = [_wrapped(f"- {each}", width) for each in result.advice]
     warnings = [_wrapped(f"! {warning}", width) for warning in result.warnings]
-    blocks = [
-        facts,
-        verdict,
-        stages,
-        ["Next:", *advice] if advice else [],
-        warnings,
-    ]
+    blocks = [facts, verdict, stages if result.stage_times else [], ["Next:", *advice] if advice else [], warnings]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -142,8 +124,12 @@ def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[st
 
 
 def _facts(result: TuningResult) -> list[str]:
-    what = "The safest guess" if result.status == "undecided" else "Chosen"
-    facts = [f"{what}: {result.best}."]
+    facts = []
+    if result.status == "fallback":
+        facts.append("Nothing worked, so torch's defaults are given.")
+    elif result.status == "partial" and result.origin == "tune":  # the summary says what an AutoLoader is at
+        facts.append("Interrupted: this is the best so far.")
+    facts.append(f"{'The safest guess' if result.status == 'undecided' else 'Chosen'}: {result.best}.")
     if sentence := speedup_sentence(
         result.best, result.baseline, result.speedup, is_decided=result.status == "complete"
     ):

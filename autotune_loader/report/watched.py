@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune_loader.report.tables import render_table
-from autotune_loader.report.units import rate_text, share_text
+from autotune_loader.report.units import UNKNOWN, rate_text, share_text
 from autotune_loader.values.errors import ConfigFileError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedChange:
-    """One loader in both runs."""
-
-    name: str
-    """The line that makes it."""
-    rates: tuple[float | None, float | None]
-    """Samples/s before and after; None where a run was too short."""
-    waits: tuple[float | None, float | None]
-
-    @property
-    def slowdown(self) -> float | None:
-        """Share of the rate that was lost; negative where it rose."""
-        before, after = self.rates
-        return None if not before or after is None else 1 - after / before
 
 
 def read_watched(path: str) -> dict[str, Any] | None:
@@ -45,27 +27,22 @@ def read_watched(path: str) -> dict[str, Any] | None:
     return {each["name"]: each for each in loaders} if isinstance(loaders, list) else None
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[WatchedChange]:
-    """The loaders that are in both reports, in the order of the first."""
-    return [
-        WatchedChange(
-            name=name,
-            rates=(one.get("samples_per_s"), after[name].get("samples_per_s")),
-            waits=(one.get("wait_share"), after[name].get("wait_share")),
-        )
-        for name, one in before.items()
-        if name in after
-    ]
+def slowdowns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float | None]:
+    """Share of its rate that each loader of both reports lost; negative where it rose, None where a run was too short."""
+    found: dict[str, float | None] = {}
+    for name in [name for name in before if name in after]:
+        rate, now = before[name].get("samples_per_s"), after[name].get("samples_per_s")
+        found[name] = None if not rate or now is None else 1 - now / rate
+    return found
 
 
-def render_changes(found: list[WatchedChange]) -> str:
-    """A row for each loader: its rate and its waiting, before and after."""
-    rows = [
-        (each.name, *map(rate_text, each.rates), *map(share_text, each.waits), _words(each.slowdown)) for each in found
-    ]
+def render_watched(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A row for each loader of both reports: its rate and its waiting, before and after."""
+    rows = []
+    for name, lost in slowdowns(before, after).items():
+        both = before[name], after[name]
+        rates, waits = ([each.get(key) for each in both] for key in ("samples_per_s", "wait_share"))
+        change = UNKNOWN if lost is None else f"{-lost * 100:+.0f} %"
+        rows.append((name, *map(rate_text, rates), *map(share_text, waits), change))
     headers = ("loader", "before", "after", "wait before", "wait after", "change")
     return render_table(headers, [rows], numeric=(1, 2, 3, 4, 5))
-
-
-def _words(slowdown: float | None) -> str:
-    return "-" if slowdown is None else f"{-slowdown * 100:+.0f} %"

@@ -6,15 +6,17 @@ epoch begins ── asks ── receives ── step ── asks ── receives
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
 from autotune_loader.pipeline.batches import bytes_of, samples_in, tensors_in
 from autotune_loader.pipeline.trace_log import History
 from autotune_loader.pipeline.workload import length_of
-from autotune_loader.scripts.carrying import Fetch
+from autotune_loader.scripts.carrying import Carried, Carrying, Fetch
 from autotune_loader.scripts.gpu_work import GpuWork
 from autotune_loader.values.trace import BatchTrace
 
@@ -22,6 +24,8 @@ MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""
 CPU_EVERY_S = 0.25
 """So often the CPU time of this process is read."""
+
+logger = logging.getLogger(__name__)
 
 
 class BatchLog:
@@ -88,15 +92,59 @@ class Loop:
     Args:
         log: adds up.
         loader: whose batches they are; it is not kept.
+        between: called with the time before a batch is asked for.
+        keep: kept alive as long as batches may be wanted.
     """
 
-    def __init__(self, log: BatchLog, loader: Any) -> None:
-        self._log = log
+    flag: Carrying | None = None
+    """Of the iterator, where its batches can take their times along."""
+
+    def __init__(
+        self, log: BatchLog, loader: Any, between: Callable[[float], None] | None = None, keep: Any = None
+    ) -> None:
+        self._log, self._between, self._keep = log, between, keep
         size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
         self._size: int | None = size if isinstance(size, int) else None
         self._whole = 0 if self._size is None or is_stream else length_of(getattr(loader, "sampler", None)) or 0
         self._is_running = False
+        self._made: float | None = time.monotonic()
         self._begin()
+
+    def reset(self, begun: float | None = None) -> None:
+        """Torch is done with starting workers, which it began when the loop was made, or begins again with those it has."""
+        made, self._made = self._made, None
+        if made is not None:
+            self.blocked(time.monotonic() - (begun or made))
+        elif self._is_asked or not self._is_running:  # another epoch begins with the same iterator
+            self._begin()
+
+    def asking(self) -> Iterator[Any]:
+        """Begun where the loop asks for a batch; gives none."""
+        self._made, now = None, time.monotonic()
+        self.ask(now)
+        if self._between is not None:
+            self._between(now)
+        return
+        yield
+
+    def receiving(self, batch: Any) -> Any:
+        """The batch, as the loop gets it."""
+        fetch = None
+        try:
+            if type(batch) is Carried:
+                batch, fetch = batch
+            elif self.flag is not None:
+                fetch = self.flag.fetched()
+            self.receive(time.monotonic(), batch, fetch)
+        except Exception:  # whatever it is, it is no reason to end somebody's training
+            logger.debug("a batch was not counted", exc_info=True)
+        return batch
+
+    def ending(self) -> Iterator[Any]:
+        """Begun where there are no more batches; gives none."""
+        self.end(time.monotonic())
+        return
+        yield
 
     def _begin(self) -> None:
         self.leave()
@@ -104,11 +152,6 @@ class Loop:
         self._is_running, self._is_asked = True, False
         self._last: tuple[Fetch | None, int, float, float] | None = None
         self._log.running += 1
-
-    def again(self) -> None:
-        """Another epoch begins with the same iterator."""
-        if self._is_asked or not self._is_running:
-            self._begin()
 
     def blocked(self, seconds: float) -> None:
         """Making the iterator held the loop up for so long."""

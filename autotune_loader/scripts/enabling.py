@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune_loader.scripts.hook import Hook, active
-from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 
 VERBS = ("watch", "run")
@@ -34,10 +33,7 @@ class Enabled:
         """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
         if self._is_ours and self._hook in active:
             self._hook.remove()
-            if self._hook.has_batches:
-                self._hook.tell()
-            else:
-                tell_nothing(self._hook.plan)
+            self._hook.tell(or_nothing=True)
 
     def __enter__(self) -> Enabled:
         return self

@@ -20,6 +20,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.scripts.by_identity import ByIdentity
+from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import Line, is_ours, users_line
 
@@ -60,14 +61,17 @@ class Hook:
         """Whether a loader gave any."""
         return self._session is not None and any(each.log.batches for each in self._session.loaders)
 
-    def tell(self, *more: str) -> None:
-        """Report, once, what was seen, and `more` sentences; ranks other than 0 are silent."""
-        if self._is_told or not self.has_batches:
+    def tell(self, *more: str, or_nothing: bool = False) -> None:
+        """Report, once, what was seen, and `more` sentences; with `or_nothing` also that it was nothing."""
+        if self._is_told:
             return
-        self._is_told = True
-        from autotune_loader.scripts.report import tell
+        if self.has_batches:
+            self._is_told = True
+            from autotune_loader.scripts.report import tell
 
-        tell(self.session, more)
+            tell(self.session, more)
+        elif or_nothing:
+            tell_nothing(self.plan, more)
 
     def install(self) -> None:
         """Find loaders from now on."""

@@ -11,9 +11,9 @@ import atexit
 import builtins
 import contextlib
 import hashlib
-import importlib.util
 import os
 import re
+import runpy
 import secrets
 import shutil
 import signal
@@ -28,7 +28,6 @@ from typing import Any
 
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.scripts.hook import Hook, active
-from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import is_ours
 
@@ -88,10 +87,7 @@ class _End:
         if os.getpid() != self.pid:
             return
         folder = Path(self.hook.plan.folder or "")
-        if self.hook.has_batches:
-            self.hook.tell(*more)
-        elif not any(folder.glob("told-*")):
-            tell_nothing(self.hook.plan, more)
+        self.hook.tell(*more, or_nothing=not any(folder.glob("told-*")))  # unless a process of the script has told
         if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
             shutil.rmtree(folder, ignore_errors=True)
         if self.is_interrupted:
@@ -129,26 +125,23 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
 
 
 def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a module or package, as `python -m` sets them up."""
+    """`__main__` and the code of a module or package, as `python -m` sets them up, and its words where there is none."""
     sys.argv[:] = ["-m", *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    spec: Any = None
+    find: Any = vars(runpy)["_get_module_details"]
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.__main__".startswith(error.name):
-            raise
-    code = None if spec is None else spec.loader.get_code(spec.name)
-    if code is None:
-        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
-        raise SystemExit(1)
+        _, spec, code = find(name, _NotThereError)
+    except _NotThereError as error:
+        raise SystemExit(f"{sys.executable}: {error}") from None
     sys.argv[0] = spec.origin
     main = _new_main(spec.loader, spec.origin)
     vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
     return main, code
+
+
+class _NotThereError(Exception):
+    """There is no such module, or it cannot be run."""
 
 
 def _new_main(loader: Any, file: str) -> ModuleType:

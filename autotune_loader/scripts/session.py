@@ -17,10 +17,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_file
+from autotune_loader.scripts.batch_log import Loop
 from autotune_loader.scripts.by_identity import ByIdentity
 from autotune_loader.scripts.loader import ScriptLoader, why_not
 from autotune_loader.scripts.plan import Plan
-from autotune_loader.scripts.watched import RECORD, Record, watched
+from autotune_loader.scripts.watched import LOOP, watched
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import Line, users_line
 
@@ -67,7 +68,7 @@ class Session:
             return object.__new__(kind)
         known = self._known(loader)
         iterator = object.__new__(watched(kind, carries=kind in CARRYING))
-        vars(iterator)[RECORD] = Record(known.log, loader)
+        vars(iterator)[LOOP] = Loop(known.log, loader)
         return iterator
 
     def iterate(self, loader: Any, plain: Callable[[], Any]) -> Callable[[], Any]:
@@ -105,12 +106,12 @@ class Session:
             self._autos[loader] = auto
         iterator: Any = iter(auto)
         known.tuned = auto.learnt
-        if (record := vars(iterator).get(RECORD)) is not None:  # that of kept workers
-            record.reset()
+        if (loop := vars(iterator).get(LOOP)) is not None:  # that of kept workers
+            loop.reset()
             return iterator
-        record = Record(known.log, loader, self._look if self.plan.verb == "tune" else None, keep=auto)
-        record.reset(begun)
-        vars(iterator)[RECORD] = record
+        loop = Loop(known.log, loader, self._look if self.plan.verb == "tune" else None, keep=auto)
+        loop.reset(begun)
+        vars(iterator)[LOOP] = loop
         iterator.__class__ = watched(type(iterator), carries=False)
         return iterator
 

@@ -10,76 +10,17 @@ having a batch is built of C iterators, so that no frame of ours is on the stack
 from __future__ import annotations
 
 import itertools
-import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from autotune_loader.scripts.batch_log import BatchLog, Loop
-from autotune_loader.scripts.carrying import Carried, Carrying, CarryingQueue
+from autotune_loader.scripts.batch_log import Loop
+from autotune_loader.scripts.carrying import Carrying, CarryingQueue
 
-RECORD = "_autotune_loader_record"
+LOOP = "_autotune_loader_loop"
 """Attribute of an iterator that is watched."""
 FLAG, QUEUE = "_auto_collation", "_worker_result_queue"
 
-log = logging.getLogger(__name__)
 _classes: dict[Any, Any] = {}
-
-
-class Record:
-    """What one iterator tells.
-
-    Args:
-        batch_log: of the loader.
-        loader: whose batches they are; it is not kept.
-        between: called with the time before a batch is asked for.
-        keep: kept alive as long as batches may be wanted.
-    """
-
-    def __init__(
-        self, batch_log: BatchLog, loader: Any, between: Callable[[float], None] | None = None, keep: Any = None
-    ) -> None:
-        self.loop, self.flag = Loop(batch_log, loader), None
-        self._between, self._keep = between, keep
-        self._made: float | None = time.monotonic()
-
-    flag: Carrying | None
-
-    def reset(self, begun: float | None = None) -> None:
-        """Torch is done with starting workers, which it began when the record was made, or begins again with those it has."""
-        made, self._made = self._made, None
-        if made is None:
-            self.loop.again()
-        else:
-            self.loop.blocked(time.monotonic() - (begun or made))
-
-    def asking(self) -> Iterator[Any]:
-        """Begun where the loop asks for a batch; gives none."""
-        self._made, now = None, time.monotonic()
-        self.loop.ask(now)
-        if self._between is not None:
-            self._between(now)
-        return
-        yield
-
-    def receive(self, batch: Any) -> Any:
-        """The batch, as the loop gets it."""
-        fetch = None
-        try:
-            if type(batch) is Carried:
-                batch, fetch = batch
-            elif self.flag is not None:
-                fetch = self.flag.fetched()
-            self.loop.receive(time.monotonic(), batch, fetch)
-        except Exception:  # whatever it is, it is no reason to end somebody's training
-            log.debug("a batch was not counted", exc_info=True)
-        return batch
-
-    def ending(self) -> Iterator[Any]:
-        """Begun where there are no more batches; gives none."""
-        self.loop.end(time.monotonic())
-        return
-        yield
 
 
 class _Nothing:
@@ -101,17 +42,17 @@ class _Looked:
         self._plain, self._looked = plain, looked
 
     def __get__(self, iterator: Any, kind: Any = None) -> Any:
-        return self._plain if iterator is None else self._looked(vars(iterator)[RECORD], self._plain.__get__(iterator))
+        return self._plain if iterator is None else self._looked(vars(iterator)[LOOP], self._plain.__get__(iterator))
 
 
-def _next(record: Record, plain: Any) -> Any:
+def _next(loop: Loop, plain: Any) -> Any:
     # Made anew for each batch: a kept one would be a circle, and workers end when the last reference goes.
-    return map(record.receive, itertools.chain(record.asking(), iter(plain, NOTHING), record.ending())).__next__
+    return map(loop.receiving, itertools.chain(loop.asking(), iter(plain, NOTHING), loop.ending())).__next__
 
 
-def _reset(record: Record, plain: Any) -> Any:
+def _reset(loop: Loop, plain: Any) -> Any:
     """Torch calls it at the end of making an iterator, and where persistent workers begin another epoch."""
-    record.reset()
+    loop.reset()
     return plain
 
 
@@ -127,11 +68,11 @@ class _Attribute:
         return vars(iterator)[self._name]
 
     def __set__(self, iterator: Any, value: Any) -> None:
-        record = vars(iterator)[RECORD]
+        loop = vars(iterator)[LOOP]
         if self._name == FLAG:
-            record.flag = value = Carrying(value)
-        elif record.flag is not None:
-            value = CarryingQueue(value, record.flag)
+            loop.flag = value = Carrying(value)
+        elif loop.flag is not None:
+            value = CarryingQueue(value, loop.flag)
         vars(iterator)[self._name] = value
 
 
