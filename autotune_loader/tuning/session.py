@@ -175,7 +175,7 @@ class TuningSession:
             begin_with.sort(key=lambda config: -config.num_workers)
         grid = self._space.configs() if self._options.search == "grid" else None
         while True:
-            self._adopt(self._study.arrived())
+            self._adopt(self._study.news())
             todo = explore(self._beliefs, self._goal(begin_with, grid))
             if isinstance(todo, Stop):
                 self.state.stop_reason = todo.reason
@@ -207,7 +207,7 @@ class TuningSession:
             has_trials_left=not self._is_out_of_trials(kept=variants_kept),
             begin_with=begin_with,
             queue=grid,
-            elsewhere=self._study.passed_over(self._clock()),
+            elsewhere=self._study.elsewhere(),
             by_belief=self._options.search == "auto",
             may_refine=epochs_s <= budget_s * MUCH_FOR_EPOCHS,
             repeats=self._repeats,
@@ -220,8 +220,10 @@ class TuningSession:
 
     def _try(self, config: LoaderConfig | None) -> None:
         """One trial of a configuration, or of what the sampler proposes."""
-        claim = self._study.claim(config, self._clock())
-        if claim is None:
+        claim = self._study.ask(config)
+        self._adopt(arrived := self._study.news())
+        if claim.config in self._study.elsewhere(before=claim) or any(each.config == claim.config for each in arrived):
+            self._study.abandon(claim)
             return
         known = next((trial for trial in self.state.trials if trial.config == claim.config), None)
         if known is not None and config is None:
@@ -239,9 +241,11 @@ class TuningSession:
         predicted = self._beliefs.predicted(config) if self._options.search == "auto" else None
         outcome: Measurement | Failure | None = self._beliefs.feasible(config)
         if outcome is None:
-            with self._study.abandoning(claim):
-                ask = Ask(phase="search", group=len(self.state.trials))
-                outcome = self._source.gather(config, ask).outcome
+            try:
+                outcome = self._source.gather(config, Ask(phase="search", group=len(self.state.trials))).outcome
+            except BaseException:
+                self._study.abandon(claim)
+                raise
         return Trial(
             number=len(self.state.trials),
             config=config,

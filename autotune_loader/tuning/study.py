@@ -1,8 +1,11 @@
-"""The Optuna study behind a search: the only file that imports Optuna, and only when a study is opened.
+"""The Optuna study behind a search: the only file that imports Optuna besides `study_storage`, and only when a study is opened.
 
-Ask and tell, never `optimize()`: the search owns time and order. A configuration that failed is told as pruned with a
-violated constraint, because samplers ignore a bare FAIL and propose the same again. Everything is also kept as user
-attributes, so that a study is readable without this package, and so that it can be resumed.
+    ask     a running trial of what the search hands over, or of what Optuna's own sampler proposes
+    tell    its rate; a failure as pruned with a violated constraint, because samplers ignore a bare FAIL and propose it again
+    news    what other hosts have told; what they are running is passed over
+
+Ask and tell, never `optimize()`: the search owns time and order. Everything is also kept as user attributes, so that a study is
+readable without this package, and so that it can be resumed.
 """
 
 from __future__ import annotations
@@ -12,19 +15,20 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.machine.processes import process_start
 from autotune_loader.tuning.options import Search
 from autotune_loader.tuning.study_knobs import Knobs
-from autotune_loader.tuning.study_storage import OWNER, is_abandoned, open_database, owner, patiently
+from autotune_loader.tuning.study_storage import let_go, lock_journal, open_storage, patiently
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.serialization import from_plain, to_plain
@@ -34,11 +38,14 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-# Set on a study whose search came to its end; without it the next run goes on where this one was cut off.
 FINISHED = "finished"
-
-# A configuration that another host is measuring is passed over this long; then that host counts as lost.
-TAKEN_PATIENCE_S = 15.0
+"""Set on a study whose search came to its end; without it the next run goes on where this one was cut off."""
+CONFIG, OWNER, SINCE = "config", "owner", "since"
+"""Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
+LOST_S = 60.0
+"""A trial of another host that has run this long is taken for lost. One that is not costs a trial that is run twice."""
+SETTLE_S = 1.0
+"""Another host writes down what its trial runs within this time after it has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,89 +83,15 @@ class OptunaStudy:
     ) -> None:
         self._name = name
         self._space = space
-        self._sampler = _sampler(search, seed)
         self._knobs = Knobs(space, default_threads)
+        self._sampler = _sampler(search, seed)
         self._seen: set[str] = set()
-        self._arrived: list[Trial] = []
-        self._passed_over: dict[LoaderConfig, float] = {}
+        self._storage: Any = None
         self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
-        _drop_zombies(self.study)
-
-    def _opened(self, storage: str | None) -> optuna.Study:
-        with quiet_optuna():
-            import optuna
-
-            opened = _open_storage(storage)
-            return patiently(
-                lambda: optuna.create_study(
-                    storage=opened,
-                    study_name=self._name,
-                    direction="maximize",
-                    sampler=self._sampler,
-                    pruner=optuna.pruners.NopPruner(),
-                    load_if_exists=True,
-                )
-            )
-
-    def _disposable(self, path: str) -> optuna.Study:
-        """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
-        try:
-            study = self._opened(path)
-            if not study.user_attrs.get(FINISHED):
-                return study
-        except Exception as error:
-            log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
-        try:
-            _locked(Path(path), lambda journal: os.truncate(journal, 0))
-            return self._opened(path)
-        except OSError as error:
-            log.warning("%s; the study is kept in memory", without_secrets(str(error)))
-            return self._opened(None)
-
-    def claim(self, config: LoaderConfig | None, now: float) -> Claim | None:
-        """The configuration, or what the sampler proposes, if nobody else has measured it or is about to; else None.
-
-        Args:
-            config: None lets the sampler propose.
-            now: seconds, on the caller's clock.
-        """
-        if config is not None and self._is_others(config, now):
-            return None
-        claim = self.ask(config)
-        if self._is_others(claim.config, now, by_now=claim.asked):
-            self.abandon(claim)
-            return None
-        return claim
-
-    def arrived(self) -> list[Trial]:
-        """What other hosts have told since the last call."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def passed_over(self, now: float) -> set[LoaderConfig]:
-        """What other hosts were seen to be measuring a moment ago."""
-        return {config for config, since in self._passed_over.items() if now - since <= TAKEN_PATIENCE_S}
-
-    def _is_others(self, config: LoaderConfig, now: float, by_now: optuna.trial.Trial | None = None) -> bool:
-        self._arrived += (news := self.news())
-        if any(trial.config == config for trial in news):
-            return True
-        if not self.is_taken(config, by_now) or now - self._passed_over.setdefault(config, now) > TAKEN_PATIENCE_S:
-            return False
-        time.sleep(0.05)  # the search asks again at once
-        return True
-
-    @contextlib.contextmanager
-    def abandoning(self, claim: Claim) -> Iterator[None]:
-        """Gives the claim up where measuring is interrupted."""
-        try:
-            yield
-        except BaseException:
-            self.abandon(claim)
-            raise
+        self._fail_what_died()
 
     def ask(self, config: LoaderConfig | None = None) -> Claim:
-        """A running Optuna trial of `config`, or of whatever the sampler proposes."""
+        """A running trial of `config`, or of what the sampler proposes; first of all of what somebody has enqueued."""
         try:
             return patiently(lambda: self._asked(config), mend=self.close)
         except Exception as error:
@@ -166,36 +99,17 @@ class OptunaStudy:
             return self._asked(config)
 
     def _asked(self, config: LoaderConfig | None) -> Claim:
+        handed = {} if config is None else self._knobs.of(config)
         with quiet_optuna():
-            if config is not None:
-                return Claim(self._started(config), config)
-            trial = self.study.ask()
-            trial.set_user_attr(OWNER, owner())
-            return Claim(trial, self._knobs.suggest(trial))
+            import optuna
 
-    def _started(self, config: LoaderConfig) -> optuna.trial.Trial:
-        """A running trial of just this configuration.
-
-        It is created as it is: an enqueued one could be handed to any other process that shares the storage.
-        """
-        import optuna
-
-        knobs = self._knobs.of(config)
-        template = optuna.trial.FrozenTrial(
-            number=-1,  # the storage gives number and id
-            trial_id=-1,
-            state=optuna.trial.TrialState.RUNNING,
-            value=None,
-            datetime_start=datetime.now(),
-            datetime_complete=None,
-            params=knobs,
-            distributions={name: self._knobs.distribution(name) for name in knobs},
-            user_attrs={OWNER: owner()},
-            system_attrs={},
-            intermediate_values={},
-        )
-        trial_id = self.study._storage.create_new_trial(self.study._study_id, template_trial=template)
-        return optuna.trial.Trial(self.study, trial_id)
+            self.study.sampler = optuna.samplers.PartialFixedSampler(handed, self._sampler)
+            asked = self.study.ask({name: self._knobs.distribution(name) for name in handed})
+            if config is None or asked.params != handed:
+                config = self._knobs.suggest(asked)
+            for name, value in ((OWNER, owner()), (SINCE, time.time()), (CONFIG, config.to_dict())):
+                asked.set_user_attr(name, value)
+        return Claim(asked, config)
 
     def tell(self, claim: Claim, trial: Trial) -> None:
         """Complete a claimed trial: its rate as the value, everything else as attributes and constraints."""
@@ -204,10 +118,10 @@ class OptunaStudy:
         try:
             patiently(lambda: self._told(claim.asked, trial), mend=self.close)
         except optuna.exceptions.UpdateFinishedTrialError:
-            log.warning("trial %d took so long that another run of the study gave it up", trial.number)
+            log.info("trial %d had been told already", trial.number)  # by a first try whose answer was lost
         except Exception as error:
             self._go_on_in_memory(error)
-            self._told(self._started(trial.config), trial)
+            self._told(self._asked(trial.config).asked, trial)
 
     def _told(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         import optuna
@@ -225,7 +139,7 @@ class OptunaStudy:
                 self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
 
     def abandon(self, claim: Claim) -> None:
-        """Mark a trial that was interrupted: it carries no information."""
+        """Mark a trial that was interrupted, or that another host runs: it carries no information."""
         import optuna
 
         with contextlib.suppress(Exception), quiet_optuna():
@@ -245,37 +159,66 @@ class OptunaStudy:
     def news(self) -> list[Trial]:
         """The trials that other runs of the same study have told since the last call."""
         texts = [
-            frozen.user_attrs["record"]
-            for frozen in patiently(lambda: self.study.get_trials(deepcopy=False), mend=self.close)
-            if "record" in frozen.user_attrs and frozen.state.is_finished()
+            each.user_attrs["record"]
+            for each in self._trials()
+            if "record" in each.user_attrs and each.state.is_finished()
         ]
         new = [text for text in dict.fromkeys(texts) if text not in self._seen]
         self._seen.update(new)
         return [from_plain(json.loads(text), Trial) for text in new]
 
-    def is_taken(self, config: LoaderConfig, by_now: optuna.trial.Trial | None = None) -> bool:
-        """Whether another process that shares the study is running this configuration at the moment.
-
-        Of two that began at once the first counts: with `by_now`, our own running trial, only earlier ones are looked at.
-        """
-        import optuna
-
-        states, knobs = (optuna.trial.TrialState.RUNNING,), self._knobs.of(config)
-        running = patiently(lambda: self.study.get_trials(deepcopy=False, states=states), mend=self.close)
-        return any(
-            frozen.params == knobs
-            and not is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start)
-            and (by_now is None or frozen.number < by_now.number)
-            for frozen in running
-        )
+    def elsewhere(self, before: Claim | None = None) -> set[LoaderConfig]:
+        """What other processes are running; with a claim of ours, in trials that began before it: of two the first counts."""
+        until = time.monotonic() + (SETTLE_S if before is not None else 0.0)
+        while True:
+            running = [
+                each.user_attrs
+                for each in self._trials()
+                if not each.state.is_finished() and (before is None or each.number < before.asked.number)
+            ]
+            unsaid = [each for each in running if CONFIG not in each]
+            if not unsaid or time.monotonic() >= until:
+                break
+            time.sleep(0.01)
+        return {LoaderConfig.from_dict(each[CONFIG]) for each in running if CONFIG in each and not _is_lost(each)}
 
     def close(self) -> None:
         """Let go of a storage that holds connections."""
-        with contextlib.suppress(Exception):
-            storage = self.study._storage
-            storage.remove_session()
-            # Optuna leaves the pool's connections to the garbage collector, and psycopg warns of that.
-            getattr(storage, "_backend", storage).engine.dispose()
+        let_go(self._storage)
+
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
+        return patiently(lambda: self.study.get_trials(deepcopy=False), mend=self.close)
+
+    def _opened(self, storage: str | None) -> optuna.Study:
+        with quiet_optuna():
+            import optuna
+
+            self._storage = open_storage(storage)
+            return patiently(
+                lambda: optuna.create_study(
+                    storage=self._storage,
+                    study_name=self._name,
+                    direction="maximize",
+                    sampler=self._sampler,
+                    pruner=optuna.pruners.NopPruner(),
+                    load_if_exists=True,
+                )
+            )
+
+    def _disposable(self, path: str) -> optuna.Study:
+        """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
+        try:
+            study = self._opened(path)
+            if not study.user_attrs.get(FINISHED):
+                return study
+        except Exception as error:
+            log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
+        try:
+            lock_journal(Path(path), lambda journal: os.truncate(journal, 0))
+            return self._opened(path)
+        except OSError as error:
+            log.warning("%s; the study is kept in memory", without_secrets(str(error)))
+            return self._opened(None)
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
@@ -285,16 +228,38 @@ class OptunaStudy:
         with contextlib.suppress(Exception), quiet_optuna():
             self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())
 
+    def _fail_what_died(self) -> None:
+        """Tell the trials that a killed run of this host left running. Those of other live processes and hosts stay."""
+        import optuna
 
-def _drop_zombies(study: optuna.Study) -> None:
-    """Tell the trials that a killed run left running. Those of other live processes and machines stay."""
-    import optuna
+        states = optuna.trial.TrialState
+        with quiet_optuna(), contextlib.suppress(Exception):
+            for frozen in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+                if _is_here(frozen.user_attrs) and _is_dead(frozen.user_attrs):
+                    self.study.tell(frozen.number, state=states.FAIL)
 
-    states = optuna.trial.TrialState
-    with quiet_optuna(), contextlib.suppress(Exception):
-        for frozen in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-            if is_abandoned(frozen.user_attrs.get(OWNER), frozen.datetime_start):
-                study.tell(frozen.number, state=states.FAIL)
+
+def owner() -> str:
+    """This process among those that share a study: `host:pid@start`, since the system gives IDs out again."""
+    return f"{platform.node()}:{os.getpid()}@{process_start(os.getpid())}"
+
+
+def _is_here(attributes: Mapping[str, Any]) -> bool:
+    """Whether a trial is run on this host."""
+    return str(attributes.get(OWNER, "")).rpartition(":")[0] == platform.node()
+
+
+def _is_dead(attributes: Mapping[str, Any]) -> bool:
+    """Whether the process of this host that ran a trial is gone; what this very one left is of an earlier run."""
+    pid, _, began = str(attributes[OWNER]).rpartition(":")[2].partition("@")
+    return int(pid) == os.getpid() or process_start(int(pid)) != began
+
+
+def _is_lost(attributes: Mapping[str, Any]) -> bool:
+    """Whether a running trial has, as far as can be told from here, nobody who would finish it."""
+    if _is_here(attributes):
+        return _is_dead(attributes)
+    return time.time() - float(attributes.get(SINCE, 0.0)) > LOST_S
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
@@ -321,49 +286,6 @@ def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
 def journal_beside(output: str | None) -> str | None:
     """Where the study of a run that writes `output` is kept."""
     return None if output is None else f"{output}.journal"
-
-
-def _open_storage(storage: str | None) -> Any:
-    """None for memory, an URL as it is, a path as a journal file that is readable by its owner alone."""
-    if storage is None:
-        return None
-    if "://" in storage:
-        return open_database(storage)
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    path = Path(storage)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    lock = _locked(path, _mend_torn_tail)
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-
-
-def _locked(path: Path, change: Callable[[Path], None]) -> Any:
-    """Change a journal file under its lock; the lock."""
-    from optuna.storages.journal import JournalFileSymlinkLock
-
-    # A lock left by a killed writer is taken over after 3 s; Optuna's own default of 30 s would stall a restart.
-    lock = JournalFileSymlinkLock(str(path), grace_period=3)
-    lock.acquire()
-    try:
-        change(path)
-    finally:
-        lock.release()
-    return lock
-
-
-def _mend_torn_tail(path: Path) -> None:
-    """Cut a journal back to its last whole line.
-
-    After a kill in the middle of a write Optuna loads such a file, but its next append joins the torn line and is lost.
-    """
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        log.warning("%s ended in the middle of a line; the last %d bytes were dropped", path, len(data) - whole)
-        with path.open("r+b") as stream:
-            stream.truncate(whole)
 
 
 def _attributes(trial: Trial) -> dict[str, Any]:

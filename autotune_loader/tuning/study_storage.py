@@ -1,17 +1,15 @@
-"""Patience with a database that goes away for a while, and knowing whose trial is whose among hosts that share a study."""
+"""Where a study is kept, memory, a journal file or a database, and patience with a database that goes away for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune_loader.machine.processes import process_start
 from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.secrets import without_secrets
 
@@ -20,9 +18,6 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 120.0
 # One that is not there at all is most likely a typing error, and the budget is a minute.
 FIRST_PATIENCE_S = 10.0
-# A trial of another host that has run this long belongs to a run that was killed there.
-STALE_AFTER = timedelta(minutes=15)
-OWNER = "owner"  # the attribute of a trial that names who runs it
 # What drivers and SQLAlchemy call a lost connection; by name, so that none of them need be installed.
 _LOST = ("OperationalError", "InterfaceError", "AdminShutdown", "DisconnectionError", "PendingRollbackError")
 _T = TypeVar("_T")
@@ -124,21 +119,52 @@ def _passes_at_first(error: BaseException) -> bool:
     )
 
 
-def owner() -> str:
-    """This process among those that share a study: `host:pid@start`, since the system gives IDs out again."""
-    return f"{platform.node()}:{os.getpid()}@{process_start(os.getpid())}"
+def open_storage(storage: str | None) -> Any:
+    """None for memory, an URL as it is, a path as a journal file that is readable by its owner alone."""
+    if storage is None:
+        return None
+    if "://" in storage:
+        return open_database(storage)
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path = Path(storage)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    lock = lock_journal(path, _mend_torn_tail)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
 
-def is_abandoned(owned_by: str | None, started: datetime | None) -> bool:
-    """Whether a running trial has nobody who would finish it: its process is gone, or it has run for too long.
+def lock_journal(path: Path, change: Callable[[Path], None]) -> Any:
+    """Change a journal file under its lock; the lock."""
+    from optuna.storages.journal import JournalFileSymlinkLock
 
-    A trial of this very process counts too: only a run that is over can have left it.
+    # A lock left by a killed writer is taken over after 3 s; Optuna's own default of 30 s would stall a restart.
+    lock = JournalFileSymlinkLock(str(path), grace_period=3)
+    lock.acquire()
+    try:
+        change(path)
+    finally:
+        lock.release()
+    return lock
+
+
+def _mend_torn_tail(path: Path) -> None:
+    """Cut a journal back to its last whole line.
+
+    After a kill in the middle of a write Optuna loads such a file, but its next append joins the torn line and is lost.
     """
-    if owned_by is None or owned_by == owner():
-        return True
-    host, _, process = owned_by.rpartition(":")
-    if host != platform.node():
-        return started is not None and datetime.now() - started > STALE_AFTER
-    pid, _, began = process.partition("@")
-    now = process_start(int(pid)) if pid.isdigit() else None
-    return now is None or (began not in ("", now))  # an older journal does not tell the start
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        log.warning("%s ended in the middle of a line; the last %d bytes were dropped", path, len(data) - whole)
+        with path.open("r+b") as stream:
+            stream.truncate(whole)
+
+
+def let_go(storage: Any) -> None:
+    """Close the connections of a database: Optuna leaves them to the garbage collector, and psycopg warns of that."""
+    if hasattr(storage, "engine"):
+        with contextlib.suppress(Exception):
+            storage.remove_session()
+            storage.engine.dispose()

@@ -191,7 +191,9 @@ def test_takes_a_pair_a_dict_or_the_object_itself(tune: FakeTune) -> None:
 
 
 def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
-    options = "--budget 3m --max-trials 7 --max-workers 4 --max-cores 1.5 --max-host-memory 8GB --max-shm 1GiB --allow in_order"
+    options = (
+        "--budget 3m --max-trials 7 --max-workers 4 --max-cores 2 --max-host-memory 8GB --max-shm 1GiB --allow in_order"
+    )
     options += " --allow drop_last --tolerance 0.05 --search random --seed 3 --isolation inline --storage s.journal"
     options += " --study-name n --no-reuse --no-stages --batch-size 16 --device cpu -o out.json"
     assert cli.main(["tune", "train:make_arguments", *options.split()]) == 0
@@ -200,7 +202,7 @@ def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
         "budget": "3m",
         "max_trials": 7,
         "max_workers": 4,
-        "max_cores": 1.5,
+        "max_cores": 2,
         "max_host_memory": "8GB",
         "max_shm": "1GiB",
         "allow": ("in_order", "drop_last"),

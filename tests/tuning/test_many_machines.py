@@ -15,7 +15,6 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ import pytest
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
-from autotune_loader.tuning.study import OptunaStudy
-from autotune_loader.tuning.study_storage import is_abandoned, is_connection_loss, open_database, owner, patiently
+from autotune_loader.tuning.study import LOST_S, OptunaStudy, owner
+from autotune_loader.tuning.study_storage import is_connection_loss, open_database, patiently
 from autotune_loader.values.config import LoaderConfig
 from tests.support import FakeClock
 
@@ -94,49 +93,56 @@ def test_a_lost_connection_is_known_however_deep_it_is_wrapped() -> None:
     assert not is_connection_loss(RuntimeError("storage"))
 
 
-def test_a_trial_is_abandoned_when_nobody_will_finish_it() -> None:
-    now, long_ago = datetime.now(), datetime.now() - timedelta(hours=1)
-    assert is_abandoned(None, now)
-    assert is_abandoned(owner(), now)
-    assert is_abandoned(f"{owner().rpartition(':')[0]}:999999999", now)
-    assert is_abandoned("elsewhere:1", long_ago)
-    assert not is_abandoned("elsewhere:1", now)
-
-
-def test_a_process_that_was_given_the_id_of_a_dead_owner_is_not_that_owner() -> None:
-    # GIVEN a live process that is not this one
-    host, other = owner().rpartition(":")[0], os.getppid()
-    # WHEN a trial was owned by it, THEN it is not abandoned, whether or not its start was noted
-    assert not is_abandoned(f"{host}:{other}@{process_start(other)}", datetime.now())
-    assert not is_abandoned(f"{host}:{other}", datetime.now())
-    # AND one owned by an earlier process of the same ID is
-    assert is_abandoned(f"{host}:{other}@{int(process_start(other) or 0) - 1}", datetime.now())
-    assert is_abandoned(f"{host}:{os.getpid()}@0", datetime.now())
-
-
 def a_ledger(url: str) -> OptunaStudy:
     return OptunaStudy(
         storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0, default_threads=4
     )
 
 
-def test_what_another_host_runs_is_neither_dropped_nor_taken(tmp_path: Path) -> None:
-    # GIVEN a trial that another host is running
+HERE, THERE = owner().rpartition(":")[0], "elsewhere"
+PARENT = f"{os.getppid()}@{process_start(os.getppid())}"
+
+
+@pytest.mark.parametrize(
+    ("owned_by", "ago_s", "is_run", "state"),
+    [
+        (f"{THERE}:1@5", 1.0, True, "RUNNING"),
+        (f"{THERE}:1@5", LOST_S + 1, False, "RUNNING"),  # of a host that is lost; its clock may be wrong
+        (f"{HERE}:{PARENT}", LOST_S + 1, True, "RUNNING"),  # alive, however long it takes
+        (f"{HERE}:999999999@5", 1.0, False, "FAIL"),
+        (f"{HERE}:{os.getppid()}@0", 1.0, False, "FAIL"),  # another process has its ID now
+        (owner(), 1.0, False, "FAIL"),  # of an earlier run in this process
+    ],
+    ids=["elsewhere", "elsewhere_and_lost", "alive", "ended", "ended_and_its_id_given_again", "an_earlier_run_of_ours"],
+)
+def test_what_others_run_is_passed_over_and_what_died_is_not(
+    tmp_path: Path, owned_by: str, ago_s: float, is_run: bool, state: str
+) -> None:
+    # GIVEN a running trial of somebody
     url = f"sqlite:///{tmp_path}/study.db"
-    mine = a_ledger(url)
-    claim = mine.ask(LoaderConfig(num_workers=3))
-    mine.study._storage.set_trial_user_attr(claim.asked._trial_id, "owner", "elsewhere:1")
-
+    theirs = a_ledger(url)
+    claim = theirs.ask(LoaderConfig(num_workers=3))
+    claim.asked.set_user_attr("owner", owned_by)
+    claim.asked.set_user_attr("since", time.time() - ago_s)
     # WHEN a run of ours begins
-    again = a_ledger(url)
-
-    # THEN it knows that the configuration is taken, and lets the trial run
-    assert again.is_taken(claim.config)
-    assert not again.is_taken(LoaderConfig(num_workers=4))
-    states = [trial.state for trial in again.study.get_trials(deepcopy=False)]
-    assert states == [optuna.trial.TrialState.RUNNING]
+    mine = a_ledger(url)
+    # THEN it knows what is run by others, lets their trials run, and ends what nobody runs any more
+    assert mine.elsewhere() == ({claim.config} if is_run else set())
+    assert [trial.state.name for trial in mine.study.get_trials(deepcopy=False)] == [state]
+    theirs.close()
     mine.close()
-    again.close()
+
+
+def test_of_two_who_begin_at_once_the_first_counts(tmp_path: Path) -> None:
+    url, config = f"sqlite:///{tmp_path}/study.db", LoaderConfig(num_workers=3)
+    theirs, mine = a_ledger(url), a_ledger(url)
+    first = theirs.ask(config)
+    first.asked.set_user_attr("owner", "elsewhere:1@5")
+    second = mine.ask(config)
+    assert config in mine.elsewhere(before=second)
+    assert config not in theirs.elsewhere(before=first)
+    theirs.close()
+    mine.close()
 
 
 class Server:

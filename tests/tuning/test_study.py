@@ -265,17 +265,15 @@ def test_a_trial_that_a_killed_run_left_running_is_told(tmp_path):
     assert [frozen.state for frozen in again.study.get_trials()] == [States.FAIL]
 
 
-def test_what_another_process_enqueued_is_never_mistaken_for_what_is_asked(tmp_path):
-    # GIVEN a trial that somebody else has enqueued
+def test_what_somebody_enqueued_is_run_first_and_never_mistaken_for_what_is_asked(tmp_path):
+    # GIVEN a trial that somebody has enqueued
     book = ledger(tmp_path / "study.journal")
     book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
-    # WHEN a configuration is asked, and then a proposal
-    claim = book.ask(workers(3))
-    config = claim.config
-    proposed = book.ask().config
-    # THEN each is what it should be
-    assert (config.num_workers, claim.asked.params["num_workers"]) == (3, 3)
-    assert (proposed.num_workers, proposed.prefetch_factor) == (5, 2)
+    # WHEN a configuration is asked, twice
+    first, second = book.ask(workers(3)), book.ask(workers(3))
+    # THEN each is told as what it is
+    assert (first.config.num_workers, first.config.prefetch_factor, first.asked.params["num_workers"]) == (5, 2, 5)
+    assert (second.config, second.asked.params["num_workers"]) == (workers(3), 3)
 
 
 # The journal beside loader.json
