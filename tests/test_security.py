@@ -33,7 +33,6 @@ UNPICKLING = {
     "probe/archive.py": {"Unpickler"},
     "pipeline/by_value.py": {"loads"},
     "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
-    "probe/samples.py": {"load"},
     "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

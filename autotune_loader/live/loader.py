@@ -19,6 +19,7 @@ from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.epoch import EpochIterator
 from autotune_loader.live.order import Order, Source, drawn_again, restore_own, settle, states_of
 from autotune_loader.live.pool import Parts
+from autotune_loader.live.prospects import Job
 from autotune_loader.live.rebuilt import forget, keep, left_by_another
 from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
@@ -26,7 +27,7 @@ from autotune_loader.live.state import LoaderState, depends_on_worker
 from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces, continuous
 from autotune_loader.live.trust import Trust
-from autotune_loader.live.tuner import Event, Job
+from autotune_loader.live.tuner import Event
 from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame, not_tried
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.stages import StageTally, stage_times

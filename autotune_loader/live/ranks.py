@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -44,14 +44,6 @@ Steps = Generator[float, None, None]
 """Yields for how many seconds the loop is to be left alone."""
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What all ranks run from a batch on."""
@@ -64,7 +56,8 @@ class Order:
 class Link:
     """One loader's place in the store."""
 
-    store: Store
+    store: Any
+    """A `torch.distributed.Store`."""
     rank: int
     ranks: int
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 from autotune_loader.pipeline.trace_log import History
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 MOST_BATCHES = 20_000
 """Batches that are remembered at least; twice as many at most (10 MiB)."""
@@ -125,3 +126,20 @@ def pauses(traces: Sequence[BatchTrace]) -> list[int]:
         return []
     longest_s = max(PAUSE_S, PAUSE_STEPS * median(trace.step_s for trace in traces))
     return [position for position, trace in enumerate(traces) if trace.step_s > longest_s]
+
+
+def step_cores(traces: Sequence[BatchTrace], cpu: Sequence[tuple[float, float]]) -> float:
+    """Cores that the step keeps busy: the CPU time of this process, without what fetching in it took.
+
+    Args:
+        traces: batches in their order.
+        cpu: now and then, the time and seconds of CPU of this process.
+    """
+    shares = [
+        (after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(cpu) if after[0] > before[0]
+    ]
+    whole_s = traces[-1].step_end - traces[0].requested
+    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
+    # Receiving keeps this process busy, too: where there is hardly a step it is all that does.
+    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces) or whole_s
+    return max(0.05, (median(shares) * whole_s - fetching_s) / max(stepping_s, 1e-9)) if shares else 1.0

@@ -13,34 +13,24 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
-from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
-from autotune_loader.decision.policy import Explore, Goal, explore
-from autotune_loader.decision.selection import choose
-from autotune_loader.decision.space import Space, useful_workers
+from autotune_loader.decision.space import Space
 from autotune_loader.live.blocks import ROUNDS, Block, Training, latest, measured, waiting_share
+from autotune_loader.live.prospects import Job, Prospects, first_beliefs
 from autotune_loader.live.ranks import Alone, Steps
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import Spending
-from autotune_loader.live.traces import start_s
-from autotune_loader.twin.context import TwinContext
+from autotune_loader.live.traces import step_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
-LEAST_GAIN = 0.01
-"""A loop that could gain less than this is left alone."""
-TOLERANCE = 0.02
-"""Relative difference that counts as equally fast."""
-EXPLORE_TOLERANCE = 0.025
-"""The same for exploring, which ends where no block is expected to gain 0.4 times as much: `LEAST_GAIN`."""
 LOOK_S, WATCH_S = 0.05, 1.5
 """So often a loader is looked at while a block is under way, and while nothing is tried."""
 LEAST_SHARE = 100.0
@@ -56,33 +46,8 @@ PAIRS_SHARE = 0.02
 """Of the time trained, what these may cost."""
 BLOCK_SD = 0.05
 """Two blocks of one configuration differ by so much (relative) beyond what their own batches show."""
-SHARED_CORE = 0.6
-"""What a core does beside a busy worker, of what it does alone; an optimist's guess."""
 PROOF_S = 0.05
 """So often one asks whether workers are proven."""
-LATEST_STARTS = 16
-"""Starts that tell what the next one costs."""
-WORKER_START_S = 0.02
-"""What starting a worker holds up the loop, until this loader's own starts tell."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What the tuner knows of a loader besides its batches."""
-
-    start: LoaderConfig
-    """As asked for."""
-    first: LoaderConfig | None = None
-    """What is tried first: of an earlier job."""
-    usable_cores: int
-    max_workers: int | None = None
-    epoch_batches: int | None = None
-    step_threads: tuple[int | None, ...] = (None,)
-    """Threads of the step that may be tried; None leaves those of the process."""
-    is_fixed: bool = False
-    """Watch only."""
-    site: str = ""
-    """By which the ranks of a job know the loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +119,6 @@ class Tuner:
         self._ranks = ranks or Alone(training)
         self._steps = self._plan()
         self._told: LoaderConfig | None = None
-        self._is_put_off = False
-        """Whether there is something that could not be paid for."""
-        self._saves_workers = True
-        """Fewer workers are tried before it settles first: later it may be a neighbour that makes them look enough."""
         self.is_confirmed = False
         """Whether what it settled on was looked at once more."""
         self.spending = Spending(training.traces)
@@ -185,120 +146,50 @@ class Tuner:
 
     def _plan(self) -> Steps:
         while True:
-            beliefs = self.beliefs = yield from self._begun()
+            prospects = yield from self._begun()
             has_shifted = False
             while not has_shifted:
                 if not self._job.is_fixed:
-                    yield from self._explore(beliefs)
-                    yield from self._compare(beliefs)
-                self._settle()
-                has_shifted = yield from self._keep(beliefs)
+                    yield from self._explore(prospects)
+                    yield from self._compare(prospects)
+                self._settle(prospects)
+                has_shifted = yield from self._keep(prospects)
             self._note("shift")
             self._chosen = self.beliefs = self.gain = self.spending.base = None
             self.is_confirmed = False
             self.spending.gained_s = min(self.spending.gained_s, 0.0)
 
-    def _begun(self) -> Generator[float, None, Beliefs]:
+    def _begun(self) -> Generator[float, None, Prospects]:
         """What a first block of what runs tells."""
         while True:
-            cpu_s, begun, first = self._cpu_clock(), self._clock(), self._training.traces.end
+            before, first = (self._clock(), self._cpu_clock()), self._training.traces.end
             seen = yield from self._observe(self._training.config)
             if seen.measurement is not None:
                 break
-        job, measured, traces = self._job, seen.measurement, self._training.traces.block(first)
-        step_cores = _step_cores(traces, self._cpu_clock() - cpu_s, self._clock() - begun)
-        if len(job.step_threads) > 1:  # beside workers it shows only its share of the cores
-            step_cores *= (_at_work(seen) + job.usable_cores) / job.usable_cores
-        step_cores = min(float(job.usable_cores), step_cores)
-        useful = useful_workers(job.usable_cores, [measured])
-        worth = useful if job.start.persistent_workers else self._worth_starting(measured)
-        space = self._space(min(useful, worth, useful if job.max_workers is None else job.max_workers))
-        if worth < useful:
-            space = replace(space, workers_are_capped=True)
-        if step_cores >= CORES_OF_A_SERIAL_STEP or self._training.config.consumer_threads is not None:
-            space = replace(space, consumer_threads=job.step_threads)
-        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=step_cores, epoch_batches=job.epoch_batches)
-        beliefs = Beliefs(space, context)
-        beliefs.log.add(seen)
-        self.spending.base = measured.samples_per_s.value
-        return beliefs
+        log, now = self._training.traces, (self._clock(), self._cpu_clock())
+        self.spending.base = seen.measurement.samples_per_s.value
+        self.beliefs = first_beliefs(seen, step_cores(log.block(first), [before, now]), self._job, self._space, log)
+        return Prospects(self._training, self._job, self.spending, self.beliefs, saves_workers=self._told is None)
 
-    def _explore(self, beliefs: Beliefs) -> Steps:
+    def _explore(self, prospects: Prospects) -> Steps:
         """Blocks of what is worth trying and can be paid for; then whatever is believed to be the best runs."""
         while not self._ranks.is_ready():
             yield PROOF_S
             self.spending.account()
-        self._is_put_off = False
-        while (config := self._next(beliefs)) is not None:
+        while (config := prospects.next()) is not None:
             yield from self._observe(config)
-        yield from self._change_to(self._believed_best(beliefs))
+        yield from self._change_to(prospects.best())
 
-    def _next(self, beliefs: Beliefs) -> LoaderConfig | None:
-        """What to try next; None where nothing is worth it, or can be paid for."""
-        tried, most = {each.key for each in beliefs.log}, max(each.config.num_workers for each in beliefs.log)
-        failed = self._training.failures
-        # A dataset that raises in one worker, and not here, raises in all.
-        needs_loop = any(each.num_workers for each in failed) and not self._job.start.num_workers
-
-        def may_run(config: LoaderConfig) -> bool:
-            is_ruled_out = config.key() in failed or (needs_loop and config.num_workers > 0)
-            return not is_ruled_out and self._training.may_run(config) and beliefs.feasible(config) is None
-
-        for config in self._proposals(beliefs):
-            if config.key() in tried or not may_run(config):
-                continue
-            while self._price_s(config, beliefs) > self.spending.affordable_s:
-                self._is_put_off = True
-                if config.num_workers // 2 <= most:
-                    break
-                config = config.with_workers(config.num_workers // 2)  # what fewer workers gain pays for more
-            else:
-                return config
-        return None
-
-    def _proposals(self, beliefs: Beliefs) -> Generator[LoaderConfig, None, None]:
-        latest_of = {each.key: each for each in beliefs.log}
-        best = max(latest_of.values(), key=lambda each: each.log_rate)
-        assert best.measurement is not None
-        if self._job.first is not None:
-            yield self._job.first
-        waiting = waiting_share(best.measurement)
-        # Waiting bounds what a loader can gain, not what a step gains that is in its workers' way.
-        may_gain = waiting / max(1.0 - waiting, 1e-9) >= LEAST_GAIN or len(beliefs.space.consumer_threads) > 1
-        if may_gain:
-            todo = explore(beliefs, Goal(tolerance=EXPLORE_TOLERANCE))
-            if isinstance(todo, Explore) and todo.config is not None:
-                yield todo.config
-        alone_s = _alone_s(best, self._job.usable_cores, beliefs.context.consumer_cores)
-        if (may_gain or self._saves_workers) and alone_s <= _period_s(best):
-            yield self._job.start.with_workers(0).key()
-        posterior = beliefs.posterior()
-        if posterior is None:
-            return
-        choice, _ = choose(posterior, beliefs.space, TOLERANCE)
-        if may_gain or (self._saves_workers and choice.num_workers < best.config.num_workers):
-            yield choice
-
-    def _believed_best(self, beliefs: Beliefs) -> LoaderConfig:
-        """Of what was observed."""
-        posterior = beliefs.posterior()
-        known = () if posterior is None else posterior.configs
-        tried = [key for key in dict.fromkeys(each.key for each in beliefs.log) if key in known]
-        if posterior is None or not tried:
-            return self._job.start
-        return choose(posterior.at(tried), beliefs.space, TOLERANCE)[0]
-
-    def _compare(self, beliefs: Beliefs) -> Steps:
+    def _compare(self, prospects: Prospects) -> Steps:
         """What was chosen and what was asked for, in turn, where that may be paid for; the faster one is kept."""
         choice, start = self._training.config, self._job.start
         is_known = self.gain is not None and self.gain.config.key() == choice.key()
         if is_known or choice.key() == start.key() or start.key() in self._training.failures:
             return
-        if not self._expects_gain(beliefs, choice):
-            return
-        price_s = PAIRS * (self._price_s(start, beliefs) + self._price_s(choice, beliefs))
-        if price_s > min(self.spending.affordable_s, PAIRS_SHARE * self.spending.trained_s):
-            self._is_put_off = True
+        price_s = PAIRS * (prospects.price_s(start) + prospects.price_s(choice))
+        if not prospects.expects_gain(choice) or not prospects.may_spend(
+            price_s, PAIRS_SHARE * self.spending.trained_s
+        ):
             return
         pairs = list[tuple[Evidence, Evidence]]()
         for _ in range(PAIRS):
@@ -312,19 +203,11 @@ class Tuner:
             self.gain = None
             yield from self._change_to(start)
 
-    def _expects_gain(self, beliefs: Beliefs, choice: LoaderConfig) -> bool:
-        """Whether the choice is believed to be faster than what was asked for, and not only cheaper."""
-        posterior, keys = beliefs.posterior(), [choice.key(), self._job.start.key()]
-        if posterior is None or not {*keys} <= {*posterior.configs}:
-            return True
-        gain, _ = posterior.ratio(*map(posterior.configs.index, keys))
-        return gain >= LEAST_GAIN
-
-    def _keep(self, beliefs: Beliefs) -> Generator[float, None, bool]:
+    def _keep(self, prospects: Prospects) -> Generator[float, None, bool]:
         """Stays silent until the rate has shifted (True), or there may be something new to try."""
         log, config, test = self._training.traces, self._training.config, ShiftTest()
         first, begun_s = log.end, self.spending.trained_s
-        while (self.is_confirmed and not self._is_put_off) or self.spending.trained_s < begun_s + AGAIN_S:
+        while (self.is_confirmed and not prospects.is_put_off) or self.spending.trained_s < begun_s + AGAIN_S:
             yield WATCH_S
             self.spending.account(is_trying=False)
             if self._training.config.key() != config.key():  # lost workers
@@ -344,7 +227,7 @@ class Tuner:
             served = [change.serves_from for change in log.changes if change.reason in ("start", "change")]
             traces = latest(log, max(served[-1:], default=0))
             if len(traces) >= max(3, ROUNDS * config.num_workers):
-                self._add(beliefs, Evidence(config=config, outcome=measured(traces, config.num_workers)))
+                self._add(Evidence(config=config, outcome=measured(traces, config.num_workers)))
         return False
 
     def _observe(self, config: LoaderConfig) -> Generator[float, None, Evidence]:
@@ -362,12 +245,12 @@ class Tuner:
             outcome = yield from self._ranks.counting(outcome)
         seen = Evidence(config=self._as_asked(config), outcome=outcome)
         self.spending.account()
-        self._add(self.beliefs, seen)
+        self._add(seen)
         return seen
 
-    def _add(self, beliefs: Beliefs | None, seen: Evidence) -> None:
-        if beliefs is not None:
-            beliefs.log.add(seen)
+    def _add(self, seen: Evidence) -> None:
+        if self.beliefs is not None:
+            self.beliefs.log.add(seen)
         self._note("block", seen)
 
     def _change_to(self, config: LoaderConfig) -> Steps:
@@ -378,34 +261,9 @@ class Tuner:
         """Workers live as long as was asked for."""
         return replace(config, persistent_workers=self._job.start.persistent_workers and config.num_workers > 0)
 
-    def _price_s(self, config: LoaderConfig, beliefs: Beliefs) -> float:
-        """What a trial is expected to cost: the start, and a slower block."""
-        best = max(math.exp(each.log_rate) for each in beliefs.log)
-        predicted = beliefs.predicted(config)
-        slower = 0.5 if predicted is None else max(0.0, 1.0 - predicted / best)
-        windows = [each.measurement.window_s for each in beliefs.log if each.measurement is not None]
-        return config.num_workers * self._worker_start_s() + slower * max(1.0, *windows)
-
-    def _worth_starting(self, measured: Measurement) -> int:
-        """Most workers that an epoch is worth, where each epoch starts its own.
-
-        With W workers fetching an epoch takes E / W seconds and starting them W * s, whose sum is least at W = sqrt(E / s).
-        """
-        batches = self._job.epoch_batches
-        if batches is None:
-            return sys.maxsize
-        return max(1, math.ceil(math.sqrt(batches * measured.service_s / self._worker_start_s())))
-
-    def _worker_start_s(self) -> float:
-        """Seconds for which starting a worker holds up the loop."""
-        log = self._training.traces
-        took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
-        starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
-        return max(sum(starts) / len(starts), 1e-6) if starts else WORKER_START_S
-
-    def _settle(self) -> None:
+    def _settle(self, prospects: Prospects) -> None:
         config = self._chosen = self._training.config
-        self._saves_workers = False
+        prospects.saves_workers = False
         if self._told is None or config.key() != self._told.key():
             self._told = config
             self._on_change(self._note("settled"))
@@ -423,44 +281,3 @@ class Tuner:
         self.history.append(event)
         del self.history[:-MOST_EVENTS]
         return event
-
-
-def _step_cores(traces: Sequence[BatchTrace], cpu_s: float, wall_s: float) -> float:
-    """Cores that the step keeps busy: what this process used meanwhile, without what fetching in it took."""
-    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
-    # Receiving keeps this process busy, too: where there is hardly a step it is all that does.
-    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces) or wall_s
-    return max(0.05, (cpu_s - fetching_s) / max(stepping_s, 1e-9))
-
-
-def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:
-    """Seconds of a batch without workers at best: without what handing it over costs, and what crowding does to fetch and step.
-
-    Args:
-        seen: with workers.
-        cores: of this process.
-        step_cores: that the step keeps busy; one that waits for a device is not crowded.
-    """
-    assert seen.measurement is not None
-    at_work = _at_work(seen)
-    busy = at_work + max(1.0, step_cores)
-    shared = min(1.0, at_work) if busy > cores / 2 else 0.0
-    crowding = min(1.0, cores / busy) * (1.0 - (1.0 - SHARED_CORE) * shared)
-    return crowding * _fetch_s(seen) + seen.measurement.step_s * (1.0 - (1.0 - crowding) * min(1.0, step_cores))
-
-
-def _at_work(seen: Evidence) -> float:
-    """Workers that fetch at any time, by Little's law."""
-    return min(float(seen.config.num_workers), _fetch_s(seen) / _period_s(seen))
-
-
-def _fetch_s(seen: Evidence) -> float:
-    assert seen.measurement is not None
-    traces = seen.measurement.traces
-    return sum(trace.fetch_end - trace.fetch_start for trace in traces) / len(traces)
-
-
-def _period_s(seen: Evidence) -> float:
-    measured = seen.measurement
-    assert measured is not None
-    return measured.batch_size / measured.samples_per_s.value

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.live.prospects import Job
 from autotune_loader.live.ranks import Follower, Leader, is_one_of_many, job_link
 from autotune_loader.live.result import result_of
 from autotune_loader.live.state import LoaderState
 from autotune_loader.live.trust import Refusal
-from autotune_loader.live.tuner import Event, Job, Tuner
+from autotune_loader.live.tuner import Event, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.pipeline.workload import DataSide

@@ -11,20 +11,10 @@ from typing import overload
 from autotune_loader.pipeline.stage_watch import Report
 from autotune_loader.values.trace import BatchTrace
 
-Fetch = (
-    tuple[int, float, float, float, float, int]
-    | tuple[int, float, float, float, float, int, float]
-    | tuple[int, float, float, float, float, int, float, Report]
-)
-"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; where the fetch was cut short, unread_s; and now and then
-what a watcher of the worker has seen"""
-REPORTED = 8
+Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, Report]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what a watcher of the worker has seen"""
+REPORTED = 7
 """Figures of a fetch that carries what a watcher has seen, as its last one."""
-
-
-def unread_s_of(fetch: Fetch) -> float:
-    """Seconds by which a fetch was cut short; 0 where it was not."""
-    return fetch[6] if len(fetch) > 6 else 0.0
 
 
 class History(Sequence[BatchTrace]):
@@ -81,7 +71,6 @@ class History(Sequence[BatchTrace]):
             received=received,
             step_end=step_end,
             samples=samples,
-            unread_s=unread_s_of(fetch),
         )
         self._rows[index] = trace
         return trace

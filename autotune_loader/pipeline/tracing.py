@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
@@ -33,7 +33,7 @@ class _Process:
     which is what 1 % of a batch from memory leaves.
     """
 
-    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "unread_s", "watch", "worker")
+    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "watch", "worker")
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -45,8 +45,6 @@ class _Process:
         self.skip = 0
         """Short batches to come for which they are not: they take `cpu_share` of their wall seconds."""
         self.cpu_share = 1.0
-        self.unread_s = 0.0
-        """Seconds that the part of this batch which is not read would have taken."""
         self.worker = MAIN_PROCESS
         self.watch: StageWatch | None = None
         # In the main process the training step's threads must not count; in a worker every thread works for the batch.
@@ -54,7 +52,7 @@ class _Process:
 
     def becomes(self, worker: int) -> None:
         """A new worker, which must not inherit what a fork copied."""
-        self.begun, self.asked, self.skip, self.unread_s = None, None, 0, 0.0
+        self.begun, self.asked, self.skip = None, None, 0
         self.worker, self.cpu_clock = worker, time.process_time
 
     def cpu_s(self, wall_s: float) -> float:
@@ -76,16 +74,6 @@ def _begin() -> None:
     if not here.skip:
         here.cpu_begun = here.cpu_clock()
     here.begun = time.monotonic()
-
-
-def batch_begun() -> float | None:
-    """When the batch was begun that this process is making."""
-    return _here.begun
-
-
-def note_unread(seconds: float) -> None:
-    """Add the time of samples that the batch which this process is making does without."""
-    _here.unread_s += seconds
 
 
 class TracedCollate:
@@ -110,12 +98,9 @@ class TracedCollate:
             count = samples_in(batch) or 1
         cpu_s = here.cpu_s(end - start)
         report = here.watch.batch(end, end - start, cpu_s, count) if here.watch is not None else None
-        if report is None and not here.unread_s:
-            return batch, (here.worker, start, fetch_end, end, cpu_s, count)
-        unread_s, here.unread_s = here.unread_s, 0.0
         if report is None:
-            return batch, (here.worker, start, fetch_end, end, cpu_s, count, unread_s)
-        return batch, (here.worker, start, fetch_end, end, cpu_s, count, unread_s, report)
+            return batch, (here.worker, start, fetch_end, end, cpu_s, count)
+        return batch, (here.worker, start, fetch_end, end, cpu_s, count, report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn, self._batched)),)
@@ -231,7 +216,15 @@ class EndlessBatches:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _here.begun, _here.asked, _here.skip, _here.unread_s = None, None, 0, 0.0
+    _here.begun, _here.asked, _here.skip = None, None, 0
+
+
+def _give_own_dataset() -> None:
+    """Let `get_worker_info().dataset` be the user's own: no attribute of a wrapper stands before one of the same name."""
+    info = get_worker_info()
+    while info is not None and issubclass(type(info.dataset), Wrapped):
+        # It refuses to be changed.
+        object.__setattr__(info, "dataset", object.__getattribute__(info.dataset, "_inner"))
 
 
 class TracedWorkerInit:
@@ -248,6 +241,7 @@ class TracedWorkerInit:
 
     def __call__(self, worker: int) -> None:
         _here.becomes(worker)
+        _give_own_dataset()
         if self._inner is not None:
             self._inner(worker)
         _here.watch = StageWatch.begin() if self._watches else None

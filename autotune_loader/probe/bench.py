@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.gpus import Gpus
@@ -18,41 +15,41 @@ from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.look import look, moved, positions, shown
-from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.bad_samples import MOST_BAD, SampleError, for_bursts
 from autotune_loader.probe.burst import run_burst, run_step_ceiling
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of
-from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.failures import failure_of, is_of_dataset, user_traceback, with_advice
 from autotune_loader.probe.restarts import READ_ONCE, goes_on
-from autotune_loader.probe.samples import MOST_NOTED, BurstStep, Notebook, Raised, for_bursts, raises_alone
 from autotune_loader.probe.step import TrainingStep, build_step
-from autotune_loader.probe.worker_checks import workers_read_otherwise, workers_repeat_each_other
+from autotune_loader.probe.worker_checks import file_moved_by_a_worker, workers_repeat_each_other
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 # The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough.
 WARM_UP_STEPS, WARM_UP_S = 3, 1.0
-# Where the first batch took no longer, no batch is slow enough to be cut short, and samples are not timed one by one.
-PACED_FETCH_S = 0.25
 # A first batch that took no longer is looked at twice.
 SECOND_LOOK_S = 0.5
+# A batch that takes longer to fetch is measured with smaller ones, of about SMALLER_FETCH_S: a burst needs several.
+SLOW_FETCH_S, SMALLER_FETCH_S = 2.0, 0.5
+# Normalisation over a batch needs two samples.
+FEWEST_SAMPLES = 2
+# Of a dataset that fetches many at once, so many tell what each adds to a call.
+FEW_SAMPLES = 3
 # On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
 # warm when two steps in a row take the same time, and not before the second.
 MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
 READS_BY_ITSELF = (
     "the dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0); the "
     "num_workers to try is the dataset's own"
-)
-OTHER_SAMPLES = (
-    "{dataset}: two workers read other samples than one process does, at the same indices, so none are tried (num_workers=0). "
-    "Most often they share a file or database handle that was opened before they were started (open(), h5py, LMDB); open it on "
-    "first use in each worker, or in worker_init_fn"
 )
 SHARED_FILE = (
     "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
@@ -69,6 +66,10 @@ UNPICKLABLE_BATCH = (
 BATCHES_COUNTED = (
     "how many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension; "
     "every batch counts as one sample, so rates are batches/s"
+)
+SMALLER_BATCHES = (
+    "a batch of {whole} samples takes about {whole_s:.0f} s to fetch in one process, so the bursts read batches of {size}; "
+    "what a step on a whole batch takes was not measured"
 )
 
 
@@ -90,7 +91,9 @@ class WarmupReport:
     step_s: float = 0.0
     """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
     first_batch_s: float = 0.0
-    """Wall seconds until it was there: less, where its slow fetch was cut short."""
+    """Wall seconds that the very first batch of a burst's size took."""
+    burst_batch_size: int | None = None
+    """Samples of a batch in bursts, where whole ones take too long; what is said of a batch here is of whole ones."""
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
     reads_by_itself: bool = False
@@ -108,7 +111,7 @@ class WarmupReport:
     notes: tuple[str, ...] = ()
     """What the user should know of the step, such as that nothing is trained."""
     bad_samples: tuple[BadSample, ...] = ()
-    """Samples of the first batches that raised, and had others in their place."""
+    """Samples of the first batches that raised; they are left out from then on."""
 
 
 def gpus_of(warmup: WarmupReport | None) -> Gpus | None:
@@ -124,28 +127,10 @@ def _gpus(uuid: str) -> Gpus:
 
 
 class FetchTime(NamedTuple):
-    """What fetching one batch in the main process takes."""
+    """What fetching one batch in the main process takes, in seconds."""
 
     wall_s: float
     cpu_s: float
-
-    @classmethod
-    def of(cls, fetch: Fetch, took_s: float) -> FetchTime:
-        """All of it, where it took so long until it was there, or was cut short."""
-        whole_s = took_s + unread_s_of(fetch)
-        return cls(whole_s, fetch[4] * whole_s / max(took_s, 1e-9))
-
-
-def _one_or_two(first: FetchTime, batches: Iterator[Any]) -> list[FetchTime]:
-    """The first fetch and, where that was not too slow for another, the second."""
-    if first.wall_s > SECOND_LOOK_S:
-        return [first]
-    begun = time.monotonic()
-    try:
-        _, fetch = next(batches)
-    except Exception:  # the first batch was all there is, or a burst will tell what is wrong
-        return [first]
-    return [first, FetchTime.of(fetch, time.monotonic() - begun)]
 
 
 class Bench:
@@ -154,37 +139,123 @@ class Bench:
     Args:
         data: gives the data side that workers inherit; the main process never fetches from it.
         private_data: gives a data side that the main process may fetch from, filled caches and open handles and all.
-        training: makes model, step and optimizer, as training would begin with them.
-        scratch: a folder that is removed in the end; None makes one.
+        training: model, step and optimizer, as training would begin with them.
     """
 
     def __init__(
-        self,
-        data: Callable[[], DataSide],
-        private_data: Callable[[], DataSide],
-        training: Callable[[], TrainingSide],
-        scratch: str | None = None,
+        self, data: Callable[[], DataSide], private_data: Callable[[], DataSide], training: TrainingSide
     ) -> None:
         self._data = data
         self._private_data = private_data
-        self._fresh_training = training
-        self._training = training()
+        self._training = training
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
         self._batch: Any = None
         self._samples = 0
-        folder = scratch or tempfile.mkdtemp(prefix="autotune-loader-")
-        self._forget_scratch = None if scratch else weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._notebook = Notebook(folder)
-        self._is_paced = True
+        self._at_most: int | None = None
+        """Samples of a batch, where whole ones take too long."""
         self._moved_file: str | None = None
-        """Files that were open before the first batch was read from them: workers would share their positions."""
+        """One that was open before the first batch was read from it: workers would share its position."""
         self._bad_samples: dict[str, BadSample] = {}
-        self._raised_alone: set[str] = set()
-        """Classes of what was raised for samples in this process, too."""
+        self._without: set[str] = set()
+        """Keys of the samples that are left out, as they are written."""
+        self._ends_run: WorkloadError | None = None
+        """What is raised once too many samples raise."""
 
     def prepare(self, announce: Announce = lambda phase: None) -> WarmupReport | Failure:
-        """Fetch one batch in this process, build the step from it and warm the step up."""
+        """Fetch one batch in this process, build the step from it and warm the step up.
+
+        Raises:
+            WorkloadError: so many samples raise that training would hardly begin.
+        """
+        return self._without_bad_samples(lambda: self._prepare(announce), None)
+
+    def burst(
+        self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
+    ) -> Measurement | Failure:
+        """Train for a moment with `config`; a sample that raises is left out, and the burst run again.
+
+        Raises:
+            WorkloadError: it is the third one.
+        """
+        assert self._step is not None, "prepare() comes first"
+        failure = self._warm_again()
+        if failure is not None:
+            return failure
+        step, has_workers = self._step, config.num_workers > 0
+
+        def run() -> Measurement | Failure:
+            data = (self._data if has_workers else self._private_data)()
+            return run_burst(self._for_bursts(data), step, config, plan, announce, self._timeline)
+
+        outcome = self._without_bad_samples(run, self._private_data if has_workers else None)
+        if isinstance(outcome, Failure):
+            return outcome
+        for bad in outcome.bad_samples:
+            self._bad_samples.setdefault(bad.name, bad)
+        return replace(outcome, bad_samples=tuple(self._bad_samples.values()))
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        assert self._step is not None, "prepare() comes first"
+        batch, samples = self._batch, self._samples
+        if plan.batch_size not in (None, samples):
+            try:
+                data = self._for_bursts(self._private_data())
+                batch, fetch = next(iter(make_traced_loader(data, LoaderConfig(batch_size=plan.batch_size), seed=0)))
+            except Exception as error:
+                return failure_of(error, "first_batch")
+            finally:
+                forget_open_batch()
+            samples = fetch[5]
+        failure = self._warm_again()
+        if failure is not None:
+            return failure
+        return run_step_ceiling(batch, samples, self._step, consumer_threads, plan, self._timeline)
+
+    def close(self) -> None:
+        """Let go of model, optimizer and batch, and of the device memory that they took."""
+        self._step, self._batch, self._training = None, None, TrainingSide()
+        if self._timeline is not None:
+            self._timeline.release()
+
+    def _without_bad_samples(self, run: Callable[[], T | Failure], again: Callable[[], DataSide] | None) -> T | Failure:
+        """What `run` returns once no sample raises in it.
+
+        Args:
+            run: a burst, or the first batch.
+            again: what this process may read a sample from, to see whether it raises here, too; None where it read it itself.
+        """
+        while True:
+            try:
+                return run()
+            except SampleError as error:
+                traceback.clear_frames(error.__traceback__)
+                failure = self._leave_out(error, again)
+            if failure is not None:
+                return failure
+
+    def _leave_out(self, error: SampleError, again: Callable[[], DataSide] | None) -> Failure | None:
+        """Go without a sample from now on; a failure where it is not the sample's fault, or cannot be left out."""
+        bad = error.sample
+        failure = replace(failure_of(error, "batches"), traceback=user_traceback(error.__cause__ or error))
+        if bad.name in self._bad_samples:
+            return failure
+        if again is not None and not error.raises_in(again()):
+            message = f"{bad.name} raises {bad.error} in a worker, and not when it is read again alone"
+            return replace(failure, message=message, retryable=True)
+        self._bad_samples[bad.name] = bad
+        self._without |= error.left_out
+        self._ends_run = WorkloadError(with_advice(self._told_of_bad_samples(), error), failure.traceback or "")
+        if len(self._bad_samples) >= MOST_BAD:
+            raise self._ends_run
+        return None
+
+    def _told_of_bad_samples(self) -> str:
+        first, *others = self._bad_samples.values()
+        also = f", and so do {' and '.join(each.name for each in others)}" if others else ""
+        return f"{first.name} raises {first.error}{also}"
+
+    def _prepare(self, announce: Announce) -> WarmupReport | Failure:
         phase: FailurePhase = "first_batch"
         try:
             announce(phase)
@@ -193,10 +264,8 @@ class Bench:
                 message = READ_ONCE.format(dataset=type(private.dataset).__name__)
                 return Failure(kind="no_data", phase=phase, message=message)
             places = positions()
-            batches = iter(make_traced_loader(self._for_bursts(private), LoaderConfig(), seed=0))
-            first_batch_s, times = self._fetch_first(private, batches)
+            times = self._fetch_first(private)
             self._moved_file = moved(places, positions())
-            self._judge(self._notebook.taken())
             phase = "step"
             announce(phase)
             self._step = build_step(self._training, self._batch)
@@ -205,26 +274,76 @@ class Bench:
             step_s = warm_up(self._step, self._batch, self._timeline)
             warm_up_s = time.monotonic() - begun
         except StopIteration:
+            if self._ends_run is not None:  # nothing is left without them
+                raise self._ends_run from None
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
+        except SampleError as error:
+            if is_of_dataset(error):
+                raise
+            return failure_of(error, phase)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             return failure_of(error, phase)
         finally:
             forget_open_batch()
         report = self._report_on(self._step, private, times)
-        return replace(report, step_s=step_s, first_batch_s=first_batch_s, warm_up_s=warm_up_s)
+        return replace(report, step_s=step_s * self._share_of_whole(private), warm_up_s=warm_up_s)
 
-    def _fetch_first(self, private: DataSide, batches: Iterator[Any]) -> tuple[float, list[FetchTime]]:
-        """Fetch the batch that the step is warmed up on: seconds until it was there, and what it and the next one took."""
-        begun = time.monotonic()
-        self._batch, fetch = next(batches)
-        self._samples = fetch[5]
-        first_batch_s = time.monotonic() - begun
-        times = _one_or_two(FetchTime.of(fetch, first_batch_s), batches)
-        # Calls that take as long for a few samples as for all are made whole.
-        is_divisible = not hasattr(private.dataset, "__getitems__") or unread_s_of(fetch) > 0
-        self._is_paced = times[0].wall_s > PACED_FETCH_S and is_divisible
-        return first_batch_s, times
+    def _fetch_first(self, data: DataSide) -> list[FetchTime]:
+        """Fetch the batch that the step is warmed up on, and another where that takes no time: what they took."""
+        if not data.is_iterable:
+            self._at_most = self._smaller(data, self._sample_s(data))
+        times = self._fetch_two(data)
+        if data.is_iterable and not isinstance(data.dataset, Iterator):  # of a stream nobody reads a sample alone
+            self._at_most = self._smaller(data, times[0].wall_s / max(self._samples, 1))
+            times = times if self._at_most is None else self._fetch_two(data)
+        return times
+
+    def _smaller(self, data: DataSide, sample_s: float) -> int | None:
+        """Samples of a batch in bursts, if each sample takes so long; None for whole batches."""
+        if data.batch_size is None or sample_s * data.batch_size <= SLOW_FETCH_S:
+            return None
+        size = max(FEWEST_SAMPLES, int(SMALLER_FETCH_S / sample_s))
+        return size if size < data.batch_size else None
+
+    def _sample_s(self, data: DataSide) -> float:
+        """Seconds that each sample adds to a batch, where batches might be too slow; else 0."""
+        whole = data.batch_size or 1
+        if whole <= FEWEST_SAMPLES:
+            return 0.0
+        alone = self._batches(data, 1)
+        first_s = _seconds_of(alone)
+        if first_s * whole <= SLOW_FETCH_S:
+            return 0.0
+        warm_s = min(first_s, _seconds_of(alone))  # the first may have opened a file, or imported what decodes it
+        if not hasattr(data.dataset, "__getitems__"):
+            return warm_s
+        return max(0.0, _seconds_of(self._batches(data, FEW_SAMPLES)) - warm_s) / (FEW_SAMPLES - 1)
+
+    def _fetch_two(self, data: DataSide) -> list[FetchTime]:
+        batches, times = self._batches(data), list[FetchTime]()
+        while not times or (len(times) < 2 and times[0].wall_s <= SECOND_LOOK_S):
+            begun = time.monotonic()
+            try:
+                batch, fetch = next(batches)
+            except Exception:
+                if not times:
+                    raise
+                break  # the first batch was all there is, or a burst will tell what is wrong
+            times.append(FetchTime(time.monotonic() - begun, fetch[4]))
+            if len(times) == 1:
+                self._batch, self._samples = batch, fetch[5]
+        return times
+
+    def _batches(self, data: DataSide, size: int | None = None) -> Iterator[Any]:
+        return iter(make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0))
+
+    def _for_bursts(self, data: DataSide) -> DataSide:
+        return for_bursts(replace(data, batch_size=self._at_most or data.batch_size), self._without)
+
+    def _share_of_whole(self, data: DataSide) -> float:
+        """How much more than a burst's batch a batch of training is."""
+        return (data.batch_size or 1) / self._at_most if self._at_most else 1.0
 
     def _report_on(self, step: TrainingStep, private: DataSide, times: list[FetchTime]) -> WarmupReport:
         """What the first batches tell of the workload, and what workers make of it."""
@@ -235,22 +354,23 @@ class Bench:
         counts_batches = not data.is_batched and self._samples == 1 and samples_in(self._batch) is None
         reads_by_itself = not shape.on_accelerator and (data.reads_by_itself or private.reads_by_itself)
         alone = shape.on_accelerator or reads_by_itself
-        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, times[0].wall_s)
-        # The first fetch may have opened a file, or imported what decodes it.
-        sample_s = min(each.wall_s for each in times) / max(self._samples, 1)
-        why_none = [] if alone else self._against_workers(data)
-        if not alone and not why_none and workers_read_otherwise(data, private, sample_s):
-            why_none = [OTHER_SAMPLES.format(dataset=type(data.dataset).__qualname__)]
+        small = replace(data, batch_size=self._at_most or data.batch_size)
+        repeats = data.is_iterable and not alone and workers_repeat_each_other(small, times[0].wall_s)
+        why_none = [] if alone else self._against_workers(small, private, times[0].wall_s)
         # A cold file or a busy machine is no habit.
         typical = max(times, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
+        more = self._share_of_whole(data)
+        smaller = SMALLER_BATCHES.format(whole=data.batch_size, whole_s=typical.wall_s * more, size=self._at_most)
         return WarmupReport(
             step=step.description,
-            samples=self._samples,
-            batch_bytes=shape.bytes,
+            samples=round(self._samples * more),
+            batch_bytes=round(shape.bytes * more),
             batch_tensors=shape.tensors,
             on_accelerator=shape.on_accelerator,
-            first_fetch_s=typical.wall_s,
-            first_fetch_cpu_s=typical.cpu_s,
+            first_fetch_s=typical.wall_s * more,
+            first_fetch_cpu_s=typical.cpu_s * more,
+            first_batch_s=times[0].wall_s,
+            burst_batch_size=self._at_most,
             counts_batches=counts_batches,
             reads_by_itself=reads_by_itself,
             shardable=not repeats,
@@ -262,81 +382,25 @@ class Bench:
                 *_clock_notes(step.device, self._timeline),
                 *([BATCHES_COUNTED] if counts_batches else []),
                 *([READS_BY_ITSELF] if reads_by_itself else []),
+                *([smaller] if self._at_most else []),
                 *why_none,
             ),
             bad_samples=tuple(self._bad_samples.values()),
         )
 
-    def _against_workers(self, data: DataSide) -> list[str]:
-        """Why workers would get other samples, or none, as far as that is known without any; empty where nothing is."""
+    def _against_workers(self, data: DataSide, private: DataSide, first_fetch_s: float) -> list[str]:
+        """Why workers would get other samples, or none; empty where nothing is known against them."""
         dataset, found = type(data.dataset).__qualname__, list[str]()
         if start_method() == "fork":
-            if self._moved_file is not None:
-                found.append(SHARED_FILE.format(dataset=dataset, file=self._moved_file))
+            file = self._moved_file
+            if file is not None and private.worker_init_fn is not None:  # which may open it anew
+                file = file_moved_by_a_worker(data, file, first_fetch_s)
+            found += [] if file is None else [SHARED_FILE.format(dataset=dataset, file=file)]
             bound = look({"dataset": data.dataset}).bound
             found += [BOUND.format(path=shown(path), words=words) for path, words in bound[:1]]
         fault = why_not_pickled(self._batch)
         found += [UNPICKLABLE_BATCH.format(fault=fault)] if fault is not None else []
         return found[:1]
-
-    def burst(
-        self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
-    ) -> Measurement | Failure:
-        assert self._step is not None, "prepare() comes first"
-        failure = self._warm_again()
-        if failure is not None:
-            return failure
-        data, step = (self._data if config.num_workers else self._private_data)(), self._step
-        loaded = self._for_bursts(data, is_paced=self._is_paced and not plan.whole_epochs)
-        step = replace(step, train=BurstStep(step, self._batch, self._notebook))
-        outcome = run_burst(loaded, step, config, plan, announce, self._timeline)
-        raised = self._notebook.taken()
-        if isinstance(outcome, Failure):
-            return outcome
-        failure = self._judge(raised, self._private_data if config.num_workers else None)
-        return failure or replace(outcome, bad_samples=tuple(self._bad_samples.values()))
-
-    def _for_bursts(self, data: DataSide, *, is_paced: bool = True) -> DataSide:
-        return for_bursts(data, self._notebook, is_paced=is_paced)
-
-    def _judge(self, raised: list[Raised], again: Callable[[], DataSide] | None = None) -> Failure | None:
-        """Remember the samples that raised; a failure where only workers see them raise.
-
-        Args:
-            raised: what was noted.
-            again: what this process may read the samples from again; None where it was the one that read them.
-        """
-        for each in raised:
-            if each.kind not in self._raised_alone:
-                if again is not None and not raises_alone(again(), each):
-                    return Failure(
-                        kind="user_exception",
-                        phase="batches",
-                        message=f"{each.name} raises {each.error} in a worker, and not when it is read again alone",
-                        retryable=True,
-                    )
-                self._raised_alone.add(each.kind)
-            if len(self._bad_samples) < MOST_NOTED:
-                self._bad_samples.setdefault(each.name, each.sample)
-        return None
-
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        assert self._step is not None, "prepare() comes first"
-        batch, samples = self._batch, self._samples
-        if plan.batch_size not in (None, samples):
-            try:
-                data = self._for_bursts(self._private_data())
-                loader = make_traced_loader(data, LoaderConfig(batch_size=plan.batch_size), seed=0)
-                batch, fetch = next(iter(loader))
-            except Exception as error:
-                return failure_of(error, "first_batch")
-            finally:
-                forget_open_batch()
-            samples = fetch[5]
-        failure = self._warm_again()
-        if failure is not None:
-            return failure
-        return run_step_ceiling(batch, samples, self._step, consumer_threads, plan, self._timeline)
 
     def _warm_again(self) -> Failure | None:
         """After memory of the device was given back: a step outside of any window asks the driver for it."""
@@ -351,14 +415,12 @@ class Bench:
         self._timeline.is_cold = False
         return None
 
-    def close(self) -> None:
-        """Let go of model, optimizer and batch, and of the device memory that they took."""
-        self._step, self._batch, self._training = None, None, TrainingSide()
-        self._fresh_training = TrainingSide
-        if self._forget_scratch is not None:
-            self._forget_scratch()
-        if self._timeline is not None:
-            self._timeline.release()
+
+def _seconds_of(batches: Iterator[Any]) -> float:
+    """What the next batch takes."""
+    begun = time.monotonic()
+    next(batches, None)
+    return time.monotonic() - begun
 
 
 def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> float:

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
+from autotune_loader.machine.meters.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.trace_log import Fetch
-from autotune_loader.pipeline.tracing import (
-    forget_open_batch,
-)
+from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.probe.bad_samples import SampleError
 from autotune_loader.probe.burst_loop import Announce, DeviceRun, Run
 from autotune_loader.probe.device import Timeline
 from autotune_loader.probe.epoch_burst import measure_epochs
-from autotune_loader.probe.failures import deaths_of, failure_of
+from autotune_loader.probe.failures import deaths_of, failure_of, is_of_dataset
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -50,7 +50,7 @@ def run_burst(
     announce: Announce = lambda phase: None,
     timeline: Timeline | None = None,
 ) -> Measurement | Failure:
-    """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`.
+    """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`, but for a bad sample.
 
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
 
@@ -61,6 +61,9 @@ def run_burst(
         plan: how long, and which samples.
         announce: told which phase begins.
         timeline: of the device that the step runs on, where that works behind the host; None for a CPU.
+
+    Raises:
+        SampleError: a sample of the dataset raised, by no fault of the configuration.
     """
     phase: FailurePhase = "start"
 
@@ -80,7 +83,7 @@ def run_burst(
                 return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or (isinstance(error, SampleError) and is_of_dataset(error)):
                 raise
             if config.num_workers and isinstance(error, (OSError, EOFError)):
                 time.sleep(NEWS_OF_DEATH_S)
@@ -107,6 +110,7 @@ def _measure(
     enter: Announce,
     timeline: Timeline | None,
 ) -> Measurement | Failure:
+    window = Window()
     if timeline is not None:
         timeline.open()
     loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
@@ -125,13 +129,15 @@ def _measure(
             open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
     if plan.whole_epochs:
         ahead = (lambda batches: prefetched(batches, lane, config.device_prefetch)) if lane is not None else None
-        return measure_epochs(open_loader, loader, run, step, plan, enter, ahead)
+        outcome = measure_epochs(open_loader, loader, run, step, plan, enter, window.note_memory, ahead)
+        return window.closed(outcome) if isinstance(outcome, Measurement) else outcome
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")
+    window.open()
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
         pass
-    return run.measurement()
+    return window.closed(run.measurement())
 
 
 def run_step_ceiling(
@@ -153,10 +159,11 @@ def run_step_ceiling(
         run = Run(plan, 0, started) if timeline is None else DeviceRun(plan, 0, started, timeline)
         cached = _again_and_again(step.move(batch), samples)
         with step_threads(consumer_threads):
+            window = Window()
             run.deliver(cached, step)
             while not run.knows_enough():
                 run.deliver(cached, step)
-            measured = run.measurement()
+            measured = window.closed(run.measurement())
             keeps_memory = plan.batch_size is None
             return measured
     except Exception as error:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
-from autotune_loader.pipeline.cut_short import are_cut_short, as_whole
 from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.trace_log import REPORTED, History
 from autotune_loader.probe.device import CopyLane, DeviceTimes, Passage, Timeline
+from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.step import TrainingStep
-from autotune_loader.values.measurement import FailurePhase, GpuUse, Measurement
+from autotune_loader.values.measurement import BadSample, FailurePhase, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import BatchTrace
 
@@ -30,6 +30,8 @@ STOP_CHECK_COST = 400.0
 FEWEST_BATCHES = 2
 # A burst of tiny in-memory batches delivers tens of thousands; its record keeps at most this many.
 KEPT_TRACES = 2048
+# The step may raise for one batch in so many (a label out of range, say), and for the first that it meets.
+ODD_SHARE = 8
 Announce = Callable[[FailurePhase], None]
 """Told which phase begins, so that a parent can name it when the process hangs or dies."""
 
@@ -54,6 +56,8 @@ class Run:
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
         memory back, and the next fetch in this process has to write to fresh pages."""
+        self._raised: list[Exception] = []
+        """By the step, for batches that the run went on without."""
         self._next_check = 0.0
         self._enter = enter
         self._clock = clock
@@ -72,9 +76,9 @@ class Run:
             self._stages.add(fetch[-1])
         try:
             step.run(self._batch)
-        except Exception:
-            self._enter("step")
-            raise
+        except Exception as error:
+            self._go_on_after(error)
+            return True
         self._history.note((fetch, requested, received, time.monotonic()))
         return True
 
@@ -98,19 +102,25 @@ class Run:
         now = self._clock()
         if now < self._next_check or not self._settled():
             return False
-        if self._history[-1].unread_s:  # one such batch of each worker took seconds, and tells all
-            return len(self._history) >= self._workers
         enough = is_enough(self._history, self._plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self._clock() - now))
         return enough
 
     def _settled(self) -> bool:
         """Whether there is a window to judge by, be its steps as long as they may."""
-        return len(self._history) >= FEWEST_BATCHES or are_cut_short(self._history[:1])
+        return len(self._history) >= FEWEST_BATCHES
+
+    def _go_on_after(self, error: Exception) -> None:
+        """Leave out a batch that the step has raised for, if such batches are few; no memory is no fault of a batch."""
+        self._enter("step")
+        self._raised.append(error)
+        if not is_of_dataset(error) or len(self._raised) > 1 + len(self._history) // ODD_SHARE:
+            raise error
+        self._enter("batches")
 
     def measurement(self) -> Measurement:
         """What the run amounts to."""
-        traces, shape = as_whole(self._history, self._workers), self._shape or BatchShape()
+        traces, shape = list(self._history), self._shape or BatchShape()
         measured, end = summarise(traces, workers=self._workers, started=self._started), self._history[-1].step_end
         return replace(
             measured,
@@ -119,6 +129,7 @@ class Run:
             gpu=self.gpu_use(end - measured.window_s, end),
             traces=tuple(_worth_keeping(traces)),
             stages=self._stages.samples(),
+            bad_samples=tuple(BadSample.of("the step on a batch", error) for error in self._raised[:1]),
         )
 
 
@@ -156,9 +167,9 @@ class DeviceRun(Run):
             on_device = step.move(self._batch)
             copied = timeline.mark()
             step.train(on_device)
-        except Exception:
-            self._enter("step")
-            raise
+        except Exception as error:
+            self._go_on_after(error)
+            return True
         self._times.note(
             Passage(
                 fetch=fetch,
@@ -181,6 +192,7 @@ class DeviceRun(Run):
         return replace(
             super().gpu_use(start, end),
             busy_share=self._times.busy_share(start, end),
+            memory_bytes=self._timeline.peak_bytes(),
             allocated_bytes=self._timeline.peak_bytes(),
             copy_s=self._times.copy_s(self._lane),
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.workload import DataSide, Workload
-    from autotune_loader.probe.bench import Bench, WarmupReport
+    from autotune_loader.probe.bench import Bench
     from autotune_loader.probe.burst_loop import Announce
     from autotune_loader.probe.wire import Message, Request
     from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -37,7 +37,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
         lifeline_fd: closed when the parent ends.
         data_fd: of the archive of the data side.
         training_fd: of the archive of the training side.
-        scratch: a folder for sockets, and for what workers note.
+        scratch: a folder for sockets.
     """
     from autotune_loader.probe.leaving import leave
 
@@ -52,7 +52,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
             contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError),
         ):
             _greet(connection)
-            _serve(connection, lambda: _bench_of_archives(data_fd, training_fd, scratch))
+            _serve(connection, lambda: _bench_of_archives(data_fd, training_fd))
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -69,7 +69,7 @@ def serve_forked(connection_fd: int, lifeline_fd: int, workload: Workload, scrat
     _settle(lifeline_fd, scratch)
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _serve(connection, lambda: _bench_of(lambda: workload.data, lambda: workload.data, workload, scratch))
+        _serve(connection, lambda: _bench_of(workload, lambda: workload.data))
 
 
 def _settle(lifeline_fd: int, scratch: str) -> None:
@@ -92,8 +92,9 @@ def _greet(connection: Connection) -> None:
 
 
 def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
-    from autotune_loader.probe.failures import failure_of_reading
+    from autotune_loader.probe.failures import failure_of_reading, failure_of_workload
     from autotune_loader.probe.wire import Message, Request, receive, send
+    from autotune_loader.values.errors import WorkloadError
     from autotune_loader.values.measurement import Failure
 
     def announce(phase: FailurePhase) -> None:
@@ -104,7 +105,10 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     except Exception as error:
         send(connection, Message(failure=failure_of_reading(error)))
         return
-    warmup: WarmupReport | Failure = bench.prepare(announce)
+    try:
+        warmup = bench.prepare(announce)
+    except WorkloadError as error:
+        warmup = failure_of_workload(error, "first_batch")
     if isinstance(warmup, Failure):
         send(connection, Message(failure=warmup))
         return
@@ -115,38 +119,41 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
 
 
 def _answer(bench: Bench, request: Request, announce: Announce) -> Message:
+    from autotune_loader.probe.failures import failure_of_workload
     from autotune_loader.probe.wire import Message
+    from autotune_loader.values.errors import WorkloadError
     from autotune_loader.values.measurement import Failure
 
     outcome: Measurement | Failure
-    if request.what == "burst":
-        outcome = bench.burst(request.config, request.plan, announce)
-    else:
-        outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+    try:
+        if request.what == "burst":
+            outcome = bench.burst(request.config, request.plan, announce)
+        else:
+            outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+    except WorkloadError as error:
+        return Message(failure=failure_of_workload(error, "batches"), ends_run=True)
     return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
 
 
-def _bench_of_archives(data_fd: int, training_fd: int, scratch: str) -> Bench:
+def _bench_of_archives(data_fd: int, training_fd: int) -> Bench:
     from autotune_loader.pipeline.workload import Workload
     from autotune_loader.probe.archive import read_archive
     from autotune_loader.probe.leaving import held
 
-    shared: DataSide = held(read_archive(data_fd, held))
+    data: DataSide = held(read_archive(data_fd, held))
     private = _Copies(data_fd)
-    workload = Workload(data=shared, training=held(read_archive(training_fd, held)))
-    return _bench_of(lambda: shared, private.fresh, workload, scratch)
+    return _bench_of(Workload(data=data, training=held(read_archive(training_fd, held))), private.fresh)
 
 
-def _bench_of(data: Callable[[], DataSide], private: Callable[[], DataSide], workload: Workload, scratch: str) -> Bench:
+def _bench_of(workload: Workload, private: Callable[[], DataSide]) -> Bench:
     from dataclasses import replace
 
     from autotune_loader.probe.bench import Bench
     from autotune_loader.probe.leaving import BurstWorkerInit
 
-    def for_workers() -> DataSide:
-        return replace(data(), worker_init_fn=BurstWorkerInit(data().worker_init_fn))
-
-    return Bench(for_workers, private, lambda: workload.training, scratch)
+    data = workload.data
+    for_workers = replace(data, worker_init_fn=BurstWorkerInit(data.worker_init_fn))
+    return Bench(lambda: for_workers, private, workload.training)
 
 
 class _Copies:

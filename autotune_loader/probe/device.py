@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune_loader.pipeline.prefetch import CudaLane, Lane
-from autotune_loader.pipeline.trace_log import Fetch, unread_s_of
+from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 # Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
@@ -257,7 +257,6 @@ class DeviceTimes:
             received=received,
             step_end=self._free,
             samples=seen.fetch[5],
-            unread_s=unread_s_of(seen.fetch),
         )
 
 

@@ -36,6 +36,7 @@ def measure_epochs(
     step: TrainingStep,
     plan: BurstPlan,
     enter: Announce,
+    note_memory: Callable[[], None] = lambda: None,
     ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
 ) -> Measurement | Failure:
     """Train for some epochs and measure what an epoch takes, from the end of one to the end of the next.
@@ -47,6 +48,7 @@ def measure_epochs(
         step: what is done with them.
         plan: how long.
         enter: told when the first batch is there.
+        note_memory: reads memory, now and then in the first epoch, which is not timed: workers end with their epoch.
         ahead: copies the batches of an iterator ahead of the step.
     """
     begun, ends, batches, count = run.now(), list[float](), list[int](), 0
@@ -60,6 +62,8 @@ def measure_epochs(
             count += 1
             if count == 1:
                 enter("batches")
+            if not ends and count.bit_count() == 1:
+                note_memory()
         if count == (batches[-1] if batches else 0):
             return Failure(kind="no_data", phase="first_batch", message="an epoch ended before it delivered a batch")
         ends.append(run.now())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.lines import is_ours
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
@@ -23,9 +24,11 @@ IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("bus error", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("unable to write to file </torch_", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
     ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device: '/dev/shm", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
+    ("no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
+    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
@@ -45,6 +48,9 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("each element in list of batch should be of equal size", "user_exception", COLLATE_ADVICE),
     ("killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
 )
+
+
+_OF_SAMPLE = re.compile(r"^([\w.]+\.)?SampleError: ")
 
 
 class StoppedError(RuntimeError):
@@ -77,10 +83,21 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
     )
 
 
+def with_advice(text: str, error: BaseException) -> str:
+    """What is told of an exception, with what to do about it where that is known."""
+    advice = _diagnosis(error)[2]
+    return f"{text} ({advice})" if advice else text
+
+
 def failure_of_reading(error: BaseException) -> Failure:
     """The failure of a workload that was pickled, and cannot be unpickled in the probe process."""
     text = _first_sentence(f"{type(error).__name__}: {error}")
     return Failure(kind="pickling", phase="start", message=text, traceback=user_traceback(error))
+
+
+def failure_of_workload(error: WorkloadError, phase: FailurePhase) -> Failure:
+    """The failure that ends a run, whatever the configuration."""
+    return Failure(kind="user_exception", phase=phase, message=error.message, traceback=error.user_traceback)
 
 
 def is_device_broken(outcome: object) -> bool:
@@ -127,6 +144,7 @@ def _first_sentence(text: str, limit: int = 600) -> str:
         return "unknown error"
     wrapped = "Caught " in lines[0] and "Original Traceback" in text
     line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
+    line = _OF_SAMPLE.sub("", line)  # it says itself what was raised
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

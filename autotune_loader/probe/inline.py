@@ -24,12 +24,11 @@ from typing import Any
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.processes import ProcessTree
+from autotune_loader.machine.processes import tree, tree_pss, tree_use
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
-from autotune_loader.probe.device import held_bytes
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.probe.leaving import BurstWorkerInit
 from autotune_loader.probe.protocol import START_DEADLINE_S
@@ -39,8 +38,6 @@ from autotune_loader.values.measurement import Failure, FailurePhase, Measuremen
 from autotune_loader.values.plan import BurstPlan
 
 log = logging.getLogger(__name__)
-# Wakes the main thread where it hangs; the user's own handler is put back afterwards.
-STOP_SIGNAL = signal.SIGUSR2
 
 
 class InlineProbe:
@@ -67,7 +64,6 @@ class InlineProbe:
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
-        self._gpu_held_bytes = held_bytes(workload.training.device)
         self._servers_before = _running_servers()
         self._warmup: WarmupReport | None = None
         self._user_data = workload.data
@@ -76,7 +72,7 @@ class InlineProbe:
         self._bench = Bench(
             data=lambda: for_workers,
             private_data=lambda: workload.data,
-            training=lambda: self._copied_training(workload.training),
+            training=self._copied_training(workload.training),
         )
 
     def start(self) -> WarmupReport:
@@ -114,7 +110,7 @@ class InlineProbe:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         if isinstance(outcome, Failure):
             return outcome
-        return meter.reading.added_to(outcome, self._gpu_held_bytes)
+        return meter.added_to(outcome)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_state(self._user_data):
@@ -154,20 +150,31 @@ class _Stop:
         self._thread = threading.get_ident()
         self._timer = threading.Timer(deadline_s, self._expire)
         self._timer.daemon = True
-        self._handler: Any = None
+        self._signal: int | None = None
+        """Wakes the main thread where it hangs."""
+        self._is_over = False
+        self._lock = threading.Lock()
+        """Held by whoever ends the block, from without or within."""
 
     def __enter__(self) -> _Stop:
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(STOP_SIGNAL, _raise_stopped)
+            self._signal = _free_signal()
+            if self._signal is not None:
+                signal.signal(self._signal, self._raise_stopped)
         self._timer.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> bool:
+        try:
+            with self._lock:
+                self._is_over = True
+        except StoppedError:  # it was on its way
+            self._is_over = True
         self._timer.cancel()
         # Take back an exception that has not been raised yet: it would end whatever comes next.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
-        if self._handler is not None:
-            signal.signal(STOP_SIGNAL, self._handler)
+        if self._signal is not None:
+            signal.signal(self._signal, signal.SIG_DFL)
         return isinstance(error, StoppedError)
 
     def enter(self, phase: FailurePhase) -> None:
@@ -177,16 +184,19 @@ class _Stop:
 
     def now(self) -> None:
         """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
-        self.was_asked = True
-        workers = running_workers()
-        for worker in workers:
-            worker.kill()
-        if workers:
-            return
-        if self._handler is not None:  # a signal wakes the thread also where it waits for a lock or a queue
-            signal.pthread_kill(self._thread, STOP_SIGNAL)
-        else:  # Python's only way to reach another thread that runs the user's code
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+        with self._lock:
+            if self._is_over:
+                return
+            self.was_asked = True
+            workers = running_workers()
+            for worker in workers:
+                worker.kill()
+            if workers:
+                return
+            if self._signal is not None:  # a signal wakes the thread also where it waits for a lock or a queue
+                signal.pthread_kill(self._thread, self._signal)
+            else:  # Python's only way to reach another thread that runs the user's code
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
 
     def failure(self) -> Failure:
         """The failure of what was ended at the deadline."""
@@ -197,16 +207,26 @@ class _Stop:
         self.has_expired = True
         self.now()
 
+    def _raise_stopped(self, _signal: int, _frame: object) -> None:
+        if not self._is_over:
+            raise StoppedError("stopped at the deadline, or for its memory")
 
-def _raise_stopped(_signal: int, _frame: object) -> None:
-    raise StoppedError("stopped at the deadline, or for its memory")
+
+def _free_signal() -> int | None:
+    """A real-time signal that nobody listens to here, be it in C (`faulthandler.register`); None where all are taken.
+
+    `SigCgt: 0000000180004002` in /proc/self/status is the mask of the signals that have a handler (proc(5)).
+    """
+    status = Path("/proc/self/status").read_text()
+    caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+    free = [number for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if not caught >> (number - 1) & 1]
+    return next((number for number in free if signal.getsignal(number) is signal.SIG_DFL), None)
 
 
 def _held_bytes() -> int:
     """Memory of this process and its children, before anything was run."""
-    tree = ProcessTree(os.getpid())
-    use = tree.use()
-    return tree.pss_bytes() or (use.rss_bytes if use is not None else 0)
+    use = tree_use(tree(os.getpid()))
+    return tree_pss(tree(os.getpid())) or (use.rss_bytes if use is not None else 0)
 
 
 @contextlib.contextmanager

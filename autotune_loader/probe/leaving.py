@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import Any, NoReturn, TypeVar
 
+import torch.utils.data
+
 from autotune_loader.machine.processes import die_with_parent
 
 T = TypeVar("T")
@@ -41,16 +43,21 @@ class BurstWorkerInit:
 
     def __init__(self, inner: Callable[[int], None] | None) -> None:
         self._inner = inner
+        self._sharing_strategy: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that inherits nothing: how tensors are handed over is set anew in it."""
+        return {**self.__dict__, "_sharing_strategy": torch.multiprocessing.get_sharing_strategy()}
 
     def __call__(self, worker: int) -> None:
         die_with_parent()
+        if self._sharing_strategy is not None:
+            torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
         # The last of multiprocessing's own finalisers: the queue's thread has written its batches by then.
         util.Finalize(None, _leave_as_it_ended, exitpriority=-1_000_000)
         if self._inner is not None:
             self._inner(worker)
-        from torch.utils.data import get_worker_info
-
-        held(get_worker_info())
+        held(torch.utils.data.get_worker_info())
 
 
 def _leave_as_it_ended() -> None:

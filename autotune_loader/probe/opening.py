@@ -172,7 +172,6 @@ def _start(
     notes = model_on_device_notes(workload.training)
     if isolation == "inline":
         return _inline(exits, workload, machine, memory_budget_bytes, start_deadline_s, notes)
-    gpu_held_bytes = held_bytes(workload.training.device)
 
     def in_process(source: Payload | Workload, deadline_s: float) -> tuple[ProcessProbe, WarmupReport]:
         probe = ProcessProbe(
@@ -180,7 +179,6 @@ def _start(
             machine,
             memory_budget_bytes=memory_budget_bytes,
             start_deadline_s=deadline_s,
-            gpu_held_bytes=gpu_held_bytes,
         )
         with contextlib.ExitStack() as attempt:
             attempt.callback(probe.close)

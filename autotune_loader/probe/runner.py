@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe import wire
@@ -61,7 +61,6 @@ class ProcessProbe:
         machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
-        gpu_held_bytes: what this process holds on the GPU: the job will not need it twice.
     """
 
     def __init__(
@@ -71,9 +70,7 @@ class ProcessProbe:
         *,
         memory_budget_bytes: int | None = None,
         start_deadline_s: float = START_DEADLINE_S,
-        gpu_held_bytes: int = 0,
     ) -> None:
-        self._gpu_held_bytes = gpu_held_bytes
         self._source = source
         self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
@@ -96,6 +93,11 @@ class ProcessProbe:
         return outcome.warmup
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config`.
+
+        Raises:
+            WorkloadError: too many samples of the dataset raise.
+        """
         return self._run(wire.Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
@@ -156,7 +158,7 @@ class ProcessProbe:
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if not isinstance(outcome, Measurement):
             return outcome
-        return meter.reading.added_to(outcome, self._gpu_held_bytes)
+        return meter.added_to(outcome)
 
 
 class _Child:
@@ -215,6 +217,8 @@ class _Child:
             return message
         outcome = message.measurement or message.failure
         assert outcome is not None
+        if message.ends_run and message.failure is not None:
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
         return outcome
 
     def _answer(self, deadline_s: float) -> wire.Message | Failure:

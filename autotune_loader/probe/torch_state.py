@@ -73,6 +73,7 @@ def _settings() -> dict[str, _Setting]:
             lambda mode: torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn"),
             "off",
         ),
+        "default_device": _Setting(lambda: str(torch.get_default_device()), torch.set_default_device, "cpu"),
         "default_dtype": _Setting(
             lambda: _name(torch.get_default_dtype()),
             lambda name: torch.set_default_dtype(getattr(torch, name)),

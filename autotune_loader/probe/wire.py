@@ -45,12 +45,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of the child; exactly one field is set."""
+    """One message of the child; one of the first four fields is set."""
 
     phase: FailurePhase | None = None
     ready: WarmupReport | None = None
     measurement: Measurement | None = None
     failure: Failure | None = None
+    ends_run: bool = False
+    """Whether no other configuration would be without that failure."""
 
 
 def send(connection: Connection, record: Hello | Request | Message) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
 from autotune_loader.decision.belief import Beliefs
@@ -14,9 +12,9 @@ from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import useful_workers
 from autotune_loader.live.budgets import Budgets
+from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.live.result import result_of
-from autotune_loader.live.traces import continuous
-from autotune_loader.live.tuner import TOLERANCE
+from autotune_loader.live.traces import continuous, step_cores
 from autotune_loader.live.tuning import cores_within
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.throughput import summarise
@@ -27,7 +25,7 @@ from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Z_95, Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trace import BatchTrace
 
 MOST_BATCHES = 1024
 """Of the latest batches so many are looked at."""
@@ -82,22 +80,6 @@ def _measured(traces: Sequence[BatchTrace], workers: int) -> Measurement | None:
         return None
     measured = summarise(traces, workers=workers, started=min(traces[0].requested, traces[0].fetch_start))
     return replace(measured, traces=tuple(traces))
-
-
-def step_cores(traces: Sequence[BatchTrace], cpu: Sequence[tuple[float, float]]) -> float:
-    """Cores that the step keeps busy: the CPU time of this process, without what fetching in it took.
-
-    Args:
-        traces: batches in their order.
-        cpu: now and then, the time and seconds of CPU of this process.
-    """
-    shares = [
-        (after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(cpu) if after[0] > before[0]
-    ]
-    whole_s = traces[-1].step_end - traces[0].requested
-    fetching_s = sum(trace.cpu_s for trace in traces if trace.worker == MAIN_PROCESS)
-    stepping_s = sum(trace.step_s + trace.receive_s for trace in traces)
-    return max(0.05, (median(shares) * whole_s - fetching_s) / max(stepping_s, 1e-9)) if shares else 1.0
 
 
 def _expected(beliefs: Beliefs, own: LoaderConfig) -> tuple[LoaderConfig, Interval] | None:

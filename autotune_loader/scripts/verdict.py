@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune_loader.live.tuner import LEAST_GAIN
+from autotune_loader.live.prospects import LEAST_GAIN
 from autotune_loader.report.advice.steps import BELIEVABLE_GAIN, WORTH_S_TIME
 from autotune_loader.report.units import counted, gain_words, rate_text, ratio_text, share_text
 from autotune_loader.values.statistics import Interval

@@ -12,7 +12,7 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.samples import SLOW_FETCH_S
+from autotune_loader.probe.bench import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.report.ceiling import ceiling_doubt
@@ -76,7 +76,9 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
-        twin=replace(state.context, epoch_batches=data.batches_per_epoch(best.batch_size)),
+        twin=replace(
+            state.context, epoch_batches=data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size)
+        ),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
         tolerance=context.tolerance,
         study=state.study,
@@ -187,7 +189,7 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         ceiling_doubt=found.measured.ceiling_doubt,
         usable_cores=context.usable_cores,
         on_accelerator=not context.workload.on_cpu,
-        epoch_batches=data.batches_per_epoch(best.batch_size),
+        epoch_batches=data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size),
         trials=state.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
         twin=_twin(state),
@@ -235,7 +237,7 @@ def _predicted(best: LoaderConfig, state: SearchState, finals: Finals, context: 
     twin = _twin(state) if best.batch_size is None else None
     if twin is None:
         return Predicted()
-    epoch_batches = context.workload.data.batches_per_epoch(best.batch_size)
+    epoch_batches = context.workload.data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size)
     prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
     measured = measurement_of(best, finals, state.trials)
     samples = _samples_per_epoch(context.workload.data, epoch_batches, measured)
@@ -323,23 +325,19 @@ def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
         sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (the bursts took another "
-            "in its place)"
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (bursts leave it out)"
         )
     return sentences
 
 
 def _about_slow_batches(state: SearchState, context: RunContext) -> list[str]:
     """What must be said of rates where a batch takes seconds."""
-    whole_s, seen_s = context.warmup.first_fetch_s, context.warmup.first_batch_s
-    reasons = []
-    if whole_s > seen_s + SLOW_FETCH_S:
-        reasons.append("bursts read parts of batches and their rates are extrapolated")
-    if whole_s > SLOW_FETCH_S and state.finals is None:
-        reasons.append("there was no time for paired rounds (a larger budget has some)")
-    return (
-        [f"a batch takes about {whole_s:.0f} s to fetch in one process, so {' and '.join(reasons)}"] if reasons else []
-    )
+    if context.warmup.first_fetch_s <= SLOW_FETCH_S or state.finals is not None:
+        return []
+    return [
+        f"a batch takes about {context.warmup.first_fetch_s:.0f} s to fetch in one process, so there was no time for paired "
+        "rounds (a larger budget has some)"
+    ]
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Job:
             has_step=run.workload.has_step,
             own_config=run.workload.own_config,
             suggestions=suggestions,
-            epoch_batches=None if data.is_iterable else data.batches_per_epoch(),
+            epoch_batches=None if data.is_iterable else data.batches_per_epoch(run.warmup.burst_batch_size),
             study_name=study_name,
             fetch_s=run.warmup.first_fetch_s,
             first_batch_s=run.warmup.first_batch_s,

@@ -58,7 +58,7 @@ class GpuUse:
     busy_share: float | None = None
     """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None
-    """Peak memory used on the device, less what the caller's own process holds there."""
+    """Peak memory of the job on the device, as torch allocated it; None off a device."""
     reason: str | None = None
     """Why utilisation or memory is missing."""
     allocated_bytes: int | None = None
@@ -75,6 +75,12 @@ class BadSample:
     """Such as "sample 700", by its index; of a stream, by how many came before it."""
     error: str
     """Class and message of what it raised."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> BadSample:
+        """What an exception tells in its first line."""
+        lines = str(error).splitlines() or [""]
+        return cls(name=name, error=f"{type(error).__name__}: {lines[0]}")
 
     def __post_init__(self) -> None:
         """As with a failure: without secrets."""
@@ -106,7 +112,7 @@ class Measurement:
     step_s: float
     """Mean seconds of one training step (g)."""
     cpu_share: float | None = None
-    """CPU use of the probe's process tree as a share of the usable cores."""
+    """CPU use of the loop and its workers in the window, as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
     steal_share: float | None = None
@@ -122,7 +128,7 @@ class Measurement:
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
     bad_samples: tuple[BadSample, ...] = ()
-    """Samples that raised and had others in their place, in this burst and in those before."""
+    """Samples that raised and were left out, in this burst and in those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,6 @@ class BatchTrace:
     """When the training step was done, in seconds."""
     samples: int
     """Samples in the batch."""
-    unread_s: float = 0.0
-    """Wall seconds that the rest of a slow fetch would have taken, which was cut short; such a batch repeats samples."""
 
     @property
     def service_s(self) -> float:

@@ -25,7 +25,7 @@ import psutil
 
 from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.host import process_group_members
+from autotune_loader.machine.processes import process_group_members
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.tuning.study import OptunaStudy

@@ -16,11 +16,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest import mock
 
-from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.space import Space
 from autotune_loader.live.budgets import PREFETCH_FACTORS
-from autotune_loader.live.tuner import Job, Tuner
+from autotune_loader.live.prospects import Job, Prospects
+from autotune_loader.live.tuner import Tuner
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.machines import random_machine
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
@@ -31,20 +32,18 @@ TRUTH_BATCHES = 600
 MISSED = 0.05
 
 
-class RuleOnly(Tuner):
-    """Tries what the plain rule says, and no workers."""
-
-    def _proposals(self, beliefs: Beliefs) -> Iterator[LoaderConfig]:  # type: ignore[override]
-        seen = {each.key for each in beliefs.log}
-        rule = beliefs.plain_rule()
-        for config in super()._proposals(beliefs):
-            if config.key() == rule or config.num_workers == 0:
-                yield config
-        if rule is not None and rule not in seen and len(seen) == 1:
-            yield rule
+def rule_only(prospects: Prospects) -> Iterator[LoaderConfig]:
+    """In place of the proposals: what the plain rule says, and no workers."""
+    seen, rule = {each.key for each in prospects.beliefs.log}, prospects.beliefs.plain_rule()
+    for config in PROPOSALS(prospects):
+        if config.key() == rule or config.num_workers == 0:
+            yield config
+    if rule is not None and rule not in seen and len(seen) == 1:
+        yield rule
 
 
-ARMS: dict[str, type[Tuner]] = {"rule": RuleOnly, "+ twin": Tuner}
+PROPOSALS = Prospects._proposals
+ARMS = {"rule": rule_only, "+ twin": PROPOSALS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,9 @@ def main() -> int:
         if options.neighbours:
             machine = beside_neighbours(machine, seed)
         truth = Truth(machine)
-        for arm, kind_of_tuner in ARMS.items():
-            outcomes[arm].append(run(machine, truth, 60.0, kind_of_tuner, seed))
+        for arm, proposals in ARMS.items():
+            with mock.patch.object(Prospects, "_proposals", proposals):
+                outcomes[arm].append(run(machine, truth, 60.0, seed))
         shares = "  ".join(f"{arm} {each[-1].final:.3f}/{each[-1].whole:.3f}" for arm, each in outcomes.items())
         print(f"{seed:4} {kind:10} {machine.cores:3} cores  best {truth.name:26} {shares}", flush=True)
     for arm, each in outcomes.items():
@@ -110,13 +110,11 @@ class Truth:
         return alone + self._machine.neighbours_share * (beside - alone)
 
 
-def begun(
-    machine: SimulatedMachine, seed: int, kind: type[Tuner] = Tuner
-) -> tuple[FakeClock, SimulatedTraining, Tuner]:
+def begun(machine: SimulatedMachine, seed: int) -> tuple[FakeClock, SimulatedTraining, Tuner]:
     """A training run that begins with two workers, and its tuner."""
     clock = FakeClock()
     training = SimulatedTraining(machine, clock, START, seed=seed)
-    tuner = kind(
+    tuner = Tuner(
         training,
         Job(start=START, usable_cores=machine.cores),
         lambda most: Space(max_workers=most, prefetch_factors=PREFETCH_FACTORS),
@@ -126,8 +124,8 @@ def begun(
     return clock, training, tuner
 
 
-def run(machine: SimulatedMachine, truth: Truth, seconds: float, kind: type[Tuner], seed: int) -> Outcome:
-    clock, training, tuner = begun(replace(machine, drift_per_hour=0.0), seed, kind)
+def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
+    clock, training, tuner = begun(replace(machine, drift_per_hour=0.0), seed)
     wake, samples = 0.0, 0
     while clock() < seconds:
         if clock() >= wake:
@@ -165,7 +163,7 @@ def hours(count: int, seed: int) -> None:
         machine = replace(
             machine, cpu_s=machine.cpu_s * slower, wait_s=machine.wait_s * slower, step_s=machine.step_s * slower
         )
-        outcome = run(machine, Truth(machine), 3600.0, Tuner, number)
+        outcome = run(machine, Truth(machine), 3600.0, number)
         print(f"{number:4} {kind:10} {outcome.changes} changes after it settled, final {outcome.final:.3f}", flush=True)
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from autotune_loader.decision.space import Space
 from autotune_loader.live.blocks import Block, waiting_share
+from autotune_loader.live.prospects import Job
 from autotune_loader.live.shift import ShiftTest
 from autotune_loader.live.spending import CREDIT_S
 from autotune_loader.live.traces import Change, LiveTraces, continuous, start_s
-from autotune_loader.live.tuner import Event, Job, Tuner
+from autotune_loader.live.tuner import Event, Tuner
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.trace import BatchTrace

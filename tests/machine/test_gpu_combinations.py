@@ -133,5 +133,5 @@ def test_a_meter_of_a_gpu_that_nvml_does_not_know_has_no_figures_and_says_why() 
     with TreeMeter(os.getpid(), usable_cores=1, gpus=opened("plain", None, ["ffff-unknown"])) as meter:
         pass
     # THEN nothing is made up
-    gpu = meter.reading.gpu
-    assert (gpu.util, gpu.memory_bytes, gpu.reason) == (None, None, "NVML knows no cuda:0")
+    gpu = meter.gpu_use(None)
+    assert (gpu.util, gpu.memory_bytes, gpu.reason) == (None, None, "NVML does not know the device")

@@ -3,46 +3,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from autotune_loader.machine import host
-
-STAT = """cpu  100 10 20 999 5 3 2 7 50 5
-cpu0 60 5 10 500 5 2 1 4 30 5
-cpu2 40 5 10 499 0 1 1 3 20 0
-intr 12345
-"""
+from autotune_loader.machine.processes import process_group_members
 
 
-def test_busy_time_is_everything_but_idle_waiting_and_steal() -> None:
-    # WHEN the machine's CPUs are added up; guest time is part of user time already
-    cpu = host.parse_host_cpu(STAT, ticks_per_s=100)
-    # THEN
-    assert (cpu.cpus, cpu.busy_s, cpu.steal_s) == (2, pytest.approx(1.35), pytest.approx(0.07))
+def test_only_the_cpus_asked_for_count() -> None:
+    # GIVEN the machine, and one of its CPUs
+    whole, one = host.host_cpu(), host.host_cpu({0})
+    # THEN both have been busy since boot, the one less than all
+    assert whole is not None
+    assert one is not None
+    assert one.cpus == 1 <= whole.cpus
+    assert 0 < one.busy_s <= whole.busy_s
 
 
-def test_only_the_cpus_asked_for_count_even_where_some_are_offline() -> None:
-    cpu = host.parse_host_cpu(STAT, ticks_per_s=100, cpus={1, 2})
-    assert (cpu.cpus, cpu.busy_s) == (1, pytest.approx(0.57))
+def test_a_machine_that_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(percpu: bool) -> None:
+        raise FileNotFoundError("/proc/stat")
 
-
-def test_an_unreadable_stat_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "HAS_PROC", True)
-    assert host.host_cpu(proc=tmp_path) is None
-
-
-def test_the_machine_has_been_busy_in_either_way_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN what /proc says, where there is one
-    by_proc = host.host_cpu()
-    # WHEN psutil is asked instead
-    monkeypatch.setattr(host, "HAS_PROC", False)
-    by_psutil = host.host_cpu()
-    # THEN both know of CPU time since boot
-    assert by_proc is not None
-    assert by_psutil is not None
-    assert min(by_proc.busy_s, by_psutil.busy_s) > 0
+    monkeypatch.setattr("psutil.cpu_times", hidden)
+    assert host.host_cpu() is None
 
 
 @pytest.mark.process
@@ -57,7 +40,7 @@ def test_members_of_a_group_are_found_after_its_leader_has_died() -> None:
     leader.wait()
     # WHEN the group is asked for THEN the orphan is found
     try:
-        assert host.process_group_members(leader.pid) == (orphan,)
+        assert process_group_members(leader.pid) == (orphan,)
     finally:
         os.kill(orphan, 9)
 

@@ -63,54 +63,22 @@ def start() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
         process.communicate()
 
 
-def test_a_process_name_with_spaces_and_parentheses_is_no_trouble() -> None:
-    # GIVEN a line of /proc/<pid>/stat, times 7+1+20+4 ticks, 358 pages
-    text = "4124 (a) b) (c) R 4119 4118 2239 0 -1 4194304 100 0 0 0 7 1 20 4 20 0 1 0 101042 3133440 358 1844 1 1"
-    # WHEN
-    use = processes.parse_process_stat(text, ticks_per_s=100, page_bytes=4096)
-    # THEN
-    assert (use.parent, use.start_ticks, use.is_alive) == (4119, 101042, True)
-    assert (use.cpu_s, use.rss_bytes) == (pytest.approx(0.32), 358 * 4096)
-
-
-def test_pss_is_read_in_bytes() -> None:
-    assert (
-        processes.parse_pss_bytes("00-ff ---p 0 00:00 0 [rollup]\nRss: 8 kB\nPss:    406 kB\nPss_Anon: 1 kB") == 415744
-    )
-
-
 def test_a_tree_counts_its_children(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
     # GIVEN a process with one child
     parent, _ = start(PARENT)
     # WHEN the tree is looked at
-    use = processes.ProcessTree(parent.pid).use()
+    use = processes.tree_use(processes.tree(parent.pid))
     # THEN both are in it
     assert use is not None
     assert use.processes == 2
     assert use.rss_bytes > 0
 
 
-def test_a_child_that_outlives_its_parent_stays_in_the_tree(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]],
-) -> None:
-    # GIVEN a tree that has been seen whole
-    parent, _ = start(PARENT)
-    tree = processes.ProcessTree(parent.pid)
-    tree.use()
-    # WHEN the root is killed
-    parent.kill()
-    parent.wait()
-    # THEN the child, which init has adopted, still counts
-    use = tree.use()
-    assert use is not None
-    assert use.processes == 1
-
-
 def test_cpu_time_of_children_that_have_ended_counts(
     start: Callable[[str], tuple[subprocess.Popen[str], str]],
 ) -> None:
     parent, _ = start(BURNER)
-    use = processes.ProcessTree(parent.pid).use()
+    use = processes.tree_use(processes.tree(parent.pid))
     assert use is not None
     assert use.cpu_s >= 0.25
 
@@ -118,33 +86,11 @@ def test_cpu_time_of_children_that_have_ended_counts(
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell PSS")
 def test_pss_is_below_rss_where_pages_are_shared(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
     parent, _ = start(PARENT)
-    tree = processes.ProcessTree(parent.pid)
-    pss, use = tree.pss_bytes(), tree.use()
+    members = processes.tree(parent.pid)
+    pss, use = processes.tree_pss(members), processes.tree_use(members)
     assert pss is not None
     assert use is not None
     assert 0 < pss < use.rss_bytes
-
-
-def test_a_process_that_is_gone_was_not_measured() -> None:
-    # GIVEN a process that has ended and was waited for
-    process = subprocess.Popen(["true"])
-    process.wait()
-    # THEN nothing is zero
-    tree = processes.ProcessTree(process.pid)
-    assert (tree.use(), tree.pss_bytes()) == (None, None)
-
-
-def test_psutil_answers_where_there_is_no_proc(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # GIVEN a system without /proc
-    monkeypatch.setattr(processes, "HAS_PROC", False)
-    parent, _ = start(PARENT)
-    # WHEN a tree is looked at THEN both processes count, and PSS is not known
-    tree = processes.ProcessTree(parent.pid)
-    use = tree.use()
-    assert use is not None
-    assert (use.processes, tree.pss_bytes()) == (2, None)
 
 
 def test_the_start_of_a_process_is_its_own_and_does_not_change(

@@ -17,9 +17,8 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_wo
 
 from autotune_loader import tune
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe import worker_checks as canary
 from autotune_loader.probe.bench import Bench, WarmupReport
-from autotune_loader.probe.worker_checks import digest, workers_read_otherwise, workers_repeat_each_other
+from autotune_loader.probe.worker_checks import workers_repeat_each_other
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -97,14 +96,6 @@ class Failing(Augmented):
         return index
 
 
-class Slow(Augmented):
-    reads = 0
-
-    def __getitem__(self, index: int) -> Any:
-        Slow.reads += 1
-        return index
-
-
 @pytest.fixture(autouse=True)
 def _workers_are_forked() -> Iterator[None]:
     """A handle is inherited by a fork alone, which is not the default from Python 3.14 on."""
@@ -121,19 +112,24 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def reads_otherwise(dataset: Any, sample_s: float = SAMPLE_S, **parts: Any) -> bool:
+def prepared(dataset: Any, **parts: Any) -> WarmupReport:
     data = DataSide.from_dataset(dataset, batch_size=4, **parts)
-    return workers_read_otherwise(data, data, sample_s)
+    report = Bench(lambda: data, lambda: data, TrainingSide()).prepare()
+    assert isinstance(report, WarmupReport)
+    return report
 
 
 def test_workers_that_share_the_position_of_a_file_are_found_out(path: Path) -> None:
-    assert reads_otherwise(Records(path))
-    assert reads_otherwise(Records(path), sampler=SequentialSampler(range(64)))
+    assert not prepared(Records(path)).same_in_workers
+    assert not prepared(Records(path), sampler=SequentialSampler(range(64))).same_in_workers
+    assert not prepared(Records(path), worker_init_fn=seed_by_worker).same_in_workers
 
 
 def test_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None:
-    assert not reads_otherwise(OpenedOnFirstUse(path))
-    assert not reads_otherwise(Records(path), worker_init_fn=reopen)
+    assert prepared(OpenedOnFirstUse(path)).same_in_workers
+    dataset = Records(path)
+    os.lseek(dataset.file, 24, os.SEEK_SET)
+    assert prepared(dataset, worker_init_fn=reopen).same_in_workers
 
 
 @pytest.mark.parametrize(
@@ -142,28 +138,7 @@ def test_a_file_that_each_worker_opens_is_no_trouble(path: Path) -> None:
     ids=lambda dataset: type(dataset).__name__,
 )
 def test_random_failing_and_plain_data_are_not_blamed_on_the_workers(dataset: Any) -> None:
-    assert not reads_otherwise(dataset)
-
-
-class Fragile(Augmented):
-    """Kills the process that reads a sample beyond the first batch."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= 4:
-            os._exit(3)
-        return index
-
-
-def test_this_process_reads_only_what_it_has_read_before() -> None:
-    assert not reads_otherwise(Fragile(), sampler=SequentialSampler(range(64)))
-
-
-def test_slow_samples_are_few_or_left_alone() -> None:
-    Slow.reads = 0
-    reads_otherwise(Slow(), sample_s=0.04)
-    assert Slow.reads == 2
-    reads_otherwise(Slow(), sample_s=1.0)
-    assert Slow.reads == 2
+    assert prepared(dataset).same_in_workers
 
 
 @pytest.mark.parametrize("isolation", ["inline", "process"])
@@ -176,44 +151,6 @@ def test_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any
     assert warning.startswith("Records reads from ")
     assert result.best.num_workers == 0
     assert "worker_init_fn" in warning
-
-
-class SlowToOpen(Records):
-    """Its first sample takes as long as opening a large file may; were all so slow, the canary would leave them alone."""
-
-    opened = False
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if not self.opened:
-            time.sleep(0.25)
-            self.opened = True
-        return super().__getitem__(index)
-
-
-def test_a_slow_first_sample_does_not_keep_the_canary_from_looking(path: Path) -> None:
-    ready = Bench(
-        lambda: DataSide.from_dataset(SlowToOpen(path), batch_size=2),
-        lambda: DataSide.from_dataset(SlowToOpen(path), batch_size=2),
-        TrainingSide,
-    ).prepare()
-
-    assert isinstance(ready, WarmupReport)
-    assert not ready.same_in_workers
-
-
-def test_equal_batches_have_equal_digests_and_others_do_not() -> None:
-    batch = {"x": torch.arange(4.0), "y": [np.array(["a", None], dtype=object), (1, b"2")]}
-    again = {"x": torch.arange(4.0), "y": [np.array(["a", None], dtype=object), (1, b"2")]}
-
-    assert digest(batch) == digest(again)
-    assert digest(batch) != digest({**again, "x": torch.arange(4.0) + 1})
-
-
-def test_a_sample_of_too_many_parts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary, "MOST_PARTS", 10)
-
-    with pytest.raises(ValueError, match="parts"):
-        digest(list(range(100)))
 
 
 class Numbers(IterableDataset[Any]):

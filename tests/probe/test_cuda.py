@@ -176,7 +176,7 @@ def test_a_model_and_an_optimizer_from_the_host_are_both_moved() -> None:
     optimizer.step()
     side = workload(model=model, optimizer=optimizer)
     # WHEN they are warmed up on the GPU THEN the step works there
-    bench = Bench(lambda: side.data, lambda: side.data, lambda: side.training)
+    bench = Bench(lambda: side.data, lambda: side.data, side.training)
     assert isinstance(bench.prepare(), WarmupReport)
     bench.close()
 

@@ -320,7 +320,7 @@ def test_what_runs_where_is_said(tmp_path: Path, fragile: Any) -> None:
 
     assert "dataset.count._obj" in notes_of(fragile(CountsInAValue, tmp_path), "process")
     assert "run in forks of this process" in notes_of(fragile(CountsInAValue, tmp_path))
-    assert "dataset.socket is a socket" in notes_of(fragile(OverASocket, tmp_path))
+    assert "`dataset.socket` is a socket" in notes_of(fragile(OverASocket, tmp_path))
     assert "on your own objects" in notes_of(fragile(OverASocket, tmp_path))
     with pytest.raises(ValueError, match=r"isolation='process', but dataset\.socket .* isolation='inline' would work"):
         notes_of(fragile(OverASocket, tmp_path), "process")

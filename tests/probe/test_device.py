@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fake_device import FakeLane, FakeStep, FakeTimeline, made_here, made_in_tim
 from torch.utils.data import TensorDataset
 
 from autotune_loader.machine.meters.gpu import NO_GPU
-from autotune_loader.machine.meters.process_tree import TreeReading
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of, warm_up
@@ -186,7 +187,7 @@ def test_a_device_without_events_is_timed_by_the_host_and_says_so() -> None:
     step = functools.partial(TrainingSide, train_step=lambda model, batch: None)
     notes = []
     for device in ("meta", "cpu"):
-        warmup = Bench(rows, rows, functools.partial(step, device=device)).prepare()
+        warmup = Bench(rows, rows, step(device=device)).prepare()
         assert isinstance(warmup, WarmupReport)
         notes.append([note for note in warmup.notes if "timed by the host's clock" in note])
     assert [len(found) for found in notes] == [1, 0]
@@ -238,7 +239,7 @@ def test_after_a_burst_that_gave_memory_back_the_next_is_not_slower() -> None:
     def train(model: Any, batch: Any) -> None:
         timeline.launch(0.002)
 
-    bench = Bench(rows, rows, lambda: TrainingSide(train_step=train))
+    bench = Bench(rows, rows, TrainingSide(train_step=train))
     assert isinstance(bench.prepare(), WarmupReport)
     bench._timeline = timeline
     timeline.is_cold = True
@@ -420,7 +421,7 @@ def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
     model = torch.nn.Linear(1, 1)
     watched = weakref.ref(model)
     sides = [TrainingSide(model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())]
-    bench = Bench(rows, rows, sides.pop)
+    bench = Bench(rows, rows, sides.pop())
     assert isinstance(bench.prepare(), WarmupReport)
     # WHEN it is closed and the caller's own model is gone
     bench.close()
@@ -443,26 +444,18 @@ def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
 def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
     # GIVEN a burst that knows its copies, and a meter that saw utilisation
     found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
-    found = replace(found, gpu=replace(found.gpu, allocated_bytes=7))
-    reading = TreeReading(
-        memory=None,
-        cpu_share=0.5,
-        foreign_cpu_share=0.1,
-        steal_share=0.02,
-        gpu=GpuUse(util=0.9, memory_bytes=99),
-    )
+    known = replace(found.gpu, allocated_bytes=7, memory_bytes=7)
+    found = replace(found, gpu=known, cpu_share=1.0)
+    meter = TreeMeter(os.getpid(), usable_cores=2)
     # WHEN they are put together THEN nothing is lost
-    whole = reading.added_to(found)
-    own = {"busy_share": found.gpu.busy_share, "allocated_bytes": 7, "copy_s": found.gpu.copy_s}
-    assert whole.gpu == GpuUse(util=0.9, memory_bytes=99, **own)
-    # THEN what the caller's own process holds there is not the job's
-    assert reading.added_to(found, 90).gpu.memory_bytes == 9
-    assert (whole.cpu_share, whole.foreign_cpu_share, whole.steal_share) == (0.5, 0.1, 0.02)
+    whole = meter.added_to(found)
+    assert whole.gpu == replace(known, util=None, reason="the step does not run on an NVIDIA GPU")
+    assert whole.cpu_share == 0.5
 
 
 @pytest.mark.process
 def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
-    bench = Bench(rows, rows, TrainingSide)
+    bench = Bench(rows, rows, TrainingSide())
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
     assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)

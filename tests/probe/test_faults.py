@@ -18,8 +18,8 @@ from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.host import process_group_members
 from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.processes import process_group_members
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe import runner
 from autotune_loader.probe.failures import failure_of
@@ -219,8 +219,7 @@ class AlarmAtTheEnd(TreeMeter):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        assert self._guard is not None
-        self._guard.alarm()
+        self._on_memory_limit()
 
 
 def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(

@@ -122,7 +122,7 @@ def test_a_loader_that_the_users_dataset_runs_goes_on_after_tuning() -> None:
 @pytest.mark.parametrize("dataset", [Queue(), TensorDataset(torch.zeros(16, 1))])
 def test_a_dataset_that_reads_by_a_loader_of_its_own_is_told_from_others(dataset: Any) -> None:
     data = DataSide.from_dataset(dataset, batch_size=4, sampler=range(16))
-    report = Bench(lambda: data, lambda: data, TrainingSide).prepare()
+    report = Bench(lambda: data, lambda: data, TrainingSide()).prepare()
     assert isinstance(report, WarmupReport)
     assert report.reads_by_itself == isinstance(dataset, Queue)
     assert any("num_workers=0" in note for note in report.notes) == report.reads_by_itself

@@ -43,7 +43,7 @@ def test_a_fresh_process_has_nothing_to_tell() -> None:
     assert note_of(read_torch_state()) == []
 
 
-@pytest.mark.parametrize(("name", "value"), CHANGES.items())
+@pytest.mark.parametrize(("name", "value"), [*CHANGES.items(), ("default_device", "meta")])
 def test_each_setting_is_read_set_and_listed(name: str, value: Any) -> None:
     # GIVEN a setting that is not torch's default
     before = read_torch_state()

@@ -212,7 +212,7 @@ def test_loaders_steps_and_models_are_compared_as_they_are() -> None:
     found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=4, progress=False)
     assert set(found.ratios) == {"step", "model"}
     assert all(ratio.value > 1.3 for ratio in found.ratios.values())
-    assert found["broken"].error == "KeyError: 'pixels'"
+    assert found["broken"].error == "sample 0 raises KeyError: 'pixels', and so do sample 1 and sample 2"
     assert "KeyError" in (found["broken"].traceback or "")
 
 

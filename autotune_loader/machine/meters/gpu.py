@@ -1,8 +1,7 @@
 """What the accelerator did during a burst, from samples of NVML.
 
 Utilisation is the share of time in which any kernel of anyone ran; it does not say how full the GPU was, and is not optimised.
-NVML keeps stamped samples of it, every 20 to 170 ms: those of a burst's window tell what they cover. Where it keeps none, there
-are means over 1/6 to 1 s that it gives when asked, which tell of long bursts only.
+NVML keeps stamped samples of it, every 20 to 170 ms: those of a burst's window tell what they cover.
 """
 
 from __future__ import annotations
@@ -10,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from autotune_loader.machine.gpus import GpuSample
-from autotune_loader.machine.meters.sampler import time_weighted_mean
 from autotune_loader.values.measurement import GpuUse
 
-NVML_PERIOD_S = 1.0
-"""The longest period over which NVML averages utilisation: an earlier sample still tells of before the burst."""
 NO_GPU = GpuUse(reason="the step does not run on an NVIDIA GPU")
 """For a step that needs no watching."""
 
@@ -43,27 +38,3 @@ def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float
         inside_s = max(0.0, min(moment, end) - max(before, start))
         busy_s, covered_s = busy_s + inside_s * share, covered_s + inside_s
     return busy_s, covered_s
-
-
-def gpu_use(series: Sequence[tuple[float, GpuSample]], *, start: float) -> GpuUse:
-    """Time-weighted utilisation and peak memory of one burst.
-
-    Args:
-        series: Times in seconds and samples.
-        start: When the burst began, in seconds.
-    """
-    memory = [sample.memory_bytes for _, sample in series if sample.memory_bytes is not None]
-    known = [(moment, sample.util) for moment, sample in series if sample.util is not None]
-    settled = [(moment, util) for moment, util in known if moment >= start + NVML_PERIOD_S]
-    util = time_weighted_mean(settled, start + NVML_PERIOD_S) if len(settled) >= 3 else None  # fewer are chance
-    reasons = {name: why for _, sample in series for name, why in sample.reasons.items()}
-    missing = []
-    if util is None:
-        missing.append(reasons.get("util", "") if not known else "the burst is too short for NVML's utilisation")
-    if not memory:
-        missing.append(reasons.get("memory_bytes", ""))
-    return GpuUse(
-        util=util,
-        memory_bytes=max(memory, default=None),
-        reason="; ".join(dict.fromkeys(why or "NVML was not asked in time" for why in missing)) or None,
-    )

@@ -6,53 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, GpuSample
-from autotune_loader.machine.meters.gpu import gpu_use, use_within
+from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus
+from autotune_loader.machine.meters.gpu import use_within
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
-from tests.support import FakeClock, FakeGpu, FakeGpus
-
-
-def square_wave(busy_share: float, *, seconds: float = 9.0) -> list[tuple[float, GpuSample]]:
-    """Samples four times a second of a GPU that is busy for a share of every second."""
-    clock = FakeClock()
-    gpu = FakeGpu(uuid="GPU-1", util=lambda: 100 if clock() % 1.0 < busy_share else 0)
-    gpus = Gpus(FakeGpus([gpu]), environ={})
-    (device,) = gpus.devices()
-    series = []
-    for _ in range(int(seconds * 4)):
-        clock.advance(0.25)
-        series.append((clock(), gpus.sample(device)))
-    return series
-
-
-def test_a_busier_gpu_is_reported_as_busier() -> None:
-    # GIVEN square waves of one second, sampled a few times in each
-    uses = [gpu_use(square_wave(share), start=0.0).util for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    # THEN the ranking is theirs, and the ends are exact
-    assert uses == sorted(uses, key=lambda util: util if util is not None else -1.0)
-    assert (uses[0], uses[-1]) == (0.0, 1.0)
-
-
-def test_what_was_before_the_burst_does_not_count() -> None:
-    # GIVEN samples whose period still reaches back before the burst, then an idle GPU
-    series = [(t / 4, GpuSample(util=1.0 if t < 4 else 0.0, memory_bytes=1)) for t in range(1, 20)]
-    assert gpu_use(series, start=0.0).util == 0.0
-
-
-def test_a_short_burst_has_no_utilisation_and_says_why() -> None:
-    use = gpu_use(square_wave(1.0, seconds=1.25), start=0.0)
-    assert (use.util, use.memory_bytes) == (None, 1 << 30)
-    assert use.reason == "the burst is too short for NVML's utilisation"
-
-
-@pytest.mark.parametrize("samples", [1, 40])
-def test_an_unsupported_utilisation_is_none_with_nvmls_reason(samples: int) -> None:
-    sample = GpuSample(memory_bytes=5, reasons={"util": "nvmlDeviceGetUtilizationRates: Not Supported"})
-    use = gpu_use([(float(t), sample) for t in range(samples)], start=0.0)
-    assert (use.util, use.memory_bytes, use.reason) == (None, 5, "nvmlDeviceGetUtilizationRates: Not Supported")
+from tests.support import FakeGpu, FakeGpus
 
 
 def test_a_short_window_has_the_utilisation_of_its_own_samples() -> None:
@@ -95,9 +55,9 @@ def test_a_burst_too_short_for_nvmls_means_has_the_utilisation_of_its_window() -
     meter = TreeMeter(os.getpid(), usable_cores=1, gpus=Gpus(FakeGpus([gpu]), environ={}))
     with meter:
         pass
-    now = max(moment for moment, _ in meter.reading.gpu_samples)
+    now = max(moment for moment, _ in meter._gpu_samples)
     # WHEN the burst's window was the last 0.4 s, or began before the GPU did
-    short, long = (meter.reading.added_to(burst_of(now, window_s)).gpu for window_s in (0.4, 0.8))
+    short, long = (meter.added_to(burst_of(now, window_s)).gpu for window_s in (0.4, 0.8))
     # THEN each has the utilisation of its own window, and nothing is missing
     assert (short.util, short.reason) == (pytest.approx(1.0, abs=0.05), None)
     assert long.util == pytest.approx(0.62, abs=0.08)
@@ -118,14 +78,3 @@ def burst_of(end: float, window_s: float) -> Measurement:
     figures = dict.fromkeys(("batch_size", "first_batch_s", "wait_share", "service_s"), 0.0)
     figures |= dict.fromkeys(("service_cpu_s", "receive_s", "step_s"), 0.0)
     return Measurement(samples_per_s=rate, samples=1, window_s=window_s, traces=(last,), **figures)
-
-
-def test_memory_is_the_peak() -> None:
-    series = [(float(t), GpuSample(util=0.5, memory_bytes=used)) for t, used in enumerate([1, 9, 3, 3, 3])]
-    use = gpu_use(series, start=0.0)
-    assert (use.memory_bytes, use.util, use.reason) == (9, 0.5, None)
-
-
-def test_nothing_sampled_is_not_zero() -> None:
-    use = gpu_use([], start=0.0)
-    assert (use.util, use.memory_bytes, use.reason) == (None, None, "NVML was not asked in time")

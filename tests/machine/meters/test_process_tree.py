@@ -1,0 +1,209 @@
+"""A process tree watched from outside, and what a burst takes in its window as its own process reads it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune_loader.machine.gpus import Gpus
+from autotune_loader.machine.host import HostCpu
+from autotune_loader.machine.meters import process_tree, window
+from autotune_loader.machine.meters.process_tree import PssSample, TreeMeter, pss_slope
+from autotune_loader.machine.meters.window import Window
+from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval
+from tests.support import FakeGpus
+
+MIB = 2**20
+
+
+def pss(at: float, pss_bytes: int, processes: int = 4) -> PssSample:
+    return PssSample(at=at, pss_bytes=pss_bytes, processes=processes)
+
+
+def test_the_slope_is_the_growth_per_second_that_holds_on() -> None:
+    assert pss_slope([pss(1.0, 100), pss(2.0, 200), pss(4.0, 400)]) == pytest.approx(100.0)
+    assert pss_slope([pss(1.0, 100), pss(2.0, 150), pss(4.0, 400)]) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "slope"),
+    [
+        ([pss(1.0, 100), pss(1.5, 400), pss(2.25, 405), pss(3.4, 406)], 0.9),  # first touches of pages, which end
+        ([pss(1.0, 100), pss(1.5, 400), pss(2.25, 400)], 0.0),
+        ([pss(1.0, 100), pss(1.5, 90), pss(2.25, 400)], 0.0),  # not again and again
+        ([pss(1.0, 300), pss(2.0, 200), pss(3.0, 100)], -100.0),
+    ],
+)
+def test_a_warm_up_is_no_leak(samples: list[PssSample], slope: float) -> None:
+    assert pss_slope(samples) == pytest.approx(slope, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [pss(1.0, 100)],
+        [pss(1.0, 100), pss(4.0, 900)],  # warming up, or a leak?
+        [pss(1.0, 100), pss(1.2, 200), pss(1.4, 300)],  # too close
+        [pss(1.0, 100, processes=2), pss(1.5, 200, processes=2), pss(2.25, 900, processes=5)],  # workers started
+        [pss(1.0, 900, processes=5), pss(1.5, 950, processes=5), pss(2.25, 100, processes=1)],  # workers ended
+    ],
+)
+def test_there_is_no_slope_without_three_comparable_readings(samples: list[PssSample]) -> None:
+    assert pss_slope(samples) is None
+
+
+# The alarm
+
+
+@pytest.mark.parametrize(
+    ("rss_bytes", "pss_bytes", "alarms"),
+    [
+        (89, 1000, 0),  # RSS is an upper bound: no need to look closer
+        (500, 80, 0),  # shared pages, counted once each
+        (500, 95, 1),
+        (91, None, 1),  # no PSS here: RSS must do
+    ],
+)
+@pytest.mark.process
+def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
+    rss_bytes: int, pss_bytes: int | None, alarms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a tree that is as large as a test says, looked at every 5 ms
+    looks: list[float] = []
+
+    def use(_members: Any) -> TreeUse:
+        looks.append(time.monotonic())
+        return TreeUse(processes=3, cpu_s=1.0, rss_bytes=rss_bytes)
+
+    monkeypatch.setattr(process_tree, "PERIOD_S", 0.005)
+    monkeypatch.setattr(process_tree, "SUSPICION_S", 0.0)
+    monkeypatch.setattr(process_tree, "tree_use", use)
+    monkeypatch.setattr(process_tree, "tree_pss", lambda _members: pss_bytes)
+    raised: list[bool] = []
+    # WHEN it may have 100 bytes
+    with TreeMeter(
+        os.getpid(), usable_cores=1, memory_budget_bytes=100, on_memory_limit=lambda: raised.append(True)
+    ) as meter:
+        while len(looks) < 5:
+            time.sleep(0.005)
+    # THEN
+    assert len(raised) == alarms
+    assert meter.gpu_use(None).reason == "the step does not run on an NVIDIA GPU"
+
+
+@pytest.mark.process
+def test_a_real_tree_over_its_budget_raises_the_alarm() -> None:
+    alarm = threading.Event()
+    with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=MIB, on_memory_limit=alarm.set):
+        assert alarm.wait(20.0)
+
+
+@pytest.mark.parametrize(
+    ("nvml", "reason"),
+    [
+        (FakeGpus(has_driver=False), "nvmlInit: NVML Shared Library Not Found"),
+        (FakeGpus([]), "NVML does not know the device"),
+    ],
+)
+def test_a_gpu_that_cannot_be_watched_has_a_reason(nvml: FakeGpus, reason: str) -> None:
+    gpu = TreeMeter(os.getpid(), usable_cores=1, gpus=Gpus(nvml, environ={})).gpu_use(None)
+    assert (gpu.util, gpu.reason) == (None, reason)
+
+
+# The window
+
+
+def a_measurement() -> Measurement:
+    rate = Interval(value=1.0, low=1.0, high=1.0, count=1)
+    names = (
+        "window_s",
+        "batch_size",
+        "first_batch_s",
+        "wait_share",
+        "service_s",
+        "service_cpu_s",
+        "receive_s",
+        "step_s",
+    )
+    return Measurement(samples_per_s=rate, samples=1, **dict.fromkeys(names, 0.0))
+
+
+def looking(monkeypatch: pytest.MonkeyPatch, *looks: window._Look) -> None:
+    answers: Iterator[window._Look] = iter(looks)
+    monkeypatch.setattr(Window, "_look", lambda self: next(answers))
+
+
+def a_look(at: float, tree_cpu_s: float | None, host: HostCpu | None) -> window._Look:
+    use = None if tree_cpu_s is None else TreeUse(processes=1, cpu_s=tree_cpu_s, rss_bytes=5)
+    return window._Look(at, use, host)
+
+
+def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s, the machine 5 s, the hypervisor 0.8 s
+    looking(
+        monkeypatch,
+        a_look(0.0, 0.0, HostCpu(cpus=4, busy_s=0.0, steal_s=0.0)),
+        a_look(6.0, 7.0, HostCpu(cpus=4, busy_s=10.0, steal_s=1.0)),
+        a_look(8.0, 10.0, HostCpu(cpus=4, busy_s=15.0, steal_s=1.8)),
+    )
+    watched = Window()
+    watched.open()
+    # WHEN it is closed THEN the tree has had 1.5 cores, and a quarter of the CPUs was others' work
+    found = watched.closed(a_measurement())
+    assert (found.cpu_share, found.foreign_cpu_share, found.steal_share) == pytest.approx((1.5, 0.25, 0.1))
+    # THEN the parent, which knows what may be used, makes it a share of that
+    assert TreeMeter(os.getpid(), usable_cores=2).added_to(found).cpu_share == pytest.approx(0.75)
+
+
+def test_ticks_that_disagree_make_no_negative_foreign_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [HostCpu(cpus=1, busy_s=busy_s, steal_s=0.0) for busy_s in (0.0, 0.99)]
+    looking(monkeypatch, a_look(0.0, 0.0, hosts[0]), a_look(1.0, 1.0, hosts[1]))
+    assert Window().closed(a_measurement()).foreign_cpu_share == 0.0
+
+
+def test_what_the_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking(monkeypatch, a_look(0.0, None, None), a_look(1.0, None, None))
+    assert Window().closed(a_measurement()) == replace(a_measurement(), memory=None)
+
+
+@pytest.mark.process
+def test_a_child_that_lives_is_in_the_window_with_its_memory_and_its_cpu() -> None:
+    # GIVEN a child that holds 50 MiB and computes
+    script = "held = b'x' * 52428800; print('up', flush=True)\nwhile True: pass"
+    watched, before = Window(), tree_pss(tree(os.getpid()))
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        # WHEN the window is open for a moment
+        watched.open()
+        time.sleep(0.4)
+        found = watched.closed(a_measurement())
+    finally:
+        child.kill()
+        child.communicate()
+    # THEN
+    assert found.memory is not None
+    assert found.memory.rss_bytes > 50 * MIB
+    assert found.memory.pss_bytes is not None
+    assert found.memory.pss_bytes - (before or 0) == pytest.approx(55 * MIB, rel=0.2)
+    assert found.cpu_share is not None
+    assert found.cpu_share > 0.1
+
+
+def test_what_has_ended_is_nothing() -> None:
+    nobody = tree(2**22 + 1)
+    assert (nobody, tree_use(nobody), tree_pss(nobody)) == ([], None, None)
+    assert isinstance(tree(os.getpid())[0], psutil.Process)
