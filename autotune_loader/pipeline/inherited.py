@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-READERS = {
+SHARED = {
     "zipfile.ZipFile": "an open archive",
     "tarfile.TarFile": "an open archive",
     "_csv.reader": "a reader with a position",
@@ -26,8 +26,10 @@ READERS = {
     "av.container.core.Container": "an open video",
     "decord.video_reader.VideoReader": "an open video",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "an iterator of a DataLoader",
+    "multiprocessing.managers.BaseManager": "a manager's process",
+    "multiprocessing.managers.BaseProxy": "a connection to a manager",
 }
-"""Classes that read on from a position, and all that inherit from them, by module and name."""
+"""Classes, and all that inherit from them, by module and name: workers would share a position or server, a single fork may."""
 BOUND = {
     "sqlite3.Connection": "a database connection",
     "sqlite3.Cursor": "a database connection",
@@ -67,8 +69,6 @@ BOUND = {
     "multiprocessing.queues.Queue": "a queue between processes",
     "multiprocessing.queues.SimpleQueue": "a queue between processes",
     "multiprocessing.connection._ConnectionBase": "a connection",
-    "multiprocessing.managers.BaseManager": "a manager's process",
-    "multiprocessing.managers.BaseProxy": "a connection to a manager",
     "asyncio.events.AbstractEventLoop": "an event loop",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "an iterator with workers",
     "torch.cuda.streams.Stream": "a CUDA stream",
@@ -91,7 +91,7 @@ def handle_in(value: Any) -> str | None:
         return None if isinstance(value, itertools.repeat) else "a generator or iterator"
     if _is_held(value):
         return "a lock that is held"
-    return _by_name(value, BOUND) or _by_name(value, READERS)
+    return _by_name(value, BOUND) or _by_name(value, SHARED)
 
 
 def bound_to_process(value: Any) -> bool:
