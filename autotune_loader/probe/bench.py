@@ -247,7 +247,7 @@ class Bench:
         self._without |= error.left_out
         self._ends_run = WorkloadError(with_advice(self._told_of_bad_samples(), error), failure.traceback or "")
         if len(self._bad_samples) >= MOST_BAD:
-            raise self._ends_run
+            raise self._ends_run from None  # its text has all, without secrets
         return None
 
     def _told_of_bad_samples(self) -> str:

@@ -30,6 +30,7 @@ from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
@@ -113,6 +114,8 @@ def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy,
     with watched(f"trial {tally.trials}: {name} with {config}", plan.deadline_s + 3 * RESTART_S):
         try:
             outcome: Measurement | Failure = SPACE.veto(config) or probe.burst(config, plan)
+        except WorkloadError as error:  # the third sample that raises ends a run
+            outcome = Failure(kind="user_exception", phase="batches", message=error.message)
         except Exception as error:
             tally.escaped += 1
             outcome = Failure(kind="crashed", phase="plan", message=f"escaped: {error!r}")
