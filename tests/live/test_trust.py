@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import csv
 import functools
+import gc
 import gzip
 import io
 import itertools
@@ -310,6 +311,7 @@ def test_what_no_fork_may_carry_is_refused_before_anything_is_forked(
 
     assert isinstance(verdict, Refusal)
     assert "`" in verdict.reason
+    gc.collect()  # a file in a closure is closed here, where its warning is expected
 
 
 def lazily(self: Any, index: int) -> Any:
