@@ -33,7 +33,7 @@ def initial_design(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
 
 def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | None:
     """The legal configuration with these threads and torch's prefetch that comes closest to this many workers."""
-    legal = [config for config in space.modelled_configs() if config.consumer_threads == threads and config.in_order]
+    legal = [config for config in space.modelled_configs() if config.consumer_threads == threads]
     plain = [config for config in legal if config.prefetch_factor in (None, TORCH_PREFETCH_FACTOR)] or legal
     return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)
 
@@ -66,7 +66,7 @@ def shortlist(posterior: Posterior, space: Space, tolerance: float, most: int = 
     Each further one leaves hardly more to be lost than any must, when the best of them all is taken; of such the cheapest.
     """
     chosen, _ = choose(posterior, space, tolerance)
-    short = posterior.regret_samples()
+    short = posterior.losses
     taken = [posterior.configs.index(chosen)]
     left = short[:, taken[0]]
     while len(taken) < most:

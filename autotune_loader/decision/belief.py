@@ -2,24 +2,24 @@
 
     evidence ──► twin (queues and cores) ──► prior of every rate ──► posterior, corrected by every measured rate
 
-The twin knows queues and cores; the posterior takes up what it gets wrong, so that a wrong twin cannot trap a search. Both are
-made once per version of the log. No clock, no Optuna, no process.
+Both are made once per version of the log. No clock, no Optuna, no process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from autotune_loader.decision.evidence import Evidence, EvidenceLog
+from autotune_loader.decision.evidence import Evidence, EvidenceLog, Kind
 from autotune_loader.decision.plain_rule import plain_rule_of
-from autotune_loader.decision.posterior import Posterior, prior_covariance
-from autotune_loader.decision.space import Space, useful_workers
-from autotune_loader.decision.sufficiency import Sufficiency
+from autotune_loader.decision.posterior import Posterior, Seen
+from autotune_loader.decision.space import UNMODELLED, Space, useful_workers
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
+from autotune_loader.twin.queue import Floats
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 
@@ -27,6 +27,14 @@ CORES_OF_A_SERIAL_STEP = 1.3
 """A step that keeps fewer cores busy than this gains nothing from another number of threads, and bears any workers."""
 FILLED = 0.7
 """Workers that keep more than this share of the cores busy are in each other's way."""
+FEEDING_SD, STEPPING_SD, OTHER_SD = 0.07, 0.06, 0.004
+"""What the twin usually gets wrong, relative: of what workers deliver, of what the loop takes, and of single configurations."""
+LENGTH_SCALE = 1.2
+"""How far apart, in doublings, configurations still share the twin's error."""
+UNMODELLED_SD = 0.2
+"""What a knob that the twin does not know may change, relative."""
+EPOCH_SD = 0.3
+"""What the twin may get wrong of epochs so short that they are run whole, relative."""
 GROWS_WITH_WORKERS = (
     "oom_killed",
     "out_of_memory",
@@ -43,11 +51,11 @@ GROWS_WITH_WORKERS = (
 class Beliefs:
     """What the evidence so far says of every configuration of a space."""
 
-    def __init__(self, space: Space, context: TwinContext, *, seed: int = 0) -> None:
+    def __init__(self, space: Space, context: TwinContext) -> None:
         self._space = space
         self.context = context
         self.log = EvidenceLog()
-        self._seed = seed
+        self._observations: dict[int, Observation] = {}
         self._twin: tuple[object, Twin | None] | None = None
         self._posterior: tuple[object, Posterior | None] | None = None
 
@@ -72,25 +80,16 @@ class Beliefs:
         seen = [m for workers, m in measured if workers * m.service_cpu_s <= FILLED * cores * m.service_s]
         if space.workers_are_capped or not seen:
             return space
-        observed = max(workers for workers, _ in measured)
-        useful = useful_workers(cores, seen)
-        useful = min(useful, 2 * observed, self.context.epoch_batches or useful)
+        useful = min(useful_workers(cores, seen), 2 * max(workers for workers, _ in measured))
+        useful = min(useful, self.context.epoch_batches or useful)
         return space if useful <= space.max_workers else replace(space, max_workers=useful)
-
-    def below_failures(self, config: LoaderConfig) -> LoaderConfig:
-        """The configuration with no more workers than lie halfway from those that succeeded to those that failed."""
-        failed = self._fewest_that_failed()
-        if failed is None or not config.num_workers:
-            return config
-        halfway = (self._most_that_succeeded() + failed) // 2
-        return replace(config, num_workers=min(config.num_workers, max(halfway, 1)))
 
     def twin(self) -> Twin | None:
         """The queueing model of all modelled evidence of steady rates; None before there is any."""
         version = (self.log.version, self.context)
         if self._twin is None or self._twin[0] != version:
-            observed = [(each.config, each.measurement) for each in self._modelled() if each.measurement is not None]
-            self._twin = (version, fit_twin(observed, self.context, self._seed))
+            observed = [self._observed(each) for each in self._rated("steady") if self._space.is_modelled(each.config)]
+            self._twin = (version, _fitted(observed, self.context))
         return self._twin[1]
 
     def posterior(self) -> Posterior | None:
@@ -98,7 +97,9 @@ class Beliefs:
         version = (self.log.version, self.context, self._space)
         if self._posterior is None or self._posterior[0] != version:
             twin = self.twin()
-            self._posterior = (version, None if twin is None else self._corrected(twin))
+            prior = None if twin is None else self._prior(twin)
+            known = None if prior is None else prior.after(self._seen(prior.configs, self._rated("steady")))
+            self._posterior = (version, known)
         return self._posterior[1]
 
     def over_epochs(self, as_run: Callable[[LoaderConfig], LoaderConfig]) -> Posterior | None:
@@ -110,16 +111,22 @@ class Beliefs:
         steady, twin = self.posterior(), self.twin()
         if steady is None or twin is None:
             return None
-        predictions = twin.predict_all(
-            [as_run(config) for config in steady.configs], epoch_batches=self.context.epoch_batches or 1
+        rated = self._rated("epoch")
+        configs = tuple(dict.fromkeys([*steady.configs, *(each.key for each in rated)]))
+        answers = twin.predict_all([as_run(each) for each in configs], epoch_batches=self.context.epoch_batches or 1)
+        prior = Posterior(
+            configs=configs,
+            mean=np.log([max(each.epoch_samples_per_s, 1e-12) for each in answers]),
+            covariance=EPOCH_SD**2 * np.eye(len(configs)),
+            noise_sd=steady.noise_sd,
         )
-        shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
-        # Few workers that feed the loop in the long run take longer to begin each epoch.
-        return replace(steady, mean=steady.mean + np.log(np.maximum(shares, 1e-12)), sufficiency=None)
+        return prior.after(self._seen(configs, rated))
 
     def plain_rule(self) -> LoaderConfig | None:
         """What arithmetic on the burst with the fewest workers gives; None before there is one, or where it is not legal."""
-        seen = [each for each in self._modelled() if each.measurement is not None and each.config.num_workers]
+        seen = [
+            each for each in self._rated("steady") if each.config.num_workers and self._space.is_modelled(each.config)
+        ]
         if not seen:
             return None
         look = min(seen, key=lambda each: each.config.num_workers).measurement
@@ -131,26 +138,33 @@ class Beliefs:
     def predicted(self, config: LoaderConfig) -> float | None:
         """Samples/s that the twin expects; None before it knows anything, and of batches of another size."""
         twin = self.twin() if config.batch_size is None else None
-        return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
+        return None if twin is None else float(twin.rates([config])[0])
 
     def feasible(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried, by arithmetic or by what failures taught; None where it may."""
-        return self._space.veto(config) or self._too_many_workers(config)
+        vetoed = self._space.veto(config)
+        if vetoed is not None or not self.is_beyond_failures(config):
+            return vetoed
+        failed = self._fewest_that_failed()
+        message = f"{config.num_workers} workers were not tried: {failed} failed, and nothing succeeded with more"
+        return Failure(kind="infeasible", phase="plan", message=message)
+
+    def below_failures(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with no more workers than lie halfway from those that succeeded to those that failed."""
+        failed = self._fewest_that_failed()
+        if failed is None or not config.num_workers:
+            return config
+        halfway = (self._most_that_succeeded() + failed) // 2
+        return replace(config, num_workers=min(config.num_workers, max(halfway, 1)))
 
     def is_beyond_failures(self, config: LoaderConfig) -> bool:
         """Whether as few workers, or fewer, have failed, and no more have succeeded."""
-        return self._too_many_workers(config) is not None
+        failed = self._fewest_that_failed()
+        return failed is not None and config.num_workers >= failed
 
     def is_unproven(self, config: LoaderConfig) -> bool:
         """Whether it has more workers than ever succeeded, where more than those have failed."""
         return self._fewest_that_failed() is not None and config.num_workers > self._most_that_succeeded()
-
-    def _too_many_workers(self, config: LoaderConfig) -> Failure | None:
-        failed = self._fewest_that_failed()
-        if failed is None or config.num_workers < failed:
-            return None
-        message = f"{config.num_workers} workers were not tried: {failed} failed, and nothing succeeded with more"
-        return Failure(kind="infeasible", phase="plan", message=message)
 
     def _fewest_that_failed(self) -> int | None:
         """The fewest workers that failed, of those than which no more have succeeded; None where there are none."""
@@ -163,48 +177,106 @@ class Beliefs:
     def _most_that_succeeded(self) -> int:
         return max((each.config.num_workers for each in self.log if each.measurement is not None), default=0)
 
-    def _modelled(self) -> list[Evidence]:
-        """Evidence that the twin understands: what varies in other knobs is compared by its rates alone."""
-        return [each for each in self.log if each.kind == "steady" and self._space.is_modelled(each.config)]
+    def _rated(self, kind: Kind) -> list[Evidence]:
+        return [each for each in self.log if each.kind == kind and each.log_rate > -np.inf]
 
-    def _corrected(self, twin: Twin) -> Posterior:
-        seen = [each for each in self._modelled() if each.measurement is not None]
-        tried = dict.fromkeys(each.key for each in seen)
-        failed = {e.key for e in self._modelled() if e.failure is not None} - set(tried)
+    def _observed(self, evidence: Evidence) -> Observation:
+        """Read once: traces are long."""
+        if id(evidence) not in self._observations:
+            assert evidence.measurement is not None
+            read = Observation.from_measurement(evidence.config, evidence.measurement)
+            self._observations[id(evidence)] = read
+        return self._observations[id(evidence)]
+
+    def _prior(self, twin: Twin) -> Posterior | None:
+        """What the twin says of all that is legal or was observed, before the rates correct it."""
+        tried = dict.fromkeys(each.key for each in self.log if each.log_rate > -np.inf)
+        failed = {each.key for each in self.log if each.failure is not None} - set(tried)
         legal = [config.key() for config in self.space.modelled_configs()]
         configs = [config for config in dict.fromkeys([*legal, *tried]) if config not in failed]
-        before = self._prior(configs, twin)
-        where = {config: index for index, config in enumerate(configs)}
-        seen = [each for each in seen if each.log_rate > -np.inf]
-        counts = [(each.key, each.measurement.samples_per_s.count) for each in seen if each.measurement is not None]
-        rates = (
-            [where[each.key] for each in seen],
-            [each.log_rate for each in seen],
-            [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
-        )
-        return before.scaled(*rates).updated(*rates)
-
-    def _prior(self, configs: Sequence[LoaderConfig], twin: Twin) -> Posterior:
-        """What the twin says of these configurations, before their own rates correct it."""
-        predictions = twin.predict_all(configs)
-        rates = [prediction.samples_per_s.value for prediction in predictions]
-        use = [prediction.consumer_use for prediction in predictions]
+        if not configs:
+            return None
+        fetching = twin.fetching_shares(configs, FEEDING_SD)
         return Posterior(
             configs=tuple(configs),
-            mean=np.log(np.maximum(rates, 1e-12)),
-            covariance=prior_covariance(configs, self.context.consumer_cores),
-            noise_sd=twin.calibration.noise_sd,
-            sufficiency=Sufficiency.of(configs, twin.observations, use),
+            mean=np.log(np.maximum(twin.rates(configs), 1e-12)),
+            covariance=prior_covariance(configs, fetching, self.context.consumer_cores, self._space),
+        )
+
+    def _seen(self, configs: Sequence[LoaderConfig], rated: Sequence[Evidence]) -> Seen:
+        where = {config: index for index, config in enumerate(configs)}
+        numbers: dict[object, int] = {}
+        twin = self.twin()
+        counts = [(each.key, each.measurement.samples_per_s.count) for each in rated if each.measurement is not None]
+        scatter = np.zeros(len(rated)) if twin is None else twin.window_scatter(counts)
+        return Seen(
+            where=np.array([where[each.key] for each in rated], dtype=np.int64),
+            logs=np.array([each.log_rate for each in rated]),
+            variances=np.array(
+                [max(e.own_sd, sd) ** 2 + e.neighbours_sd**2 for e, sd in zip(rated, scatter, strict=True)]
+            ),
+            rounds=np.array(
+                [numbers.setdefault((each.phase, each.group), len(numbers)) for each in rated], dtype=np.int64
+            ),
         )
 
 
-def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext, seed: int = 0) -> Twin | None:
-    """The twin of these bursts; None where there are none."""
-    observations = [
-        Observation.from_measurement(config, measurement)
-        for config, measurement in observed
-        if config.batch_size is None
+def prior_covariance(configs: Sequence[LoaderConfig], fetching: Floats, default_threads: float, space: Space) -> Floats:
+    """Covariance of the twin's errors in the logarithm of the rate.
+
+    What limits a rate is what its error is of: where the loop hardly waits that is the step, whatever the workers; else what
+    the workers deliver. A knob that the twin does not know changes all configurations that have it alike.
+
+    Args:
+        configs: the configurations.
+        fetching: by how much each rate follows the seconds of a fetch, from 0 to 1, as the twin says.
+        default_threads: threads of the step where `consumer_threads` does not set them.
+        space: knows what such a knob is unless something else is tried.
+    """
+    workers, stepping = _features(configs, default_threads)
+    near, same_step = _alike(np.hstack([workers, stepping])), _alike(stepping)
+    stepped = 1.0 - fetching
+    covariance: Floats = FEEDING_SD**2 * np.outer(fetching, fetching) * near
+    covariance += STEPPING_SD**2 * np.outer(stepped, stepped) * same_step + OTHER_SD**2 * near
+    for knob in UNMODELLED:
+        values = [getattr(config, knob) for config in configs]
+        odd = [value != space.first_value(knob, config) for value, config in zip(values, configs, strict=True)]
+        if any(odd):
+            same = np.array([[one == other for other in values] for one in values])
+            covariance += UNMODELLED_SD**2 * np.outer(odd, odd) * same
+    return covariance
+
+
+def _alike(points: Floats) -> Floats:
+    distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
+    alike: Floats = np.exp(-0.5 * distance.sum(axis=2))
+    return alike
+
+
+def _features(configs: Sequence[LoaderConfig], default_threads: float) -> tuple[Floats, Floats]:
+    """Coordinates in doublings, of workers and of what the loop does: what doubles a knob moves a configuration by one."""
+    workers = [
+        (math.log2(config.num_workers + 0.5), 0.5 * math.log2(config.prefetch_factor or 1)) for config in configs
     ]
+    stepping = [
+        (
+            math.log2(config.consumer_threads or max(default_threads, 1.0)),
+            2.0 * config.pin_memory + config.device_prefetch,
+        )
+        for config in configs
+    ]
+    return np.array(workers), np.array(stepping)
+
+
+def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext) -> Twin | None:
+    """The twin of these bursts; None where there are none."""
+    return _fitted(
+        [Observation.from_measurement(config, burst) for config, burst in observed if config.batch_size is None],
+        context,
+    )
+
+
+def _fitted(observations: Sequence[Observation], context: TwinContext) -> Twin | None:
     if not observations:
         return None
     return Twin.fit(
@@ -212,7 +284,6 @@ def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: Twin
         cores=context.usable_cores,
         consumer_cores=context.consumer_cores,
         step_s_by_threads=context.step_s_by_threads,
-        seed=seed,
     )
 
 
@@ -223,11 +294,3 @@ def _is_for_workers(evidence: Evidence) -> bool:
         return False
     plain = not config.pin_memory and not config.device_prefetch and config.in_order
     return failure.kind in GROWS_WITH_WORKERS or plain
-
-
-def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
-    """Of `log_rate`: what its own batches say, slow batches that it did not see, noise between bursts, neighbours."""
-    burst = evidence.measurement
-    assert burst is not None
-    tails = twin.calibration.contention.variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
-    return float(max(evidence.own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)

@@ -8,7 +8,8 @@ from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.burst_source import BurstSource
@@ -63,12 +64,11 @@ class Finals:
         candidates = self._candidates(seconds_left())
         if not candidates:
             return None
-        # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
-        believe = self._beliefs.posterior if short is None else lambda: None
+        believe = self._beliefs.posterior if short is None else self._over_epochs
         entrants = [self._as_trained(config) for config in candidates]
         baseline = self._state.baseline
         runs = self._beliefs.feasible(baseline) is None
-        race = Race(entrants, baseline, self._rules(short), believe, baseline_runs=runs)
+        race = Race(entrants, baseline, self._rules(), believe, baseline_runs=runs)
         return run_rounds(
             race,
             self._source,
@@ -82,7 +82,7 @@ class Finals:
     def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
         """Who races, as time allows: best guess first."""
         whole, tolerance = self._state.whole_epochs, self._options.tolerance
-        known = self._beliefs.over_epochs(self._as_trained) if whole else self._beliefs.posterior()
+        known = self._over_epochs() if whole else self._beliefs.posterior()
         if known is None:
             return []
         space = self._beliefs.space
@@ -102,12 +102,14 @@ class Finals:
         late_s = self._round_s(chosen) - seconds_left
         return chosen if late_s <= max(MOST_OVERRUN * self._options.budget_s, LEAST_OVERRUN_S) else []
 
-    def _rules(self, epoch: EpochLength | None) -> RaceRules:
+    def _over_epochs(self) -> Posterior | None:
+        return self._beliefs.over_epochs(self._as_trained)
+
+    def _rules(self) -> RaceRules:
         return RaceRules(
             tolerance=self._options.tolerance,
             cost=lambda config: cost(config, self._beliefs.space),
             patience_s=FINALS_PATIENCE_S,
-            noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
             ceiling=lambda config: rate.value if (rate := self._state.ceiling_of(config)) is not None else None,
         )
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune_loader.decision.race import TYPICAL_NOISE
 from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING, Space
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.twin.context import TwinContext
@@ -60,8 +59,6 @@ MOST_OF_BUDGET = 0.6
 """And no more than this share of the budget is left for them."""
 EPOCHS_PER_BURST = 2
 """A burst of long epochs runs one that is not timed, and one that is."""
-EPOCH_NOISE = 0.08
-"""Relative standard deviation of one epoch's rate: 6 to 11 % in 36 bursts of `tutorial`, whose step and workers share cores."""
 ROUNDS = (1, 2)
 """Workers that fetch an epoch in this many rounds are raced: they are done early, and leave the cores to the step."""
 
@@ -99,12 +96,6 @@ class EpochLength:
         """Seconds that exploring leaves for running epochs whole; 0 where they are not short."""
         most_s = MOST_OF_BUDGET * budget_s
         return min(WANTED_BURSTS * self.burst_s, most_s) if self.is_short(most_s) else 0.0
-
-    @property
-    def noise_sd(self) -> float:
-        """Relative standard deviation of what a burst of whole epochs tells; never less than of any burst."""
-        timed = max(1.0, FINAL_BURST.max_s / self.seconds - 1)
-        return max(EPOCH_NOISE / math.sqrt(timed), TYPICAL_NOISE)
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:

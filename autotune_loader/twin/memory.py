@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -24,7 +24,8 @@ class MemoryModel:
     base_bytes: float
     worker_bytes: float | None
     """Of one more worker; None where too few numbers of workers were run to know."""
-    batch_bytes: int
+    batch_bytes: Mapping[int | None, int]
+    """Of one batch, by `LoaderConfig.batch_size`; None is the workload's own size."""
 
     @classmethod
     def fit(cls, bursts: Iterable[tuple[LoaderConfig, Measurement]]) -> MemoryModel | None:
@@ -48,9 +49,19 @@ class MemoryModel:
         worker = slope if slope is not None and slope > 0 else None
         each = UNSEEN_WORKER_BYTES if worker is None else worker
         base = statistics.median(taken - workers * each for workers, taken in rest)
-        return cls(base_bytes=max(0.0, base), worker_bytes=worker, batch_bytes=seen[-1][2])
+        sizes: dict[int | None, list[int]] = {}
+        for config, _, size in seen:
+            sizes.setdefault(config.batch_size, []).append(size)
+        typical = {size: round(statistics.median(each)) for size, each in sizes.items()}
+        return cls(base_bytes=max(0.0, base), worker_bytes=worker, batch_bytes=typical)
 
     def peak_bytes(self, config: LoaderConfig) -> int:
         """Peak PSS that is expected of a configuration, with its queue as full as it may get."""
         each = UNSEEN_WORKER_BYTES if self.worker_bytes is None else self.worker_bytes
-        return round(self.base_bytes + config.num_workers * each + config.batches_in_flight * self.batch_bytes)
+        in_flight = config.batches_in_flight * self.batch_bytes_of(config)
+        return round(self.base_bytes + config.num_workers * each + in_flight)
+
+    def batch_bytes_of(self, config: LoaderConfig) -> int:
+        """Of one batch of this configuration's size; of the largest that is known where its own is not."""
+        known = self.batch_bytes
+        return known.get(config.batch_size, known.get(None, max(known.values())))

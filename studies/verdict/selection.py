@@ -30,8 +30,8 @@ import numpy as np
 
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.posterior import MODEL_SD, Posterior
-from autotune_loader.decision.race import TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.posterior import Posterior, Seen
+from autotune_loader.decision.race import Race, RaceOutcome, RaceRules
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
@@ -50,6 +50,8 @@ BURST_S, BUDGET_S = 0.7, 30.0
 DRIFT_SD = 0.01
 """Relative standard deviation of what all bursts of a round share."""
 APART_SD = 0.03
+TWIN_SD, NO_TWIN_SD = 0.06, 0.7
+"""What a twin gets wrong, and what is known without one, relative."""
 HEAVY_FREEDOM = 3.0
 HEADER = (
     "rivals",
@@ -125,52 +127,48 @@ class _Bursts:
         self.configs = [LoaderConfig(num_workers=count) for count in range(kind.rivals + 1)]
         spread = APART_SD if kind.truth == "apart" else 0.0
         self.truth = {config: 1000.0 * math.exp(self.rng.gauss(0.0, spread)) for config in self.configs}
-        self.seen: list[tuple[int, float]] = []
+        self.seen: list[tuple[int, float, int]] = []
+        """Position, logarithm of the rate, and round."""
 
-    def rate(self, config: LoaderConfig, drift: float) -> float:
+    def rate(self, config: LoaderConfig, drift: float, number: int) -> float:
         noise = self.rng.gauss(0.0, 1.0)
         if self.kind.is_heavy:
             # Student's t of variance 1.
             squares = self.rng.gammavariate(HEAVY_FREEDOM / 2, 2.0)
             noise /= math.sqrt(squares / HEAVY_FREEDOM) * math.sqrt(HEAVY_FREEDOM / (HEAVY_FREEDOM - 2))
         rate = self.truth[config] * math.exp(drift + self.kind.noise_sd * noise)
-        self.seen.append((self.configs.index(config), math.log(rate)))
+        self.seen.append((self.configs.index(config), math.log(rate), number))
         return rate
 
-    def measured(self, config: LoaderConfig, drift: float) -> Measurement:
-        rate = self.rate(config, drift)
+    def measured(self, config: LoaderConfig, drift: float, number: int) -> Measurement:
+        rate = self.rate(config, drift, number)
         return replace(_shape(), samples_per_s=Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=20))
 
-    def beliefs(self) -> Callable[[], Posterior | None]:
-        """A twin that is off by what it may be off, one burst of each, and every round so far."""
-        if not self.kind.believes:
-            return lambda: None
-        size = len(self.configs)
+    def beliefs(self) -> Callable[[], Posterior]:
+        """A twin that is off by what it may be off, one burst of each, and every round so far; or the rounds alone."""
+        sd, size = TWIN_SD if self.kind.believes else NO_TWIN_SD, len(self.configs)
+        off = [self.rng.gauss(0.0, TWIN_SD) if self.kind.believes else 0.0 for _ in self.configs]
+        level = [math.log(self.truth[config] if self.kind.believes else 1000.0) for config in self.configs]
         prior = Posterior(
-            configs=tuple(self.configs),
-            mean=np.array([math.log(self.truth[config]) + self.rng.gauss(0.0, MODEL_SD) for config in self.configs]),
-            covariance=MODEL_SD**2 * np.eye(size),
-            noise_sd=self.kind.noise_sd,
+            configs=tuple(self.configs), mean=np.array(level) + np.array(off), covariance=sd**2 * np.eye(size)
         )
-        for config in self.configs:
-            self.rate(config, self.rng.gauss(0.0, DRIFT_SD))
-        variance = self.kind.noise_sd**2 + DRIFT_SD**2
+        if self.kind.believes:
+            for number, config in enumerate(self.configs):
+                self.rate(config, self.rng.gauss(0.0, DRIFT_SD), -1 - number)
         known: dict[int, Posterior] = {}
 
         def believe() -> Posterior:
             count = len(self.seen)
             if count not in known:
-                where, logs = zip(*self.seen, strict=True)
+                where, logs, rounds = (np.array(each) for each in zip(*self.seen, strict=True))
                 known.clear()
-                known[count] = prior.updated(where, logs, [variance] * count)
+                known[count] = prior.after(Seen(where=where, logs=logs, variances=np.zeros(count), rounds=rounds))
             return known[count]
 
         return believe
 
 
-RULES = RaceRules(
-    tolerance=TOLERANCE, cost=lambda config: (config.num_workers,), patience_s=FINALS_PATIENCE_S, noise_sd=TYPICAL_NOISE
-)
+RULES = RaceRules(tolerance=TOLERANCE, cost=lambda config: (config.num_workers,), patience_s=FINALS_PATIENCE_S)
 
 
 def race(kind: Kind, seed: int) -> Run:
@@ -181,7 +179,8 @@ def race(kind: Kind, seed: int) -> Run:
     while isinstance(todo := compare(running, left_s), Compare):
         drift = bursts.rng.gauss(0.0, DRIFT_SD)
         running.record(
-            [(config, bursts.measured(config, drift)) for config in todo.configs], BURST_S * len(todo.configs)
+            [(config, bursts.measured(config, drift, len(running.rounds))) for config in todo.configs],
+            BURST_S * len(todo.configs),
         )
         left_s -= BURST_S * len(todo.configs)
     found = running.outcome()
@@ -216,15 +215,46 @@ class _OneConfig:
         return BURST_S
 
 
+class _RoundsAlone:
+    """What the rounds say, and nothing else."""
+
+    def __init__(self, configs: list[LoaderConfig]) -> None:
+        self.evidence: list[Evidence] = []
+        self.configs = configs
+
+    def __call__(self) -> Posterior:
+        rated = [each for each in self.evidence if each.measurement is not None]
+        level = float(np.mean([each.log_rate for each in rated])) if rated else 0.0
+        size = len(self.configs)
+        prior = Posterior(
+            configs=tuple(self.configs), mean=np.full(size, level), covariance=NO_TWIN_SD**2 * np.eye(size)
+        )
+        return prior.after(
+            Seen(
+                where=np.array([self.configs.index(each.key) for each in rated], dtype=np.int64),
+                logs=np.array([each.log_rate for each in rated]),
+                variances=np.array([each.own_sd**2 for each in rated]),
+                rounds=np.array([each.group for each in rated], dtype=np.int64),
+            )
+        )
+
+
 def real(count: int, workload: str, rivals: int = 4) -> None:
     """Races of real bursts in which all are the same configuration: whoever is called faster is not."""
     names = [LoaderConfig(num_workers=number) for number in range(rivals + 1)]
     won = claimed = 0
     with open_probe(workload_of(WORKLOADS[workload]()), inspect_machine(), "process", None) as opened:
         for number in range(count):
-            running, begun = Race(list(reversed(names[1:])), names[0], RULES), time.monotonic()
+            known = _RoundsAlone(names)
+            running, begun = Race(list(reversed(names[1:])), names[0], RULES, known), time.monotonic()
             source = _OneConfig(opened.probe, LoaderConfig(num_workers=1), first_seed=1000 * number)
-            found = run_rounds(running, source, seconds_left=lambda: BUDGET_S - (time.monotonic() - begun), seed=number)  # noqa: B023
+            found = run_rounds(
+                running,
+                source,
+                seconds_left=lambda: BUDGET_S - (time.monotonic() - begun),  # noqa: B023
+                seed=number,
+                learn=known.evidence.extend,
+            )
             assert found is not None
             won, claimed = won + (found.winner != names[0]), claimed + _claims(found, names[0])
             print(

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.race import TYPICAL_NOISE
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import inspect_machine
@@ -196,11 +195,6 @@ def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, second
 )
 def test_the_search_leaves_time_for_whole_epochs(epoch_s: float, first_batch_s: float, kept_s: float) -> None:
     assert EpochLength(seconds=epoch_s, first_fetch_s=first_batch_s).kept_s(60.0) == pytest.approx(kept_s)
-
-
-def test_one_epoch_tells_less_than_many() -> None:
-    noise = [EpochLength(seconds=seconds).noise_sd for seconds in (3.0, 0.4, 0.1, 0.001)]
-    assert noise[0] == noise[1] > noise[2] > noise[3] == TYPICAL_NOISE
 
 
 def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:

@@ -10,9 +10,10 @@ import pytest
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.results.result import TuningResult
 from autotune_loader.twin.context import TwinContext
+from autotune_loader.twin.memory import MemoryModel
 from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.measurement import Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trial import Trial
@@ -55,6 +56,24 @@ def test_the_memory_of_what_was_not_run_is_predicted(result: TuningResult, worke
     assert burst.memory is not None
     measured = burst.memory.pss_bytes or burst.memory.rss_bytes
     assert result.predict(workers, prefetch).pss_bytes == pytest.approx(measured, rel=0.03)
+
+
+def test_a_batch_of_another_size_says_nothing_of_the_memory_of_the_workloads_own() -> None:
+    # GIVEN 4 workers with batches of 10 MiB, and a last burst with batches four times as large
+    burst = SimulatedProbe(MACHINE, FakeClock()).burst(LoaderConfig(), BurstPlan(max_s=0.3))
+    assert isinstance(burst, Measurement)
+
+    def observed(mib: int, batch_mib: int, **knobs: int) -> tuple[LoaderConfig, Measurement]:
+        memory = MemoryUse(rss_bytes=mib << 20)
+        config = LoaderConfig(num_workers=knobs.pop("workers", 4), **knobs)  # type: ignore[arg-type]
+        return config, replace(burst, memory=memory, batch_bytes=batch_mib << 20)
+
+    seen = [observed(690, 10, workers=2), observed(990, 10), observed(1260, 40, batch_size=256)]
+    model = MemoryModel.fit(seen)
+    # THEN what is predicted of the own size is what was measured of it
+    assert model is not None
+    assert model.peak_bytes(LoaderConfig(num_workers=4)) / 2**20 == pytest.approx(990, rel=0.01)
+    assert model.peak_bytes(LoaderConfig(num_workers=4, batch_size=256)) / 2**20 == pytest.approx(1260, rel=0.01)
 
 
 def test_without_a_burst_that_tells_memory_none_is_predicted(result: TuningResult) -> None:

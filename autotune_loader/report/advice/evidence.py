@@ -153,7 +153,9 @@ class Evidence:
         model = self.memory_model()
         if model is None or model.worker_bytes is None:
             return None
-        return model.worker_bytes + (self.best.prefetch_factor or TORCH_PREFETCH_FACTOR) * model.batch_bytes
+        return model.worker_bytes + (self.best.prefetch_factor or TORCH_PREFETCH_FACTOR) * model.batch_bytes_of(
+            self.best
+        )
 
     def predicted(self, config: LoaderConfig, cores: float | None = None) -> Prediction | None:
         """What the twin says of another configuration or machine; None without a twin."""
