@@ -60,11 +60,41 @@ class Seen:
     def __len__(self) -> int:
         return len(self.where)
 
-    @property
-    def together(self) -> Floats:
-        """1 where two observations are of one round, shape (n, n)."""
-        same: Floats = (self.rounds[:, None] == self.rounds[None, :]).astype(np.float64)
-        return same
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """How large the three parts are, each an array with one value per alternative."""
+
+    error: Floats
+    noise: Floats
+    machine: Floats
+
+    def __getitem__(self, index: int) -> Scales:
+        only = slice(index, index + 1)
+        return Scales(error=self.error[only], noise=self.noise[only], machine=self.machine[only])
+
+
+_GRID = np.array(list(itertools.product(ERROR_SCALES, NOISE_SDS, MACHINE_SDS)))
+ALTERNATIVES = Scales(error=_GRID[:, 0], noise=_GRID[:, 1], machine=_GRID[:, 2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Told:
+    """What observations tell of each observed configuration, with the machine's part in every round averaged out.
+
+    Arrays are of (alternatives, configurations, ...): it takes as long for many rounds as for few.
+    """
+
+    information: Floats
+    """Precision matrix of the observed configurations' errors, by the observations alone."""
+    pull: Floats
+    """That matrix times the errors which the observations show."""
+    surprise: Floats
+    """Twice the negative log-likelihood of the observations if the twin were right."""
+    precision: Floats
+    """Of each observation, shape (alternatives, observations)."""
+    damping: Floats
+    """Of each round: its machine effect over the sum of what is left in it, weighted by precision."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,21 +122,35 @@ class Posterior:
         """
         if not len(seen):
             return self
-        where, weights = seen.where, np.ones(len(seen))
-        off = seen.logs - self.mean[where]
+        places, columns = np.unique(seen.where, return_inverse=True)
+        of_config = np.eye(len(places))[columns]
+        rounds, numbers = np.unique(seen.rounds, return_inverse=True)
+        of_round = np.eye(len(rounds))[numbers]
+        shape, off, weights = (
+            self.covariance[np.ix_(places, places)],
+            seen.logs - self.mean[seen.where],
+            np.ones(len(seen)),
+        )
         for _ in range(REWEIGHTINGS):
-            scale, noise_sd, machine_sd = _likeliest(self.covariance[np.ix_(where, where)], off, seen, weights)
-            cross, machine = scale**2 * self.covariance[:, where], machine_sd**2 * seen.together
-            noise = seen.variances + noise_sd**2
-            within = cross[where] + machine + np.diag(noise / weights)
-            explained = np.linalg.solve(within, off)
-            left = off - cross[where] @ explained - machine @ explained
-            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
+            alternatives = _tell(ALTERNATIVES, seen.variances, weights, off, of_config, of_round)
+            scales = ALTERNATIVES[_likeliest(ALTERNATIVES, alternatives, shape)]
+            told = _tell(scales, seen.variances, weights, off, of_config, of_round)
+            variance = float(scales.error[0]) ** 2
+            gain = (
+                variance
+                * self.covariance[:, places]
+                @ np.linalg.inv(np.eye(len(places)) + variance * told.information[0] @ shape)
+            )
+            error = gain @ told.pull[0]
+            left = off - error[seen.where]
+            left = left - of_round @ (told.damping[0] * ((told.precision[0] * left) @ of_round))
+            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / (seen.variances + scales.noise[0] ** 2))
+        covariance = variance * (self.covariance - gain @ told.information[0] @ self.covariance[places])
         return replace(
             self,
-            mean=self.mean + cross @ explained,
-            covariance=scale**2 * self.covariance - cross @ np.linalg.solve(within, cross.T),
-            noise_sd=math.hypot(noise_sd, machine_sd),
+            mean=self.mean + error,
+            covariance=(covariance + covariance.T) / 2,
+            noise_sd=math.hypot(float(scales.noise[0]), float(scales.machine[0])),
         )
 
     def sd(self) -> Floats:
@@ -158,22 +202,47 @@ class Posterior:
         return gain
 
 
-def _likeliest(shape: Floats, off: Floats, seen: Seen, weights: Floats) -> tuple[float, float, float]:
-    """Scale of the twin's error, noise of an observation and of the machine that make the observations likeliest.
+def _tell(
+    scales: Scales, variances: Floats, weights: Floats, off: Floats, of_config: Floats, of_round: Floats
+) -> _Told:
+    """What observations tell under each alternative.
 
     Args:
-        shape: covariance of the twin's error in the observed configurations, at scale 1.
-        off: how far the observations lie off the twin.
-        seen: the observations.
+        scales: the alternatives.
+        variances: of the observations, by what each tells of itself.
         weights: how much each of them counts.
+        off: how far they lie off the twin.
+        of_config: 1 where an observation (row) is of a configuration (column).
+        of_round: the same of rounds.
     """
-    options = np.array(list(itertools.product(ERROR_SCALES, NOISE_SDS, MACHINE_SDS)))
-    scale, noise, machine = options.T
-    squares = (each[:, None, None] ** 2 for each in (scale, noise, machine))
-    parts = (shape, np.diag(1 / weights), seen.together)
-    within = sum(square * part for square, part in zip(squares, parts, strict=True)) + np.diag(seen.variances / weights)
+    precision = weights / (variances + scales.noise[:, None] ** 2)
+    in_round, pulled = precision @ of_round, precision * off
+    damping = scales.machine[:, None] ** 2 / (1 + scales.machine[:, None] ** 2 * in_round)
+    shared = of_config.T @ (precision[:, :, None] * of_round)
+    lost = shared * damping[:, None, :]
+    own = (precision @ of_config)[:, :, None] * np.eye(of_config.shape[1])
+    return _Told(
+        information=own - lost @ shared.transpose(0, 2, 1),
+        pull=pulled @ of_config - (lost @ (pulled @ of_round)[:, :, None])[:, :, 0],
+        surprise=(pulled * off - np.log(precision)).sum(axis=1)
+        + (np.log1p(scales.machine[:, None] ** 2 * in_round) - damping * (pulled @ of_round) ** 2).sum(axis=1),
+        precision=precision,
+        damping=damping,
+    )
+
+
+def _likeliest(scales: Scales, told: _Told, shape: Floats) -> int:
+    """Which alternative makes the observations likeliest.
+
+    Args:
+        scales: the alternatives.
+        told: what the observations tell under each.
+        shape: covariance of the twin's error in the observed configurations, at scale 1.
+    """
+    variance = scales.error[:, None, None] ** 2
+    within = np.eye(len(shape)) + variance * told.information @ shape
     _, determinants = np.linalg.slogdet(within)
-    misfit = np.linalg.solve(within, np.broadcast_to(off[:, None], (len(options), len(off), 1)))[..., 0] @ off
-    usual = np.log(scale) ** 2 + (np.log(noise / TYPICAL_NOISE) / NOISE_SPREAD) ** 2 + (machine / TYPICAL_MACHINE) ** 2
-    best = options[int(np.argmin(misfit + determinants + usual))]
-    return float(best[0]), float(best[1]), float(best[2])
+    explained = (variance * shape @ np.linalg.solve(within, told.pull[:, :, None]))[:, :, 0]
+    misfit = told.surprise - (told.pull * explained).sum(axis=1)
+    usual = np.log(scales.error) ** 2 + (np.log(scales.noise / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
+    return int(np.argmin(misfit + determinants + usual + (scales.machine / TYPICAL_MACHINE) ** 2))

@@ -7,7 +7,7 @@ import pytest
 
 from autotune_loader.decision import posterior
 from autotune_loader.decision.belief import prior_covariance
-from autotune_loader.decision.posterior import Posterior, Seen
+from autotune_loader.decision.posterior import Posterior, Scales, Seen
 from autotune_loader.decision.space import Space
 from autotune_loader.values.config import LoaderConfig
 
@@ -49,8 +49,8 @@ def test_who_is_chosen_after_these_rounds(rounds: list[dict[LoaderConfig, float]
 
 def test_it_is_the_normal_belief_conditioned_on_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN known noise, and a prior in which configurations have something in common
-    for name, value in (("ERROR_SCALES", (1.0,)), ("NOISE_SDS", (0.03,)), ("MACHINE_SDS", (0.05,))):
-        monkeypatch.setattr(posterior, name, value)
+    known = Scales(error=np.array([1.0]), noise=np.array([0.03]), machine=np.array([0.05]))
+    monkeypatch.setattr(posterior, "ALTERNATIVES", known)
     monkeypatch.setattr(posterior, "TAIL_FREEDOM", 1e12)
     rng = np.random.default_rng(0)
     shape = np.exp(-0.5 * np.subtract.outer(np.arange(3), np.arange(3)) ** 2)
