@@ -45,6 +45,8 @@ MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 4
 """Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
+UNDECIDED_PATIENCE = 2
+"""So many times the patience for a choice that would be called undecided, or a speed-up known from two rounds only."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -204,6 +206,21 @@ class Race:
         loss = known.losses[:, known.configs.index(incumbent.key())].mean()
         return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
 
+    def patience_s(self) -> float:
+        """Seconds of rounds after which what is open is left open."""
+        incumbent = self.incumbent(LEAST_OF_WINNER)
+        if incumbent is None:
+            return self.rules.patience_s
+        beside = len(log_ratios(self.usable(), incumbent, self.baseline))
+        is_vague = self.baseline in self.active() and beside < MIN_ROUNDS
+        is_undecided = self._expected_loss(incumbent) > self.rules.tolerance
+        return self.rules.patience_s * (UNDECIDED_PATIENCE if is_vague or is_undecided else 1)
+
+    def _expected_loss(self, config: LoaderConfig) -> float:
+        """Against the best of those that ran."""
+        ran = [each for each in self.configs if _rates(self.usable(), each)]
+        return float(self._belief(ran).losses[:, ran.index(config)].mean())
+
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
@@ -225,7 +242,7 @@ class Race:
             rate=mean_of_selected(usable.rounds, winner) if len(rates) > 1 else bursts[winner][-1].samples_per_s,
             bursts=bursts,
             as_fast=tuple(config for config in equal if config != winner and cost(config) >= cost(winner)),
-            expected_loss=float(belief.losses[:, ran.index(winner)].mean()),
+            expected_loss=self._expected_loss(winner),
             speedup=self._speedup(usable.rounds, winner),
             at_ceiling=self._is_at_ceiling(winner),
             notes=((usable.note,) if usable.note else ()) + failed,
@@ -286,7 +303,7 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
     if seconds_left < round_s or is_decided:
         return False
-    return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < PATIENT_ROUNDS
+    return round_s <= race.patience_s() - race.spent_s or len(race.rounds) < PATIENT_ROUNDS
 
 
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:
