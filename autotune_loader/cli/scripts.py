@@ -70,7 +70,7 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 @click.option("--apply", type=_FILE, help="Start with the settings of this loader.json.")
 @click.option("--max-workers", type=int, help="Most workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
-    """Run a script, unchanged, and tune its loaders meanwhile.
+    """Run a script unchanged, and tune its loaders meanwhile.
 
     Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. Loaders whose workers
     may not be changed run as they are, and the report says why.

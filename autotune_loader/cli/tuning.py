@@ -42,7 +42,7 @@ class _TuneCommand(click.Command):
 @click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-trials", type=int, help="Most configurations to try.")
 @click.option("--max-workers", type=int, help="Most workers to try.")
-@click.option("--max-cores", type=float, help="Most cores that workers and a step on the CPU keep busy.")
+@click.option("--max-cores", type=int, help="Cores that the training job will have: bursts run on so many.")
 @click.option("--max-host-memory", metavar="SIZE", help="Most memory of all processes together, such as 8GB.")
 @click.option("--max-shm", metavar="SIZE", help="Most shared memory of the batches in flight, such as 512MiB.")
 @click.option(

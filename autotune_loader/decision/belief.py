@@ -41,7 +41,6 @@ GROWS_WITH_WORKERS = (
     "memory_guard",
     "shared_memory",
     "descriptors",
-    "core_limit",
     "deadline",
     "crashed",
 )
@@ -63,11 +62,15 @@ class Beliefs:
     def space(self) -> Space:
         """The legal configurations, with fewer workers than failed where no more than those have succeeded."""
         failed = self._fewest_that_failed()
-        return self._widened() if failed is None else replace(self._space, max_workers=failed - 1)
+        return self._widened() if failed is None else self._below(failed)
 
     @space.setter
     def space(self, space: Space) -> None:
         self._space = space
+
+    def _below(self, failed: int) -> Space:
+        """With fewer workers than failed, and no more than were allowed: the user's own may be far beyond those."""
+        return replace(self._space, max_workers=min(failed - 1, self._space.max_workers))
 
     def _widened(self) -> Space:
         """With as many workers as the fetches seen so far could use: the few before the search may all have been quick ones.

@@ -56,8 +56,8 @@ NEAR_CEILING, ABOVE_CEILING = 0.95, 1.08
 rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
 MAX_FAILURES = 2
 """A candidate that failed this often in the race is out ..."""
-OUT_AT_ONCE = ("deadline", "core_limit")
-"""... and at once by these: it would hang again, and no neighbour makes it take more cores than it needs."""
+OUT_AT_ONCE = ("deadline",)
+"""... and at once by these: it would hang again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

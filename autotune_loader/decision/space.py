@@ -34,8 +34,6 @@ STARTUP_WORTH_AVOIDING = 0.005
 SAFE_SHARE = 0.9
 # Interpreter, torch and a forked dataset that is not touched: what one more worker costs before it has loaded anything.
 WORKER_BASE_BYTES = 60 << 20
-# A burst that keeps so many times what is allowed busy is over it: the kernel counts CPU time in ticks.
-CORES_MARGIN = 1.03
 # Knobs that the twin knows nothing of, with their axes: tried as variants of the best instead.
 UNMODELLED = {
     "batch_size": "batch_sizes",
@@ -57,10 +55,6 @@ class Limits:
     descriptors: int | None = None
     device_bytes: int | None = None
     """Memory of the accelerator."""
-    cores: float | None = None
-    """Cores that all processes together may keep busy ..."""
-    usable_cores: int | None = None
-    """... of so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,17 +197,9 @@ class Space:
     def over_margin(self, config: LoaderConfig, measured: Measurement) -> Failure | None:
         """Why a configuration takes too much, from what its burst took; None where it does not.
 
-        Of memory that is asked of tuned batch sizes only: batches of a whole training run differ more than those of a burst,
+        That is asked of tuned batch sizes only: batches of a whole training run differ more than those of a burst,
         so a margin must be left on host and device.
         """
-        cores, most = self._cores_wanted(config, measured), self.limits.cores
-        if cores is not None and most is not None and cores > most * CORES_MARGIN:
-            return Failure(
-                kind="core_limit",
-                phase="plan",
-                message=f"{config} keeps {cores:.1f} cores busy, and max_cores allows {most:g}; fewer workers or fewer threads "
-                "of the step would work",
-            )
         if config.batch_size is None:
             return None
         host = None if measured.memory is None else measured.memory.taken_bytes
@@ -230,21 +216,6 @@ class Space:
                     f"memory, more than {SAFE_SHARE:.0%}; a smaller one would work",
                 )
         return None
-
-    def _cores_wanted(self, config: LoaderConfig, measured: Measurement) -> float | None:
-        """Cores that a configuration kept busy, or would have, had others left them to it; None where nobody knows.
-
-        Beside neighbours, on this machine or on others of its host, it gets fewer than it takes alone: then as many as it got
-        of what they left, but no more than one for each worker, and the loop's own.
-        """
-        if measured.cpu_share is None or self.limits.usable_cores is None:
-            return None
-        got = measured.cpu_share * self.limits.usable_cores
-        others = (measured.foreign_cpu_share or 0.0) + (measured.steal_share or 0.0)
-        alone = got / max(1.0 - others, 1e-9)
-        each = max(1.0, measured.service_cpu_s / measured.service_s if measured.service_s > 0 else 1.0)
-        loop = (1.0 - measured.wait_share) * (config.consumer_threads or 1)
-        return max(got, min(alone, config.num_workers * each + loop))
 
     @property
     def hash(self) -> str:

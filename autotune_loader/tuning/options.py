@@ -42,8 +42,8 @@ class TuneOptions:
     """Wall seconds from call to result, everything counted."""
     max_trials: int | None = None
     max_workers: int | None = None
-    max_cores: float | None = None
-    """Cores that workers and a step on the CPU may keep busy together."""
+    max_cores: int | None = None
+    """Cores that bursts, with their workers, run on."""
     max_host_memory_bytes: int | None = None
     max_shm_bytes: int | None = None
     allow: frozenset[str] = frozenset()
@@ -64,10 +64,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         for name in ("max_trials", "max_workers"):
             require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
-        if self.max_cores is not None:
-            require_number("max_cores", self.max_cores, example=2)
-            if not 0 < self.max_cores < float("inf"):
-                raise ValueError(f"max_cores={self.max_cores!r} is no number of cores; max_cores=2 would work")
+        require_count("max_cores", self.max_cores, minimum=1)
         if self.seed is None:
             raise TypeError("seed=None is not an integer; seed=1 would work")
         require_count("seed", self.seed, minimum=0)

@@ -81,8 +81,6 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
             memory_bytes=least(settings.max_host_memory_bytes, machine.memory_budget_bytes),
             descriptors=machine.open_files,
             device_bytes=_device_bytes(machine, workload),
-            cores=settings.max_cores,
-            usable_cores=machine.usable_cores,
         ),
         batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
     )
@@ -90,8 +88,7 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
 
 def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> tuple[int, bool]:
     """The most workers to try, and whether more would break a promise instead of being merely useless."""
-    cores = max(1, math.ceil(min(machine.usable_cores, settings.max_cores or math.inf)))
-    useful = max_useful_workers(cores, warmup.first_fetch_s, warmup.first_fetch_cpu_s, warmup.step_s)
+    useful = max_useful_workers(machine.usable_cores, warmup.first_fetch_s, warmup.first_fetch_cpu_s, warmup.step_s)
     # A worker beyond the batches of an epoch never gets one.
     useful = min(useful, max(1, data.batches_per_epoch() or useful))
     caps = [settings.max_workers, data.shards]

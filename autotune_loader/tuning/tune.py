@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.affinity import confined_to
+from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
 from autotune_loader.report.progress import Progress, make_progress
@@ -69,7 +70,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     budget: str | float = "60s",
     max_trials: int | None = None,
     max_workers: int | None = None,
-    max_cores: float | None = None,
+    max_cores: int | None = None,
     max_host_memory: str | int | None = None,
     max_shm: str | int | None = None,
     allow: Sequence[str] = (),
@@ -111,8 +112,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
             on top where it takes long.
         max_trials: most configurations to try.
         max_workers: most workers to try.
-        max_cores: most cores that workers and a step on the CPU may keep busy together, such as 2 or 1.5: what kept more of
-            them busy in its burst is not chosen.
+        max_cores: the cores that the training job will have, where these are fewer than here. Bursts, those of the baseline,
+            too, run on so many, with their workers; the step is given no more threads.
         max_host_memory: most memory of the probe's process tree, such as "8GB".
         max_shm: most shared memory of the batches in flight.
         allow: what may be searched although it changes the semantics of training: "batch_size", "in_order",
@@ -150,7 +151,11 @@ def tune(  # noqa: PLR0913 - all that a user may say
         with make_progress(options.progress if leads else "off") as shown:
             if leads and options.output is not None:
                 require_writable("output", options.output)
-            return _tuned(workload_of_rank(ranks, workload), options, notes, started, ranks, shown)
+            environ = environment(ranks)
+            whole = inspect_machine(environ=environ)
+            with confined_to(options.max_cores and options.max_cores * whole.world_size):
+                job = workload_of_rank(ranks, workload)
+                return _tuned(job, options, notes, started, ranks, shown, whole)
 
 
 def _tuned(
@@ -160,8 +165,9 @@ def _tuned(
     started: float,
     ranks: Ranks | None,
     progress: Progress,
+    whole: Machine,
 ) -> TuningResult:
-    machine = inspect_machine(environ=environment(ranks))
+    machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
     progress.announce_machine(machine.usable_cores, machine.gpu_reason)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
@@ -180,7 +186,7 @@ def _tuned(
             workload=workload,
             space=space,
             warmup=opened.warmup,
-            fingerprint=machine.fingerprint(dataset=workload.data.description),
+            fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
             tolerance=options.tolerance,

@@ -21,7 +21,6 @@ FailureKind = Literal[
     "memory_guard",  # the tuner stopped the burst before the OOM killer would
     "shared_memory",  # /dev/shm is full or a segment could not be written (bus error included)
     "descriptors",  # too many open files
-    "core_limit",  # it kept more cores busy than it may
     "pickling",  # the workload does not survive the start method
     "deadline",  # no answer in time: a hang
     "crashed",  # a process died otherwise (segfault, exit in user code)

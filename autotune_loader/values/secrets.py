@@ -7,10 +7,13 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "***"
-# Names of environment variables whose values are nobody's business. PWD is a folder.
+# Names of environment variables whose values are nobody's business. PWD is a folder, GIT_AUTHOR_NAME a name, and a tokenizer none.
 _SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE
+    r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!ORS?(?![A-Z]))",
+    re.IGNORECASE,
 )
+# MAX_TOKENS=100000 is a number of tokens, API_TOKENS=hf_abcdef,hf_ghijkl are some.
+_COUNT = re.compile(r"TOKENS.*=\d+", re.IGNORECASE)
 # A shorter value would be found in innocent words.
 SHORTEST_SECRET = 6
 # https://user:password@host, and ?token=...
@@ -36,6 +39,10 @@ def cause_without_secrets(error: BaseException) -> BaseException | None:
 
 
 def _secrets_in(environ: Mapping[str, str]) -> set[str]:
-    named = {value for name, value in environ.items() if _SECRET_NAME.search(name)}
+    named = {
+        value
+        for name, value in environ.items()
+        if _SECRET_NAME.search(name) and not _COUNT.search(f"{name}={value}")
+    }
     in_urls = {found[1] for value in environ.values() for found in re.finditer(r"://[^\s:@/]*:([^\s@]+)@", value)}
     return {secret for secret in named | in_urls if len(secret) >= SHORTEST_SECRET}

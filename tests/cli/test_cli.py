@@ -200,7 +200,7 @@ def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
         "budget": "3m",
         "max_trials": 7,
         "max_workers": 4,
-        "max_cores": 1.5,
+        "max_cores": 2,
         "max_host_memory": "8GB",
         "max_shm": "1GiB",
         "allow": ("in_order", "drop_last"),

@@ -127,6 +127,13 @@ def test_below_a_failure_the_search_goes_on_halfway(beliefs: Beliefs, kind: Fail
     assert beliefs.feasible(LoaderConfig(num_workers=6)) is None
 
 
+def test_workers_of_the_users_own_that_fail_widen_no_limit(beliefs: Beliefs) -> None:
+    # GIVEN a limit of 8 workers, and 48 that the user has now and that fail
+    observe(beliefs, LoaderConfig(), LoaderConfig(num_workers=1))
+    fail(beliefs, 48, "oom_killed")
+    assert beliefs.space.max_workers == 8
+
+
 @pytest.mark.parametrize("config", [{"pin_memory": True}, {"in_order": False}, {"batch_size": 64}])
 def test_what_fails_by_another_knob_says_nothing_of_workers(beliefs: Beliefs, config: dict[str, Any]) -> None:
     fail(beliefs, 2, "user_exception", **config)

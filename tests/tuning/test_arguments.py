@@ -68,7 +68,6 @@ def workload_of(dataset: Any = SAMPLES, **arguments: Any) -> tuple[Workload, lis
         ("allow", ("batchsize",), ValueError),
         ("progress", "loud", ValueError),
         ("max_cores", 0, ValueError),
-        ("max_cores", float("inf"), ValueError),
         ("sampler", 3, TypeError),
         ("batch_sampler", 3, TypeError),
         ("generator", 3, TypeError),

@@ -14,6 +14,11 @@ ENVIRON = {
     "DATABASE_URL": "postgresql://me:swordfish@host/db",
     "PWD": "/home/someone",
     "SHORT_TOKEN": "1",
+    "GIT_AUTHOR_NAME": "worker",
+    "MAX_TOKENS": "100000",
+    "API_TOKENS": "hf_abcdef,hf_ghijkl",
+    "TOKENIZERS_PARALLELISM": "sometimes",
+    "GITHUB_AUTH": "ghp_zyxwvu",
 }
 
 
@@ -27,6 +32,8 @@ ENVIRON = {
         ("sqlite:///x?password=abc&mode=ro", "sqlite:///x?password=***&mode=ro"),
         ("https://example.org/a@b and me@example.org", "https://example.org/a@b and me@example.org"),
         ("1 sample in /home/someone", "1 sample in /home/someone"),
+        ("a worker of 100000 tokens is sometimes slow", "a worker of 100000 tokens is sometimes slow"),
+        ("401 for ghp_zyxwvu and hf_abcdef,hf_ghijkl", "401 for *** and ***"),
     ],
 )
 def test_secrets_are_hidden_and_all_else_stays(text: str, shown: str) -> None:
