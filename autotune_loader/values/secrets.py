@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "***"
-# Names of environment variables whose values are nobody's business. PWD is a folder, GIT_AUTHOR_NAME a name, and a tokenizer none.
+# Names of environment variables whose values are nobody's business. PWD is a folder, GIT_AUTHOR_NAME a name, a tokenizer none.
 _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!ORS?(?![A-Z]))",
     re.IGNORECASE,
