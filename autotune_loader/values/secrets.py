@@ -40,9 +40,7 @@ def cause_without_secrets(error: BaseException) -> BaseException | None:
 
 def _secrets_in(environ: Mapping[str, str]) -> set[str]:
     named = {
-        value
-        for name, value in environ.items()
-        if _SECRET_NAME.search(name) and not _COUNT.search(f"{name}={value}")
+        value for name, value in environ.items() if _SECRET_NAME.search(name) and not _COUNT.search(f"{name}={value}")
     }
     in_urls = {found[1] for value in environ.values() for found in re.finditer(r"://[^\s:@/]*:([^\s@]+)@", value)}
     return {secret for secret in named | in_urls if len(secret) >= SHORTEST_SECRET}
