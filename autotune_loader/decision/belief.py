@@ -29,6 +29,8 @@ FILLED = 0.7
 """Workers that keep more than this share of the cores busy are in each other's way."""
 FEEDING_SD, STEPPING_SD, OTHER_SD = 0.07, 0.06, 0.004
 """What the twin usually gets wrong, relative: of what workers deliver, of what the loop takes, and of single configurations."""
+WORKERS_APART = 0.0
+"""How far the loop that receives batches is from the one that fetches them itself, in doublings."""
 LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
 UNMODELLED_SD = 0.2
@@ -265,6 +267,7 @@ def _features(configs: Sequence[LoaderConfig], default_threads: float) -> tuple[
         (
             math.log2(config.consumer_threads or max(default_threads, 1.0)),
             2.0 * config.pin_memory + config.device_prefetch,
+            WORKERS_APART * (config.num_workers > 0),
         )
         for config in configs
     ]
