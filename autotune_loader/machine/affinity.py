@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Iterator
 
+from autotune_loader.machine.limits import affinity
+
 log = logging.getLogger(__name__)
 
 
@@ -20,15 +22,15 @@ def confined_to(cores: int | None) -> Iterator[None]:
     if cores is None:
         yield
         return
-    if not hasattr(os, "sched_setaffinity"):
+    allowed = affinity()
+    if allowed is None:
         log.warning("this system cannot keep processes to %d cores; bursts run on all of them", cores)
         yield
         return
-    allowed = os.sched_getaffinity(0)
     if cores >= len(allowed):
         yield
         return
-    os.sched_setaffinity(0, sorted(allowed)[:cores])
+    os.sched_setaffinity(0, allowed[:cores])
     try:
         yield
     finally:

@@ -200,8 +200,7 @@ class Bench:
         batch, samples = self._batch, self._samples
         if plan.batch_size not in (None, samples):
             try:
-                data = self._for_bursts(self._private_data())
-                batch, fetch = next(iter(make_traced_loader(data, LoaderConfig(batch_size=plan.batch_size), seed=0)))
+                batch, fetch = next(self._batches(self._private_data(), plan.batch_size))
             except Exception as error:
                 return failure_of(error, "first_batch")
             finally:

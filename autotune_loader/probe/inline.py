@@ -225,8 +225,9 @@ def _free_signal() -> int | None:
 
 def _held_bytes() -> int:
     """Memory of this process and its children, before anything was run."""
-    use = tree_use(tree(os.getpid()))
-    return tree_pss(tree(os.getpid())) or (use.rss_bytes if use is not None else 0)
+    members = tree(os.getpid())
+    use = tree_use(members)
+    return tree_pss(members) or (use.rss_bytes if use is not None else 0)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from autotune_loader.values.secrets import without_secrets
 log = logging.getLogger(__name__)
 # The fewest that can differ, and one batch of each is enough.
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
+ONE_WORKER = LoaderConfig(num_workers=1, prefetch_factor=1)
 # A canary that hangs must not end the study, nor take much of its time.
 SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
 
@@ -40,11 +41,7 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     alike = replace(data, worker_init_fn=_SeededAlike(data.worker_init_fn))
     first: dict[int, list[Leaf]] = {}
     try:
-        with _loader_for_a_moment() as open_loader:
-            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
-            loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-            open_loader.open(loader)
-            del loader
+        with _opened_for_a_moment(alike, TWO_WORKERS, first_fetch_s) as open_loader:
             for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], digest(batch))
     except Exception as error:
@@ -76,11 +73,7 @@ def file_moved_by_a_worker(data: DataSide, file: str, first_fetch_s: float) -> s
         first_fetch_s: what a batch takes.
     """
     try:
-        with _one_byte_off(file) as places, _loader_for_a_moment() as open_loader:
-            loader = make_traced_loader(data, LoaderConfig(num_workers=1, prefetch_factor=1), seed=0)
-            loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-            open_loader.open(loader)
-            del loader
+        with _one_byte_off(file) as places, _opened_for_a_moment(data, ONE_WORKER, first_fetch_s) as open_loader:
             next(open_loader.iterator)
             return moved(places, positions())
     except Exception as error:
@@ -102,10 +95,14 @@ def _one_byte_off(file: str) -> Iterator[dict[tuple[int, int, int], int]]:
 
 
 @contextlib.contextmanager
-def _loader_for_a_moment() -> Iterator[OpenLoader]:
-    """A place for an iterator whose workers are gone afterwards, however its use ends."""
+def _opened_for_a_moment(data: DataSide, config: LoaderConfig, first_fetch_s: float) -> Iterator[OpenLoader]:
+    """An open loader with a timeout; its workers are gone afterwards, however its use ends."""
     open_loader = OpenLoader()
     try:
+        loader = make_traced_loader(data, config, seed=0)
+        loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
+        open_loader.open(loader)
+        del loader
         yield open_loader
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
