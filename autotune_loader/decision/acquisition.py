@@ -33,7 +33,7 @@ def initial_design(space: Space, usable_cores: int) -> tuple[LoaderConfig, ...]:
 
 def _nearest(space: Space, workers: int, threads: int | None) -> LoaderConfig | None:
     """The legal configuration with these threads and torch's prefetch that comes closest to this many workers."""
-    legal = [config for config in space.modelled_configs() if config.consumer_threads == threads and config.in_order]
+    legal = [config for config in space.modelled_configs() if config.consumer_threads == threads]
     plain = [config for config in legal if config.prefetch_factor in (None, TORCH_PREFETCH_FACTOR)] or legal
     return min(plain, key=lambda config: abs(config.num_workers - workers), default=None)
 

@@ -42,11 +42,10 @@ GROWS_WITH_WORKERS = (
 class Beliefs:
     """What the evidence so far says of every configuration of a space."""
 
-    def __init__(self, space: Space, context: TwinContext, *, seed: int = 0) -> None:
+    def __init__(self, space: Space, context: TwinContext) -> None:
         self._space = space
         self.context = context
         self.log = EvidenceLog()
-        self._seed = seed
         self._twin: tuple[object, Twin | None] | None = None
         self._posterior: tuple[object, Posterior | None] | None = None
 
@@ -93,7 +92,7 @@ class Beliefs:
         version = (self.log.version, self.context)
         if self._twin is None or self._twin[0] != version:
             observed = [(each.config, each.measurement) for each in self._modelled() if each.measurement is not None]
-            self._twin = (version, fit_twin(observed, self.context, self._seed))
+            self._twin = (version, fit_twin(observed, self.context))
         return self._twin[1]
 
     def posterior(self) -> Posterior | None:
@@ -134,7 +133,7 @@ class Beliefs:
     def predicted(self, config: LoaderConfig) -> float | None:
         """Samples/s that the twin expects; None before it knows anything, and of batches of another size."""
         twin = self.twin() if config.batch_size is None else None
-        return None if twin is None else twin.predict_all([config])[0].samples_per_s.value
+        return None if twin is None else float(twin.rates([config])[0])
 
     def feasible(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried, by arithmetic or by what failures taught; None where it may."""
@@ -185,7 +184,7 @@ class Beliefs:
             [each.log_rate for each in seen],
             [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
         )
-        return before.scaled(*rates).updated(*rates)
+        return before.after(*rates)
 
     def _prior(self, configs: Sequence[LoaderConfig], twin: Twin) -> Posterior:
         """What the twin says of these configurations, before their own rates correct it."""
@@ -196,12 +195,11 @@ class Beliefs:
             configs=tuple(configs),
             mean=np.log(np.maximum(rates, 1e-12)),
             covariance=prior_covariance(configs, self.context.consumer_cores),
-            noise_sd=twin.calibration.noise_sd,
             sufficiency=Sufficiency.of(configs, twin.observations, use),
         )
 
 
-def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext, seed: int = 0) -> Twin | None:
+def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: TwinContext) -> Twin | None:
     """The twin of these bursts; None where there are none."""
     observations = [
         Observation.from_measurement(config, measurement)
@@ -215,7 +213,6 @@ def fit_twin(observed: Sequence[tuple[LoaderConfig, Measurement]], context: Twin
         cores=context.usable_cores,
         consumer_cores=context.consumer_cores,
         step_s_by_threads=context.step_s_by_threads,
-        seed=seed,
     )
 
 
@@ -229,8 +226,9 @@ def _is_for_workers(evidence: Evidence) -> bool:
 
 
 def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
-    """Of `log_rate`: what its own batches say, slow batches that it did not see, noise between bursts, neighbours."""
+    """Of `log_rate`: what its own batches say, slow batches that it did not see, neighbours; noise between bursts apart."""
     burst = evidence.measurement
     assert burst is not None
-    tails = twin.calibration.contention.variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
-    return float(max(evidence.own_sd**2, tails) + scatter**2 + twin.calibration.noise_sd**2 + evidence.neighbours_sd**2)
+    variability = min(float(twin.services.var()), 1.0)
+    tails = variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
+    return float(max(evidence.own_sd**2, tails) + scatter**2 + evidence.neighbours_sd**2)

@@ -7,10 +7,10 @@ ratio, which is what every choice is about; hence a joint belief, with all its c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,10 @@ TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
 94.3 instead of 95.0 % of 300 simulated machines are within 2 % (studies/regret/README.md)."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
 """How many times `MODEL_SD` the twin may err; the bursts show which."""
+NOISE_SDS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08)
+"""Noise between bursts of one configuration that may come out. Quiet machines show 2 %, busy ones 8 %."""
+TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
+"""Median and log-sd of that noise before anything was measured."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
 JITTER = 1e-7
@@ -52,7 +56,7 @@ class Posterior:
     configs: tuple[LoaderConfig, ...]
     mean: Floats
     covariance: Floats
-    noise_sd: float
+    noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one further burst."""
     drawn: Floats | None = None
     """Draws of the logarithms, where they were made together with those of configurations that are left out here."""
@@ -111,19 +115,30 @@ class Posterior:
             weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + (values - mean[where]) ** 2 / noise)
         return replace(self, mean=mean, covariance=self.covariance - gain @ cross.T, drawn=None, sufficient=None)
 
-    def scaled(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
-        """The belief before these bursts with the uncertainty that they show: a wrong twin must be seen to be wrong."""
+    def after(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
+        """The belief after bursts, as `updated`, with the twin's error and the noise between bursts that they show.
+
+        A wrong twin must be seen to be wrong. Of a few values of both the likeliest.
+
+        Args:
+            seen: positions in `configs`, one per burst.
+            logs: logarithms of the measured rates.
+            variances: of these logarithms, by what each burst tells of itself.
+        """
         if not seen:
             return self
-        where = np.array(seen)
+        where, own = np.array(seen), np.array(variances)
         off, shape = np.array(logs) - self.mean[where], self.covariance[np.ix_(where, where)]
-        scores = []
-        for scale in MODEL_SCALES:
-            within = scale**2 * shape + np.diag(variances)
+
+        def surprise(scale: float, noise_sd: float) -> float:
+            within = scale**2 * shape + np.diag(own + noise_sd**2)
             _, determinant = np.linalg.slogdet(within)
-            scores.append(-0.5 * (off @ np.linalg.solve(within, off) + determinant + math.log(scale) ** 2))
-        scale = MODEL_SCALES[int(np.argmax(scores))]
-        return replace(self, covariance=scale**2 * self.covariance, drawn=None, sufficient=None)
+            usual = math.log(scale) ** 2 + (math.log(noise_sd / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
+            return float(off @ np.linalg.solve(within, off) + determinant + usual)
+
+        scale, noise_sd = min(itertools.product(MODEL_SCALES, NOISE_SDS), key=lambda each: surprise(*each))
+        shown = replace(self, covariance=scale**2 * self.covariance, noise_sd=noise_sd)
+        return shown.updated(seen, logs, [each + noise_sd**2 for each in variances])
 
     def sd(self) -> Floats:
         """Posterior standard deviation of each logarithm."""
@@ -148,7 +163,7 @@ class Posterior:
         for group in self._by_depth():
             if self._is_slowed_by_depth(group):
                 continue
-            for shallow, deep in pairwise(group):
+            for shallow, deep in itertools.pairwise(group):
                 # Otherwise a deeper queue is never slower: whatever is true of the shallow one holds for it too.
                 paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
         raised: Floats = np.maximum(paths, self._sufficient_floor(draws))
@@ -256,7 +271,7 @@ def _features(configs: Sequence[LoaderConfig], default_threads: float) -> Floats
                 0.5 * math.log2(config.prefetch_factor or 1),
                 math.log2(config.consumer_threads or max(default_threads, 1.0)),
                 2.0 * config.pin_memory + config.device_prefetch,
-                2.0 * (not config.in_order) + math.log2(config.batch_size or 1),
+                math.log2(config.batch_size or 1),
             )
             for config in configs
         ]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 
 PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
@@ -38,6 +38,7 @@ WORKER_BASE_BYTES = 60 << 20
 UNMODELLED = {
     "batch_size": "batch_sizes",
     "drop_last": "drop_lasts",
+    "in_order": "in_order",
     "sharing_strategy": "sharing_strategies",
     "multiprocessing_context": "multiprocessing_contexts",
 }
@@ -115,12 +116,13 @@ class Space:
 
     def first_value(self, name: str, config: LoaderConfig) -> Any:
         """What a knob of `UNMODELLED` has unless something else is shown to be better."""
-        needs_workers = name == "multiprocessing_context" and config.num_workers == 0
-        return None if needs_workers else getattr(self, UNMODELLED[name])[0]
+        if not config.num_workers and name in WITHOUT_WORKERS:
+            return WITHOUT_WORKERS[name]
+        return getattr(self, UNMODELLED[name])[0]
 
     def variants(self, config: LoaderConfig, name: str) -> tuple[LoaderConfig, ...]:
         """The configuration with every other value of one knob of `UNMODELLED`."""
-        if name == "multiprocessing_context" and config.num_workers == 0:
+        if not config.num_workers and name in WITHOUT_WORKERS:
             return ()
         values = getattr(self, UNMODELLED[name])
         return tuple(replace(config, **{name: value}) for value in values if value != getattr(config, name))

@@ -20,7 +20,7 @@ import numpy as np
 
 from autotune_loader.twin.observation import Observation
 from autotune_loader.twin.queue import Floats
-from autotune_loader.twin.smoothing import sampling_variance
+from autotune_loader.twin.contention import sampling_variance
 from autotune_loader.twin.stages import loop_s
 from autotune_loader.values.config import LoaderConfig
 

@@ -85,7 +85,7 @@ class TuningSession:
         self._repeats = 0
         context = job.context()
         self.state = SearchState(baseline=job.own_config or LoaderConfig(), context=context)
-        self._beliefs = Beliefs(space, context, seed=options.seed)
+        self._beliefs = Beliefs(space, context)
         self._source = BurstSource(
             probe, space, context, self.state.trials, self.seconds_left, job.first_batch_s, options.stages
         )

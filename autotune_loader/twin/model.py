@@ -1,48 +1,34 @@
-"""The twin: from a few traced bursts to the rate of every configuration, with an interval and the stage that binds."""
+"""The twin: from a few traced bursts to the rate of every configuration, and the stage that binds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from autotune_loader.twin.calibration import Calibration, calibrate
 from autotune_loader.twin.contention import BURST_SD, stretch
-from autotune_loader.twin.epoch import epoch_ends
 from autotune_loader.twin.observation import Observation, whole_cycles
-from autotune_loader.twin.prediction import Prediction, binding_stage
-from autotune_loader.twin.queue import (
-    BEST,
-    DRAWS,
-    LIGHT_VARIATION,
-    MOST_STEADY_BATCHES,
-    Floats,
-    Ints,
-    Times,
-    batches_needed,
-    burst_rate,
-    relative,
-    sequences,
-    simulate,
-    steady_batches,
-    steady_rate,
-)
-from autotune_loader.twin.stages import Columns, Load, Stages, at_columns, loop_s
+from autotune_loader.twin.prediction import Prediction, Stage
+from autotune_loader.twin.queue import Floats, Times, batches_needed, quantile_order, simulate, steady_rate
+from autotune_loader.twin.stages import Columns, Load, Stages, loop_s
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Z_95, Interval
 
-UNSEEN_THREADS_SD = 0.05
-"""Further uncertainty of the step with a number of threads that no burst and no step ceiling has seen."""
-PER_CONFIG = BEST + DRAWS
-SCATTER_RUNS = 24
-"""Simulated bursts whose rates tell how far those of real ones scatter: to 15 %."""
-SHORT_EPOCH_BATCHES = 512
-"""Up to this many batches an epoch is followed batch by batch; of a longer one the ends are too little."""
+STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
+"""Batches in the window of a steady rate; more where batches differ much: which worker the slow ones fall to is luck that a
+longer run evens out."""
+LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
+"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches."""
+UNTESTED_SD = 0.06
+"""How far rates lie off a twin that was fitted to them alone (relative; its goal is a median error of 3 %)."""
+STRETCHED = 1.1
+"""From this factor on, shared cores (or waiting that grows) are named as what limits the workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Twin:
     """Predicts every DataLoader configuration on the machine and workload of its bursts. Built by `Twin.fit`."""
 
@@ -54,7 +40,6 @@ class Twin:
     step_base_s: Mapping[int | None, float]
     """Seconds of the undisturbed step by `consumer_threads`."""
     calibration: Calibration
-    seed: int
 
     @classmethod
     def fit(
@@ -64,7 +49,6 @@ class Twin:
         cores: float,
         consumer_cores: float = 1.0,
         step_s_by_threads: Mapping[int | None, float] | None = None,
-        seed: int = 0,
     ) -> Twin:
         """The twin of the machine that the bursts ran on.
 
@@ -74,7 +58,6 @@ class Twin:
             consumer_cores: cores that the step keeps busy while it runs: 1 for a step on an accelerator, torch's
                 intra-op threads for a step on the CPU.
             step_s_by_threads: seconds per step on a cached batch, by `consumer_threads`, where they were measured.
-            seed: chooses the draws that make the intervals.
 
         Raises:
             ValueError: there are no observations, or no cores.
@@ -93,7 +76,6 @@ class Twin:
             cores=float(cores),
             threads_of=lambda threads: threads_at_work(threads, consumer_cores),
             step_base_s=bases,
-            seed=seed,
         )
         return cls(
             observations=observations,
@@ -101,8 +83,11 @@ class Twin:
             consumer_cores=float(consumer_cores),
             step_base_s=bases,
             calibration=calibration,
-            seed=seed,
         )
+
+    def rates(self, configs: Sequence[LoaderConfig], cores: float | None = None) -> Floats:
+        """Samples per second of each configuration in the midst of training."""
+        return self._solved(self._columns(configs, cores or self.cores)).rate * self.batch_size
 
     def predict_all(
         self,
@@ -115,132 +100,88 @@ class Twin:
         """What to expect of each configuration, all simulated together over the same batches.
 
         Args:
-            configs: any legal configurations; what the twin does not model (start method, sharing strategy) is ignored.
+            configs: any legal configurations; what the twin does not model (start method, order) is ignored.
             epoch_batches: batches per epoch, for the epoch's rate.
             startup_s: seconds from creating the iterator until workers begin; estimated from the bursts when None.
             cores: usable cores, to ask about another machine.
         """
         if not configs:
             return []
-        columns = self._columns(configs, cores or self.cores, np.arange(PER_CONFIG))
-        variation = self.variation
-        pools = self._pools(batches_needed(columns.workers, steady_batches(variation)))
-        stages, load = self.calibration.settle(columns, np.ones(len(columns.draw)))
-        first = self._steady_rates(columns, stages, pools, variation)
-        stages, load = self.calibration.settle(columns, np.minimum(first / stages.bound(columns), 1.0))
-        rates = self._steady_rates(columns, stages, pools, variation)
-        ends = self._epoch_ends(configs, columns, load, epoch_batches) if epoch_batches else {}
-        others = [i for i in range(len(configs)) if i not in ends] if epoch_batches else []
-        begun = self._begun(others, columns, stages, pools)
+        columns = self._columns(configs, cores or self.cores)
+        solved = self._solved(columns)
+        stages, load, rates = solved.stages, solved.load, solved.rate
+        started = np.array([self.startup_s(c.num_workers) if startup_s is None else startup_s for c in configs])
+        epochs = rates
+        if epoch_batches:
+            paid_s = np.where([config.persistent_workers for config in configs], 0.0, started)
+            epochs = self._epoch_rates(columns, stages, rates, epoch_batches, paid_s)
         consumer_s, headroom = stages.consumer_s(columns), stages.headroom(columns)
-        roofs = {
-            (threads, ahead): self.ceiling(consumer_threads=threads, device_prefetch=ahead, cores=cores)
-            for threads, ahead in {(config.consumer_threads, config.device_prefetch) for config in configs}
-        }
-        predictions = []
-        for i, config in enumerate(configs):
-            at = slice(i * PER_CONFIG, (i + 1) * PER_CONFIG)
-            roof = roofs[config.consumer_threads, config.device_prefetch]
-            rate, spread = _centre_and_spread(rates[at])
-            rate = min(rate, roof / self.batch_size)
-            started_s = self.startup_s(config.num_workers) if startup_s is None else startup_s
-            epoch, paid_s = rate, 0.0 if config.persistent_workers else started_s
-            if epoch_batches and i in ends:
-                # A step on the workers' cores is faster once these are done early; whatever else seems to be, is luck.
-                most = roof / self.batch_size if self.calibration.step_is_parallel else rate
-                epoch = min(epoch_batches / max(paid_s + ends[i], 1e-12), most)
-            elif epoch_batches:
-                epoch = _epoch_rate(begun[i], rate, epoch_batches, paid_s)
-            predictions.append(
-                Prediction(
-                    config=config,
-                    samples_per_s=self._interval(rate, spread),
-                    epoch_samples_per_s=epoch * self.batch_size,
-                    binding=binding_stage(at.start, rate, columns, stages, load, self.calibration),
-                    busy_workers=min(rate * float(stages.service_s[at.start]), float(config.num_workers)),
-                    headroom=float(headroom[at.start]),
-                    consumer_use=min(rate * float(consumer_s[at.start]), 1.0),
-                    service_s=float(stages.service_s[at.start]),
-                    startup_s=started_s,
-                    cores=rate * self._batch_cpu_s(at.start, columns, load),
-                )
+        fetching = stretch(np.minimum(load.wanting, columns.cores), *self._shape)
+        used = rates * (
+            np.where(columns.workers > 0, fetching, 1.0) * self.calibration.contention.cpu_s
+            + columns.step_s * columns.step_threads
+        )
+        return [
+            Prediction(
+                config=config,
+                samples_per_s=self._interval(float(rates[i]) * self.batch_size),
+                epoch_samples_per_s=float(epochs[i]) * self.batch_size,
+                binding=self._binding(i, columns, solved),
+                busy_workers=float(min(rates[i] * stages.service_s[i], columns.workers[i])),
+                headroom=float(headroom[i]),
+                consumer_use=float(min(rates[i] * consumer_s[i], 1.0)),
+                service_s=float(stages.service_s[i]),
+                startup_s=float(started[i]),
+                cores=float(used[i]),
             )
-        return predictions
+            for i, config in enumerate(configs)
+        ]
 
-    def _batch_cpu_s(self, i: int, columns: Columns, load: Load) -> float:
-        """CPU seconds of fetching a batch and, on the CPU, of its step."""
-        fitted = self.calibration.contention
-        running = np.minimum(load.wanting[i], columns.cores[i]) if columns.workers[i] else np.ones(1)
-        fetch_s = float(np.ravel(fitted.cpu_s[0] * stretch(running, fitted.alpha[0], fitted.beta[0]))[0])
-        return fetch_s + float(columns.step_s[i] * columns.step_threads[i])
+    def fetching_shares(self, configs: Sequence[LoaderConfig], change: float) -> Floats:
+        """By how much each rate follows the seconds of a fetch: 1 where only fetching limits it, 0 where only the step does.
 
-    def _epoch_ends(
-        self, configs: Sequence[LoaderConfig], columns: Columns, load: Load, epoch_batches: int
-    ) -> dict[int, float]:
-        """Seconds of a short epoch that workers deliver in order, by position in `configs`; start-up comes besides."""
-        chosen = [i for i, config in enumerate(configs) if config.num_workers and config.in_order]
-        if not chosen or epoch_batches > SHORT_EPOCH_BATCHES:
-            return {}
-        at = _best_columns(chosen)
-        rng = np.random.default_rng(self.seed)
-        service, step = (sequences(pool, epoch_batches, rng) for pool in (self._services(), self._steps()))
-        columns, load = at_columns(columns, at), at_columns(load, at)
-        ends = epoch_ends(columns, load, service[:, columns.draw], step[:, columns.draw], self.calibration)
-        return dict(zip(chosen, map(float, ends.reshape(-1, BEST).mean(axis=1)), strict=True))
-
-    def _begun(
-        self, chosen: Sequence[int], columns: Columns, stages: Stages, pools: tuple[Floats, Floats]
-    ) -> dict[int, Floats]:
-        """Seconds until each of an epoch's first steps is done, by position in `configs`."""
-        if not chosen:
-            return {}
-        at = _best_columns(chosen)
-        done = self._run(at_columns(columns, at), at_columns(stages, at), pools)
-        return dict(zip(chosen, done.reshape(len(done), -1, BEST).mean(axis=2).T, strict=True))
+        The mean slope of the logarithms while fetches take from `1 - change` to `1 + change` times as long: workers that are
+        just enough now may be too few then.
+        """
+        columns = self._columns(configs, self.cores)
+        quicker, slower = (self._solved(columns, factor).rate for factor in (1 - change, 1 + change))
+        shares: Floats = np.log(quicker / slower) / np.log((1 + change) / (1 - change))
+        return np.clip(shares, 0.0, 1.0)
 
     def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
         """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
 
-        In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with
-        the loop, rates scatter by 30 % between bursts of 2.5 rounds (tests/twin/test_twin.py), whatever one of them says of
-        itself. It is the scatter of what is consumed. Where workers hold the loop up a burst is read by what they make, too,
-        and scatters less; but that overlooks how they wait for orders behind a slow batch, so the larger figure stands.
+        In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with the
+        loop, bursts of 2.5 rounds scatter by 30 % (tests/twin/test_twin.py), whatever one of them says of itself.
 
         Args:
             bursts: configurations, each with the batches in the window of its burst.
 
         Returns:
-            One value per burst; 0 where a burst's own interval tells: without workers, where service times vary little, and in
-            windows of more than `MOST_STEADY_BATCHES`.
+            One value per burst; 0 where a burst's own interval tells, as without workers or with batches that are alike.
         """
         scatter = np.zeros(len(bursts))
-        untold = [i for i, (config, count) in enumerate(bursts) if config.num_workers and count <= MOST_STEADY_BATCHES]
-        if not untold or self.variation < LIGHT_VARIATION:
-            return scatter
-        configs, counts = zip(*[bursts[i] for i in untold], strict=True)
-        columns = self._columns(configs, self.cores, np.zeros(SCATTER_RUNS, dtype=np.int64))
-        stages, _ = self.calibration.settle(columns, np.ones(len(columns.draw)))
-        windows = np.repeat(np.maximum(counts, 2), SCATTER_RUNS)
-        rng = np.random.default_rng(self.seed)
-        shape = (int((columns.workers + windows).max()) + 1, SCATTER_RUNS)
-        service, step = (
-            np.tile(rng.choice(pool, size=shape), len(untold)) for pool in (self._services(), self._steps())
-        )
-        rates = burst_rate(self._simulated(columns, stages, service, step), columns.workers, windows)
-        scatter[untold] = np.log(rates).reshape(len(untold), SCATTER_RUNS).std(axis=1)
+        untold = [i for i, (config, _) in enumerate(bursts) if config.num_workers]
+        if untold and self.services.std() >= LIGHT_VARIATION:
+            configs, counts = zip(*[bursts[i] for i in untold], strict=True)
+            columns = self._columns(configs, self.cores)
+            done = self._solved(columns).done.T
+            scatter[untold] = [_scatter(*each) for each in zip(done, columns.workers, counts, strict=True)]
         return scatter
 
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
     ) -> float:
         """The roofline: samples/s that the consumer alone and the cores alone allow. No prediction exceeds it."""
+        calibration, seen = self.calibration, self.observations
+        at_work = np.array([0.0, *(o.workers_at_work for o in seen)])
         # Pinned or not, whichever is quicker: the roof is over both.
-        receive_s = min(float(self.calibration.receive.values[:, 0].min()), self.calibration.hand_over_s)
-        step_s = self._least_step_s(consumer_threads)
+        receive_s = min(float(calibration.receive.at(at_work).min()), calibration.hand_over_s)
+        base_s = self.step_base_s.get(consumer_threads, self.step_base_s[None])
+        step_s = min([base_s, *(float(o.step_s.mean()) for o in seen if o.consumer_threads == consumer_threads)])
         per_batch = float(loop_s(receive_s, step_s, device_prefetch))
-        calibration = self.calibration
-        serial = float((calibration.serial_service_s + calibration.serial_receive_s)[0]) + step_s
-        cpu_s = min(float(calibration.contention.cpu_s[0]), *(float(o.cpu_s.mean()) for o in self.observations), np.inf)
+        serial = calibration.serial_service_s + calibration.serial_receive_s + step_s
+        cpu_s = min(calibration.contention.cpu_s, *(float(o.cpu_s.mean()) for o in seen), np.inf)
         by_consumer = self.batch_size / max(min(per_batch, serial), 1e-9)
         return min(by_consumer, self.batch_size * (cores or self.cores) / max(cpu_s, 1e-9))
 
@@ -249,10 +190,11 @@ class Twin:
         """Mean samples per batch of the bursts."""
         return float(np.mean([o.batch_size for o in self.observations]))
 
-    @property
-    def variation(self) -> float:
-        """Standard deviation of the workers' service times over their mean."""
-        return float(self._services().std())
+    @cached_property
+    def services(self) -> Floats:
+        """Service times of all bursts with workers, relative to the mean of each."""
+        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
+        return np.concatenate([_relative(o.service_s) for o in with_workers])
 
     def startup_s(self, num_workers: int) -> float:
         """Seconds until the first of this many workers begins, on a line through the bursts."""
@@ -265,79 +207,128 @@ class Twin:
         slope, start = np.polyfit(workers, seconds, 1)
         return float(max(start + max(slope, 0.0) * num_workers, 0.0))
 
-    def _least_step_s(self, threads: int | None) -> float:
-        base_s = self.step_base_s.get(threads, self.step_base_s[None])
-        return min([base_s, *(float(o.step_s.mean()) for o in self.observations if o.consumer_threads == threads)])
+    @property
+    def _shape(self) -> tuple[float, float]:
+        return self.calibration.contention.alpha, self.calibration.contention.beta
 
-    def _interval(self, rate: float, spread: float) -> Interval:
-        # No prediction is surer than the bursts that it rests on.
-        spread = float(np.hypot(spread, BURST_SD / np.sqrt(len(self.observations))))
-        value = rate * self.batch_size
+    @cached_property
+    def _spread(self) -> float:
+        """Standard deviation of a prediction's logarithm: how far the bursts' own rates lie off."""
+        seen = [o for o in self.observations if o.samples_per_s > 0]
+        configs = [
+            LoaderConfig(
+                num_workers=o.num_workers,
+                prefetch_factor=o.prefetch_factor if o.num_workers else None,
+                pin_memory=o.pin_memory,
+                consumer_threads=o.consumer_threads,
+                device_prefetch=o.device_prefetch,
+            )
+            for o in seen
+        ]
+        off = np.log(self.rates(configs) / [o.samples_per_s for o in seen]) if seen else np.zeros(0)
+        # As if one further burst had been off by what is usual: a single one says little.
+        return float(np.sqrt((off @ off + UNTESTED_SD**2) / (len(off) + 1)))
+
+    def _interval(self, value: float) -> Interval:
+        spread = float(np.hypot(self._spread, BURST_SD))
         low, high = value * np.exp(-Z_95 * spread), value * np.exp(Z_95 * spread)
         return Interval(value=value, low=float(low), high=float(high), count=len(self.observations))
 
-    def _columns(self, configs: Sequence[LoaderConfig], cores: float, draws: Ints) -> Columns:
-        """A column for each configuration and each of the draws, the draws of one configuration side by side."""
-
-        def spread(values: list[Any], dtype: type) -> Any:
-            return np.repeat(np.array(values, dtype=dtype), len(draws))
-
+    def _columns(self, configs: Sequence[LoaderConfig], cores: float) -> Columns:
+        threads = [threads_at_work(c.consumer_threads, self.consumer_cores) for c in configs]
         known = self.step_base_s
         return Columns(
-            workers=spread([c.num_workers for c in configs], np.int64),
-            prefetch=spread([c.prefetch_factor or 1 for c in configs], np.int64),
-            ahead=spread([c.device_prefetch for c in configs], np.int64),
-            in_order=spread([c.in_order for c in configs], np.bool_),
-            pinned=spread([c.pin_memory for c in configs], np.bool_),
-            step_threads=spread(
-                [threads_at_work(c.consumer_threads, self.consumer_cores) for c in configs], np.float64
-            ),
-            step_s=spread([known.get(c.consumer_threads, known[None]) for c in configs], np.float64),
-            step_sd=spread([UNSEEN_THREADS_SD * (c.consumer_threads not in known) for c in configs], np.float64),
-            cores=np.full(len(configs) * len(draws), float(cores)),
-            draw=np.tile(draws, len(configs)),
+            workers=np.array([c.num_workers for c in configs], dtype=np.int64),
+            prefetch=np.array([c.prefetch_factor or 1 for c in configs], dtype=np.int64),
+            ahead=np.array([c.device_prefetch for c in configs], dtype=np.int64),
+            pinned=np.array([c.pin_memory for c in configs], dtype=np.bool_),
+            threads=tuple(c.consumer_threads for c in configs),
+            step_threads=np.array(threads),
+            step_s=np.array([known.get(c.consumer_threads, known[None]) for c in configs]),
+            step_off=np.array([self.calibration.step_off.get(each, 0.0) for each in threads]),
+            cores=float(cores),
         )
 
-    def _services(self) -> Floats:
-        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
-        return np.concatenate([relative(o.service_s) for o in with_workers])
+    def _solved(self, columns: Columns, slower: float = 1.0) -> _Solved:
+        """Stage times, load and rate: by turns, since idle workers slow nobody, and who idles follows from the rate.
 
-    def _steps(self) -> Floats:
-        return np.concatenate([relative(o.step_s) for o in self.observations])
-
-    def _pools(self, batches: int) -> tuple[Floats, Floats]:
-        """Service and step times relative to their mean, shape (batches, draws)."""
-        rng = np.random.default_rng(self.seed)
-        return sequences(self._services(), batches, rng), sequences(self._steps(), batches, rng)
-
-    def _run(
-        self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats], made_before: Ints | int = 0
-    ) -> Floats:
-        """When each step was done, from the moment the workers begin; `made_before` batches of each column lay ready."""
-        service, step = pools
-        made = np.arange(len(service))[:, None] < made_before
-        return self._simulated(columns, stages, np.where(made, 0.0, service[:, columns.draw]), step[:, columns.draw])
-
-    def _simulated(self, columns: Columns, stages: Stages, service: Floats, step: Floats) -> Floats:
-        """The same, given how long each batch takes to be made and each step, relative to their means."""
-        return simulate(
-            Times(service * stages.service_s, stages.receive_s, step * stages.step_s, stages.pin_s, stages.transit_s),
-            workers=columns.workers,
-            prefetch=columns.prefetch,
-            device_prefetch=columns.ahead,
-            in_order=columns.in_order,
-        )
-
-    def _steady_rates(self, columns: Columns, stages: Stages, pools: tuple[Floats, Floats], variation: float) -> Floats:
-        """Batches per second in the midst of training, when workers that keep up with the loop have long filled their queues.
-
-        From empty queues, workers that have 4 % to spare take 25 rounds for each batch ahead, much longer than the window,
-        and until then the loop waits for whichever is late (5 % instead of none, in the long run, for 18 workers with a
-        prefetch of 8 and a variation of 0.25). With heavy tails they fall behind again before the queues are full.
+        With fetches that take `slower` times as long.
         """
-        full = columns.workers * columns.prefetch if variation < LIGHT_VARIATION else 0
-        done = self._run(columns, stages, pools, made_before=np.where(stages.headroom(columns) >= 1.0, full, 0))
-        return steady_rate(done, columns.workers, steady_batches(variation))
+        variation = float(self.services.std())
+        batches = round(
+            min(max(STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2, STEADY_BATCHES), MOST_STEADY_BATCHES)
+        )
+        rng, count = np.random.default_rng(0), batches_needed(columns.workers, batches)
+        steps = np.concatenate([_relative(o.step_s) for o in self.observations])
+        orders = [
+            (quantile_order(self.services, count, rng)[:, None], quantile_order(steps, count, rng))
+            for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
+        ]
+        efficiency = np.ones(len(columns.workers))
+        for _ in range(2):
+            stages, load = self.calibration.settle(columns, efficiency)
+            stages = replace(stages, service_s=stages.service_s * slower)
+            # Workers that keep up with the loop have long filled their queues. From empty ones those with 4 % to spare take 25
+            # rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
+            full = (
+                columns.workers * columns.prefetch * (variation < LIGHT_VARIATION) * (stages.headroom(columns) >= 1.0)
+            )
+            made = np.arange(count)[:, None] < full
+            runs = [_run(columns, stages, np.where(made, 0.0, service), step) for service, step in orders]
+            rate = np.mean([steady_rate(done, columns.workers, batches) for done in runs], axis=0)
+            efficiency = np.minimum(rate / stages.bound(columns), 1.0)
+        return _Solved(stages=stages, load=load, rate=np.minimum(rate, self._roofs(columns)), done=runs[0])
+
+    def _roofs(self, columns: Columns) -> Floats:
+        kinds = list(zip(columns.threads, columns.ahead.tolist(), strict=True))
+        roofs = {
+            kind: self.ceiling(consumer_threads=kind[0], device_prefetch=kind[1], cores=columns.cores)
+            for kind in set(kinds)
+        }
+        return np.array([roofs[kind] for kind in kinds]) / self.batch_size
+
+    def _epoch_rates(
+        self, columns: Columns, stages: Stages, rates: Floats, epoch_batches: int, paid_s: Floats
+    ) -> Floats:
+        """Batches per second of a whole epoch: its first batches as simulated from empty queues, and the rest at the rate."""
+        count = min(epoch_batches, batches_needed(columns.workers, STEADY_BATCHES))
+        rng = np.random.default_rng(0)
+        service = quantile_order(self.services, count, rng)[:, None]
+        done = _run(columns, stages, service, np.ones(count))[-1]
+        epochs: Floats = epoch_batches / np.maximum(paid_s + done + (epoch_batches - count) / rates, 1e-12)
+        return np.minimum(epochs, rates)
+
+    def _binding(self, i: int, columns: Columns, solved: _Solved) -> Stage:
+        """The stage that is busy for the largest share of its time."""
+        stages, rate, workers = solved.stages, float(solved.rate[i]), int(columns.workers[i])
+        receive_s, step_s, service_s = (float(s[i]) for s in (stages.receive_s, stages.step_s, stages.service_s))
+        consumer: Stage = "transport" if receive_s > step_s else "consumer"
+        if workers == 0:
+            return "workers" if service_s > receive_s + step_s else consumer
+        use: dict[Stage, float] = {
+            "workers": rate * service_s / workers,
+            consumer: rate * float(loop_s(receive_s, step_s, int(columns.ahead[i]))),
+            "pinning": rate * float(stages.pin_s[i]),
+        }
+        busiest = max(use, key=lambda stage: use[stage])
+        if busiest != "workers":
+            return busiest
+        contention, load = self.calibration.contention, solved.load
+        wanted = float(load.wanting[i] + contention.step_cores * columns.step_threads[i] * load.consumer[i])
+        if stages.cpu_share[i] >= 0.5:
+            return "cpu" if wanted >= columns.cores / STRETCHED else "workers"
+        grown = 1.0 + contention.gamma * max(float(load.at_work[i]) - 1.0, 0.0)
+        return "storage" if grown > STRETCHED else "workers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Solved:
+    stages: Stages
+    load: Load
+    rate: Floats
+    """Batches per second."""
+    done: Floats
+    """When each step of a long run was done, in seconds, shape (batches, configurations)."""
 
 
 def threads_at_work(consumer_threads: int | None, consumer_cores: float) -> float:
@@ -345,19 +336,24 @@ def threads_at_work(consumer_threads: int | None, consumer_cores: float) -> floa
     return consumer_cores if consumer_threads is None else min(float(consumer_threads), consumer_cores)
 
 
-def _centre_and_spread(rates: Floats) -> tuple[float, float]:
-    log_rates = np.log(rates)
-    centre = log_rates[:BEST].mean()
-    return float(np.exp(centre)), float(np.sqrt(np.mean((log_rates[BEST:] - centre) ** 2)))
+def _relative(samples: Floats) -> Floats:
+    mean = samples.mean()
+    return samples / mean if mean > 0 else np.ones_like(samples)
 
 
-def _best_columns(positions: Sequence[int]) -> Ints:
-    """Columns of the best fits of the configurations at these positions."""
-    return np.array([i * PER_CONFIG + best for i in positions for best in range(BEST)])
+def _scatter(done: Floats, workers: int, count: int) -> float:
+    """Of the logarithms of the rates in windows of so many batches, both ends averaged over a round of the workers."""
+    wave = int(np.clip(workers, 1, max(count // 2, 1)))
+    ends = np.convolve(done[len(done) // 4 :], np.full(wave, 1 / wave), mode="valid")
+    wanted = max(count - wave, 1)
+    width = min(wanted, len(ends) // 4)
+    spread = float(np.log(np.maximum(ends[width:] - ends[:-width], 1e-12)).std())
+    return spread * float(np.sqrt(width / wanted))  # of long windows by what quarters of the run show
 
 
-def _epoch_rate(done: Floats, rate: float, epoch_batches: int, startup_s: float) -> float:
-    """Batches per second of a whole epoch: the run as simulated, and what it lacks at the steady rate."""
-    simulated = min(epoch_batches, len(done))
-    epoch_s = startup_s + float(done[simulated - 1]) + (epoch_batches - simulated) / rate
-    return min(rate, epoch_batches / max(epoch_s, 1e-12))
+def _run(columns: Columns, stages: Stages, service: Floats, step: Floats) -> Floats:
+    """When each step was done, given how long each batch takes to be made and each step, relative to their means."""
+    times = Times(
+        service * stages.service_s, stages.receive_s, step[:, None] * stages.step_s, stages.pin_s, stages.transit_s
+    )
+    return simulate(times, workers=columns.workers, prefetch=columns.prefetch, device_prefetch=columns.ahead)

@@ -1,16 +1,16 @@
-"""What one traced burst tells the twin: samples of each stage, and how many workers were busy meanwhile.
+"""What one traced burst tells the twin: the times of each stage, and how many workers were busy meanwhile.
 
     worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
                                 └─ transit ─► receive ── step    transit   travelling, while nobody works on it
 
-`read_stages` chooses the batches that count; `whole_cycles` adds what only some bursts show.
+`Observation.from_measurement` chooses the batches that count; `whole_cycles` adds what only some bursts show.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,185 +23,10 @@ MIN_WARM_SAMPLES = 4
 """Below this many samples warm-up batches are kept: a biased estimate beats none."""
 MIN_STEADY = 8
 """This many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
-MANY = 1024
-"""Records of fewer batches are complete."""
-LEFT_OUT = 20.0
-"""This many mean periods between one step and the next request, and batches were left out there."""
+MANY, LEFT_OUT = 1024, 20.0
+"""A record of more batches may lack some in the middle: there the loop pauses for this many mean periods."""
 MIN_QUEUED = 4
 """This many batches that were ready when asked for tell the receive time; else those that were waited for do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
-    """Samples of each stage, as far as one burst shows them; the fields are those of `Observation`."""
-
-    service_s: Floats
-    cpu_s: Floats
-    receive_s: Floats
-    step_s: Floats
-    busy_workers: float
-    first_fetch_s: float
-    waited_s: float | None = None
-    saw_ready: bool = True
-    at_work: float | None = None
-    between_s: float | None = None
-
-
-def mean_stages(config: LoaderConfig, measurement: Measurement) -> Reading:
-    batches_per_s = measurement.samples_per_s.value / measurement.batch_size
-    busy = min(float(config.num_workers), batches_per_s * measurement.service_s)
-    return Reading(
-        service_s=np.array([measurement.service_s]),
-        cpu_s=np.array([measurement.service_cpu_s]),
-        receive_s=np.array([measurement.receive_s]),
-        step_s=np.array([measurement.step_s]),
-        busy_workers=busy,
-        first_fetch_s=measurement.service_s + measurement.receive_s,
-    )
-
-
-def read_stages(traces: Sequence[BatchTrace], config: LoaderConfig) -> Reading:
-    serial = config.num_workers == 0
-    first_fetch_s = traces[0].service_s + traces[0].receive_s
-    traces = _after_the_gap(traces)
-    numbers, steady = _steady(traces, config)
-    kept = [traces[i] for i in numbers]
-    # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
-    begins = [t.requested if serial else t.fetch_start for t in kept]
-    service_s = np.array([t.collate_end - begin for t, begin in zip(kept, begins, strict=True)])
-    waited = [t.receive_s for t in kept if t.collate_end > t.requested]
-    waited_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED and not serial else None
-    # A batch that is whole still has to travel: ready is what had the time to arrive.
-    ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
-    saw_ready = serial or len(ready) >= MIN_QUEUED
-    period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
-    at_work = float(service_s.mean()) / max(period_s, 1e-9)
-    if not serial and not steady:
-        # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
-        at_work = _visibly_at_work(traces) or at_work
-    return Reading(
-        service_s=service_s,
-        cpu_s=np.array([t.cpu_s for t in kept]),
-        receive_s=np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0),
-        step_s=_steps(traces[steady:]),
-        busy_workers=0.0 if serial else _busy_workers(traces, kept),
-        at_work=min(at_work, float(config.num_workers)),
-        first_fetch_s=first_fetch_s,
-        between_s=_between_batches_s(traces, config),
-        waited_s=waited_s,
-        saw_ready=saw_ready,
-    )
-
-
-def _after_the_gap(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
-    """The batches after the middle ones that the record of a burst of very many batches leaves out."""
-    idle = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
-    if len(traces) < MANY or max(idle) < LEFT_OUT * (traces[-1].step_end - traces[0].requested) / len(traces):
-        return traces
-    return traces[idle.index(max(idle)) + 1 :]
-
-
-def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[int], int]:
-    """Positions of the batches that were fetched after the queues had first filled, and of the first step after that.
-
-    While they fill, all workers are busy and the step has to share the cores with them; behind a slow step that is how
-    no later batch is made. A burst that hardly gets beyond keeps all batches but the first of each worker.
-    """
-    warm = _warm(traces)
-    handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
-    later, enough = [i for i in warm if i >= handed_out], max(MIN_STEADY, config.num_workers)
-    if not 0 < handed_out < len(traces) or len(later) < enough:
-        return warm, 0
-    filled_at = max(trace.collate_end for trace in traces[:handed_out])
-    first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
-    return later, first if len(traces) - first >= enough else 0
-
-
-def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
-    """Seconds from one batch to the next in a worker that had its next order already: the median.
-
-    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. A
-    worker spends this time on handing the batch to the queue; in a burst that is limited by the loop most orders are not
-    there in time, those that are say more of hiccups than of workers, and nothing is known.
-    """
-    if not config.in_order or config.num_workers == 0:
-        return None
-    lag = config.num_workers * (config.prefetch_factor or 1)
-    before: dict[int, float] = {}
-    pauses = []
-    for i, trace in enumerate(traces):
-        ended = before.get(trace.worker)
-        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
-        if ended is not None and i >= lag and traces[i - lag].received <= ended:
-            pauses.append(max(0.0, trace.fetch_start - ended))
-        before[trace.worker] = trace.collate_end
-    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
-
-
-def _warm(traces: Sequence[BatchTrace]) -> list[int]:
-    """Positions of the batches that were not the first of their worker, where there are enough of them."""
-    warm = after_first_of_each(traces)
-    return warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
-
-
-def _steps(traces: Sequence[BatchTrace]) -> Floats:
-    between = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
-    # The median: a burst may pause once to look at the clock or at memory.
-    loop_s = max(0.0, float(np.median(between))) if between else 0.0
-    steps = np.array([t.step_s for t in traces])
-    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
-
-
-def split_pinning(traces: Sequence[BatchTrace]) -> tuple[Floats, float | None]:
-    """Hand-over seconds of batches that were pinned before they were asked for, and the thread's seconds per batch."""
-    waited = [t.receive_s for t in traces if t.collate_end > t.requested]
-    latency_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED else None
-    rested = [t.receive_s for t in traces if t.requested - t.collate_end > (latency_s or 0.0)]
-    if len(rested) < MIN_QUEUED:
-        return np.array([0.0]), latency_s
-    hand_over_s = float(np.median(rested))
-    return np.maximum(rested, 0.0), None if latency_s is None else max(0.0, latency_s - hand_over_s)
-
-
-def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
-    """Mean number of workers at work while all of them could be seen; None where they never could."""
-    begun: dict[int, float] = {}
-    for trace in traces:
-        begun.setdefault(trace.worker, trace.fetch_start)
-    since, until = max(begun.values()), _all_seen_until(traces)
-    if until <= since:
-        return None
-    done = np.interp([since, until], *_work_done(traces))
-    return float((done[1] - done[0]) / (until - since))
-
-
-def _all_seen_until(traces: Sequence[BatchTrace]) -> float:
-    """When the first of the workers ended its last delivered batch: what it did later left no trace."""
-    return min({trace.worker: trace.collate_end for trace in traces}.values())
-
-
-def _work_done(traces: Sequence[BatchTrace]) -> tuple[Floats, Floats]:
-    """Times at which a worker began or ended a batch, and the seconds that all had worked until then."""
-    times = np.array([t.fetch_start for t in traces] + [t.collate_end for t in traces])
-    order = np.argsort(times, kind="stable")
-    active = np.cumsum(np.repeat([1.0, -1.0], len(traces))[order])
-    times = times[order]
-    return times, np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(times))])
-
-
-def _busy_workers(traces: Sequence[BatchTrace], warm: Sequence[BatchTrace]) -> float:
-    """Mean over batches of how many workers were fetching during them.
-
-    A worker's work after its last delivered batch leaves no trace, so only batches count that ended while all workers
-    could still be seen.
-    """
-    times, busy_seconds = _work_done(traces)
-    until = _all_seen_until(traces)
-    visible = [t for t in warm if t.collate_end <= until] or list(warm)
-    begin = np.array([t.fetch_start for t in visible])
-    end = np.array([t.collate_end for t in visible])
-    during = np.interp(end, times, busy_seconds) - np.interp(begin, times, busy_seconds)
-    return max(1.0, float(np.mean(during / np.maximum(end - begin, 1e-9))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,8 +49,6 @@ class Observation:
     """Mean samples per batch."""
     samples_per_s: float
     """Rate that the burst itself measured."""
-    busy_workers: float
-    """Workers that were fetching while a batch was fetched, its own included: the mean over the batches."""
     at_work: float | None = None
     """Mean number of workers at work; None leaves it to the rate and the service time (Little's law)."""
     pin_memory: bool = False
@@ -266,29 +89,28 @@ class Observation:
         The first batch of every worker and the first step are left out by position (lazy imports, cold caches), never
         by value, so that a genuine heavy tail stays.
         """
-        traces = measurement.traces
-        stages = read_stages(traces, config) if traces else mean_stages(config, measurement)
-        handed_over, pinned = stages.receive_s, None
-        if config.pin_memory and config.num_workers > 0 and traces:
-            handed_over, pinned = split_pinning(traces)
-        if config.device_prefetch and measurement.gpu.copy_s is not None:
-            # Hidden behind the step it leaves no trace in the loop; it is what another depth has to hide, too.
-            handed_over = np.array([measurement.gpu.copy_s])
-        seen = {each.name: getattr(stages, each.name) for each in fields(stages) if each.name != "first_fetch_s"}
-        return cls(
-            **{**seen, "receive_s": handed_over},
+        seen = cls(
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor or 1,
+            service_s=np.array([measurement.service_s]),
+            cpu_s=np.array([measurement.service_cpu_s]),
+            receive_s=np.array([measurement.receive_s]),
+            step_s=np.array([measurement.step_s]),
             batch_size=measurement.batch_size,
             samples_per_s=measurement.samples_per_s.value,
             pin_memory=config.pin_memory,
-            pin_s=pinned,
             consumer_threads=config.consumer_threads,
             device_prefetch=config.device_prefetch,
-            startup_s=max(0.0, measurement.first_batch_s - stages.first_fetch_s),
+            startup_s=max(0.0, measurement.first_batch_s - measurement.service_s - measurement.receive_s),
             batch_bytes=measurement.batch_bytes,
             copy_s=measurement.gpu.copy_s or 0.0,
         )
+        if measurement.traces:
+            seen = _traced(seen, measurement.traces, config, measurement.first_batch_s)
+        if config.device_prefetch and measurement.gpu.copy_s is not None:
+            # Hidden behind the step it leaves no trace in the loop; it is what another depth has to hide, too.
+            seen = replace(seen, receive_s=np.array([measurement.gpu.copy_s]))
+        return seen
 
     @property
     def batches_per_s(self) -> float:
@@ -328,3 +150,120 @@ def _cycle(seen: Observation, typical_s: float) -> Observation:
         at_work=min(seen.workers_at_work * longer, float(seen.num_workers)),
         between_s=None,
     )
+
+
+def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfig, first_batch_s: float) -> Observation:
+    """The observation with the samples that the traces hold."""
+    serial, first = config.num_workers == 0, traces[0]
+    traces = _after_the_gap(traces)
+    numbers, steady = _steady(traces, config)
+    kept = [traces[i] for i in numbers]
+    # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
+    service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
+    waited = [t.receive_s for t in kept if t.collate_end > t.requested]
+    waited_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED and not serial else None
+    # A batch that is whole still has to travel: ready is what had the time to arrive.
+    ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
+    saw_ready = serial or len(ready) >= MIN_QUEUED
+    receive_s = np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0)
+    pin_s = None
+    if config.pin_memory and not serial:
+        receive_s, pin_s = _split_pinning(traces)
+    period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
+    at_work = float(service_s.mean()) / max(period_s, 1e-9)
+    if not serial and not steady:
+        # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
+        at_work = _visibly_at_work(traces) or at_work
+    return replace(
+        seen,
+        service_s=service_s,
+        cpu_s=np.array([t.cpu_s for t in kept]),
+        receive_s=receive_s,
+        step_s=_steps(traces[steady:]),
+        pin_s=pin_s,
+        at_work=min(at_work, float(config.num_workers)),
+        between_s=_between_batches_s(traces, config),
+        waited_s=waited_s,
+        saw_ready=saw_ready,
+        startup_s=max(0.0, first_batch_s - first.service_s - first.receive_s),
+    )
+
+
+def _after_the_gap(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
+    """The batches after the middle ones that the record of a burst of very many batches leaves out."""
+    idle = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    if len(traces) < MANY or max(idle) < LEFT_OUT * (traces[-1].step_end - traces[0].requested) / len(traces):
+        return traces
+    return traces[idle.index(max(idle)) + 1 :]
+
+
+def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[int], int]:
+    """Positions of the batches that were fetched after the queues had first filled, and of the first step after that.
+
+    While they fill, all workers are busy and the step has to share the cores with them; behind a slow step that is how
+    no later batch is made. A burst that hardly gets beyond keeps all batches but the first of each worker.
+    """
+    warm = after_first_of_each(traces)
+    warm = warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
+    handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
+    later, enough = [i for i in warm if i >= handed_out], max(MIN_STEADY, config.num_workers)
+    if not 0 < handed_out < len(traces) or len(later) < enough:
+        return warm, 0
+    filled_at = max(trace.collate_end for trace in traces[:handed_out])
+    first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
+    return later, first if len(traces) - first >= enough else 0
+
+
+def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
+    """Seconds from one batch to the next in a worker that had its next order already: the median.
+
+    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. In
+    a burst that is limited by the loop most orders are not there in time, and then nothing is known.
+    """
+    if not config.in_order or config.num_workers == 0:
+        return None
+    lag = config.num_workers * (config.prefetch_factor or 1)
+    before: dict[int, float] = {}
+    pauses = []
+    for i, trace in enumerate(traces):
+        ended = before.get(trace.worker)
+        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
+        if ended is not None and i >= lag and traces[i - lag].received <= ended:
+            pauses.append(max(0.0, trace.fetch_start - ended))
+        before[trace.worker] = trace.collate_end
+    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
+
+
+def _steps(traces: Sequence[BatchTrace]) -> Floats:
+    between = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    # The median: a burst may pause once to look at the clock or at memory.
+    loop_s = max(0.0, float(np.median(between))) if between else 0.0
+    steps = np.array([t.step_s for t in traces])
+    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
+
+
+def _split_pinning(traces: Sequence[BatchTrace]) -> tuple[Floats, float | None]:
+    """Hand-over seconds of batches that were pinned before they were asked for, and the thread's seconds per batch."""
+    waited = [t.receive_s for t in traces if t.collate_end > t.requested]
+    latency_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED else None
+    rested = [t.receive_s for t in traces if t.requested - t.collate_end > (latency_s or 0.0)]
+    if len(rested) < MIN_QUEUED:
+        return np.array([0.0]), latency_s
+    hand_over_s = float(np.median(rested))
+    return np.maximum(rested, 0.0), None if latency_s is None else max(0.0, latency_s - hand_over_s)
+
+
+def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
+    """Mean number of workers at work while all of them could be seen; None where they never could.
+
+    What a worker does after its last delivered batch leaves no trace.
+    """
+    begun, ended = dict[int, float](), dict[int, float]()
+    for trace in traces:
+        begun.setdefault(trace.worker, trace.fetch_start)
+        ended[trace.worker] = trace.collate_end
+    since, until = max(begun.values()), min(ended.values())
+    if until <= since:
+        return None
+    worked = sum(max(0.0, min(t.collate_end, until) - max(t.fetch_start, since)) for t in traces)
+    return worked / (until - since)

@@ -1,9 +1,8 @@
-"""What is asked of the twin, how busy everything is, and how long each stage then takes: one value per column."""
+"""What is asked of the twin, how busy everything is, and how long each stage then takes: one value per configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,31 +12,30 @@ from autotune_loader.twin.queue import Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """What is asked: one value per simulated column, each configuration BEST + DRAWS times."""
+    """What is asked: one value per configuration."""
 
     workers: Ints
     prefetch: Ints
     ahead: Ints
     """Batches that the device prefetch receives ahead of the step."""
-    in_order: NDArray[np.bool_]
     pinned: NDArray[np.bool_]
+    threads: tuple[int | None, ...]
+    """As `consumer_threads` sets them."""
     step_threads: Floats
+    """Those that are at work."""
     step_s: Floats
     """Seconds of the undisturbed step."""
-    step_sd: Floats
-    """Relative uncertainty of `step_s` beyond what the bursts show."""
-    cores: Floats
-    draw: Ints
+    step_off: Floats
+    """Logarithm by which workers slow a step of these threads more than one of others."""
+    cores: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """How busy everything is, per column."""
+    """How busy everything is."""
 
     at_work: Floats
     """Mean number of workers at work."""
-    busy: Floats
-    """Workers at work while a batch is fetched, its own included."""
     wanting: Floats
     """Those of them that want a CPU."""
     consumer: Floats
@@ -50,7 +48,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
-    """Mean seconds of each stage under a load, per column."""
+    """Mean seconds of each stage under a load."""
 
     service_s: Floats
     receive_s: Floats
@@ -60,8 +58,6 @@ class Stages:
     """Seconds that a whole batch travels while nobody works on it; delays, but limits nothing."""
     cpu_share: Floats
     """Share of the service time in which the worker wants a CPU."""
-    crowding: Floats
-    """Factor on the worker's CPU seconds since it has to share cores, caches and memory bandwidth."""
 
     def consumer_s(self, columns: Columns) -> Floats:
         """Seconds between two batches that receipt, step and pinning thread allow."""
@@ -81,28 +77,19 @@ class Stages:
         return rate
 
 
-PerColumn = TypeVar("PerColumn", Columns, Load, Stages)
-
-
-def at_columns(each: PerColumn, where: Ints) -> PerColumn:
-    """The same of the columns at these positions, of each as often as it is named."""
-    return replace(each, **{value.name: getattr(each, value.name)[where] for value in fields(each)})
-
-
 def loop_s(receive_s: Floats | float, step_s: Floats | float, ahead: Ints | int) -> Floats:
     """Seconds of the training loop for each batch: one that a device prefetch receives ahead travels beside the step."""
     seconds: Floats = np.where(np.asarray(ahead) > 0, np.maximum(receive_s, step_s), np.add(receive_s, step_s))
     return seconds
 
 
-def step_share(wanting: Floats, step_cores: Floats, cores: Floats) -> Floats:
+def step_share(wanting: Floats, step_cores: Floats, cores: float) -> Floats:
     """Factor on the step's time because the workers want the same cores."""
-    crowded = np.maximum((wanting + step_cores) / cores, 1.0)
-    factor: Floats = crowded / np.maximum(step_cores / cores, 1.0)
+    factor: Floats = np.maximum((wanting + step_cores) / cores, 1.0) / np.maximum(step_cores / cores, 1.0)
     return factor
 
 
-def starved_threads(wanting: Floats, threads: Floats, cores: Floats) -> Floats:
+def starved_threads(wanting: Floats, threads: Floats, cores: float) -> Floats:
     """Threads of a parallel step that find no free core, weighted by how much the others wait for them.
 
     An intra-op region ends when its last thread does, so one thread without a core stalls all; a single thread waits for

@@ -31,7 +31,6 @@ def observed(config, *, batches=200, slow=0):
         step_s=np.full(batches, LOOP_S - 0.0005),
         batch_size=8.0,
         samples_per_s=100.0,
-        busy_workers=1.0,
     )
 
 

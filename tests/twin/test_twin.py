@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.twin import Observation, Prediction, Twin, queue, steady_rate
-from autotune_loader.twin.contention import fit_contention
 from autotune_loader.twin.queue import Times
-from autotune_loader.twin.smoothing import smooth_by_kind
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -47,7 +45,7 @@ def simulate(service_s, receive_s, step_s, *, pin_s=0.0, transit_s=0.0, **loader
 def answer(twin, num_workers, prefetch_factor=None, *, epoch_batches=None, startup_s=None, **knobs):
     """What the twin says of one configuration; what needs workers is left out without them."""
     if not num_workers:
-        prefetch_factor, knobs = None, {**knobs, "in_order": True, "persistent_workers": False}
+        prefetch_factor, knobs = None, {**knobs, "persistent_workers": False}
     config = LoaderConfig(num_workers=num_workers, prefetch_factor=prefetch_factor, **knobs)
     return twin.predict_all([config], epoch_batches=epoch_batches, startup_s=startup_s)[0]
 
@@ -57,10 +55,10 @@ def constant(service, receive, step, *, workers, batches=400, **options):
         np.full((batches, 1), service), np.full((batches, 1), receive), np.full((batches, 1), step),
         workers=workers, **options,
     )  # fmt: skip
-    return float(steady_rate(done, workers)[0])
+    return float(steady_rate(done, workers, 200)[0])
 
 
-def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahead=0):
+def event_simulation(service, receive, step, *, workers, prefetch, ahead=0):
     """Step-end times by a queue of events, written without the recursion; whole-number times make it exact."""
     queues = [deque() for _ in range(workers)]
     idle, owner, ready, done = set(range(workers)), {}, [], []
@@ -88,7 +86,7 @@ def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahe
         if not stepping and to_step:
             stepping = True
             heapq.heappush(events, (now + step[to_step.popleft()], 1, next(order), "stepped", -1))
-        wanted = expected if in_order else (ready[0] if ready else None)
+        wanted = expected
         if not receiving and received <= len(done) + ahead and wanted in ready:
             ready.remove(wanted)
             receiving, expected = True, expected + 1
@@ -105,7 +103,7 @@ def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahe
         elif what == "received":
             receiving, received = False, received + 1
             to_step.append(received - 1)
-            hand_out(sent % workers if in_order else owner[index], now)
+            hand_out(sent % workers, now)
         else:
             stepping = False
             done.append(now)
@@ -114,7 +112,7 @@ def event_simulation(service, receive, step, *, workers, prefetch, in_order, ahe
     return done
 
 
-def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, busy=None, rate=None, cv=0.0, count=80):
+def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, rate=None, cv=0.0, count=80):
     rng = np.random.default_rng(workers)
     varied = np.exp(cv * rng.standard_normal(count))
     bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
@@ -122,7 +120,7 @@ def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, bu
         num_workers=workers, prefetch_factor=2, service_s=service * varied, cpu_s=cpu * varied,
         receive_s=np.full(count, receive), step_s=np.full(count, step), batch_size=8.0,
         samples_per_s=rate or 8 * min(bound, 1 / (receive + step)),
-        busy_workers=(float(workers) if busy is None else busy), startup_s=0.1 * workers,
+        startup_s=0.1 * workers,
     )  # fmt: skip
 
 
@@ -157,9 +155,9 @@ class TestRecursion:
 
     @quick
     @given(
-        st.data(), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2),
+        st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2),
     )  # fmt: skip
-    def test_it_agrees_with_an_event_simulation(self, data, workers, prefetch, in_order, ahead):
+    def test_it_agrees_with_an_event_simulation(self, data, workers, prefetch, ahead):
         # GIVEN whole-number times without ties between workers, for 40 batches
         count = 40
         seed = data.draw(st.integers(0, 10_000))
@@ -169,15 +167,14 @@ class TestRecursion:
         # WHEN both simulate them
         expected = event_simulation(
             [int(s) for s in service], [int(r) for r in receive], [int(s) for s in step],
-            workers=workers, prefetch=prefetch, in_order=in_order, ahead=ahead,
+            workers=workers, prefetch=prefetch, ahead=ahead,
         )  # fmt: skip
         done = simulate(
             service[:, None], receive[:, None], step[:, None],
-            workers=workers, prefetch=prefetch, in_order=in_order, device_prefetch=ahead,
+            workers=workers, prefetch=prefetch, device_prefetch=ahead,
         )  # fmt: skip
-        # THEN every step ends at the same time; out of order, only until the last index was handed out
-        known = count if in_order else count - workers * prefetch
-        assert done[:known, 0].tolist() == expected[:known]
+        # THEN every step ends at the same time
+        assert done[:, 0].tolist() == expected
 
     @quick
     @given(seed=st.integers(0, 1000), workers=st.integers(1, 6), prefetch=st.integers(1, 4), slower=st.floats(1.0, 3.0))
@@ -209,17 +206,16 @@ class TestRecursion:
         assert few == pytest.approx(2 / (0.02 + 0.05 + 0.001), rel=0.05)
 
     def test_columns_do_not_disturb_each_other(self):
-        # GIVEN serial, ordered and unordered columns in one call
+        # GIVEN columns with and without workers in one call
         service = np.random.default_rng(0).exponential(0.02, (80, 4))
         rest = {"receive_s": np.full((80, 4), 0.001), "step_s": np.full((80, 4), 0.01)}
-        workers, prefetch, in_order = [0, 3, 2, 5], [1, 2, 4, 3], [True, True, False, False]
-        together = simulate(service, workers=workers, prefetch=prefetch, in_order=in_order, **rest)
+        workers, prefetch = [0, 3, 2, 5], [1, 2, 4, 3]
+        together = simulate(service, workers=workers, prefetch=prefetch, **rest)
         # THEN each is as if simulated alone
         for i in range(4):
             alone = simulate(
-                service[:, i], 0.001 * np.ones(80), 0.01 * np.ones(80),
-                workers=workers[i], prefetch=prefetch[i], in_order=in_order[i],
-            )  # fmt: skip
+                service[:, i], 0.001 * np.ones(80), 0.01 * np.ones(80), workers=workers[i], prefetch=prefetch[i]
+            )
             np.testing.assert_array_equal(together[:, i], alone[:, 0])
 
 
@@ -291,22 +287,16 @@ class TestObservation:
         seen = Observation.from_measurement(LoaderConfig(num_workers=1), self.measured([]))
         assert (seen.service_s.mean(), seen.cpu_s.mean(), seen.step_s.mean()) == (0.04, 0.03, 0.01)
 
-    def test_busy_workers_are_those_that_fetch_at_the_same_time(self):
-        # GIVEN three workers that start each round together, and then rest
-        traces = [self.trace(i // 3, worker=i % 3, service=0.04) for i in range(30)]
-        seen = Observation.from_measurement(LoaderConfig(num_workers=3), self.measured(traces))
-        assert seen.busy_workers == pytest.approx(3.0)
-
     def test_samples_have_to_make_sense(self):
         with pytest.raises(ValueError, match="service_s needs one finite sample"):
             observation(1, service=float("nan"))
 
 
 class TestTwin:
-    def test_it_passes_through_its_bursts(self):
+    def test_it_comes_close_to_its_bursts(self):
         twin = Twin.fit([observation(0), observation(1), observation(4, service=0.05, cpu=0.05)], cores=4)
         rates = [answer(twin, n, 2).samples_per_s.value for n in (0, 1, 4)]
-        assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.01)
+        assert rates == pytest.approx([8 / 0.051, 8 / 0.04, 8 * 4 / 0.05], rel=0.04)
 
     def test_luck_with_heavy_batches_is_evened_out(self):
         # GIVEN one batch in five that takes 16 times as long
@@ -315,11 +305,11 @@ class TestTwin:
             [replace(observation(1, step=0.001, receive=0.0001), service_s=service, cpu_s=service / 100, at_work=1.0)],
             cores=16,
         )
-        rates = [answer(twin, n, 8).samples_per_s.value for n in range(1, 7)]
+        rates = twin.rates([LoaderConfig(num_workers=n, prefetch_factor=8) for n in range(1, 7)])
         # THEN each further worker helps about as much as the one before
         gains = np.diff(rates) / rates[0]
-        assert gains.min() > 0.6
-        assert gains.max() < 0.8
+        assert gains.min() > 0.5
+        assert gains.mean() == pytest.approx(0.73, abs=0.05)
 
     @quick
     @given(
@@ -357,12 +347,6 @@ class TestTwin:
         assert again.startup_s == pytest.approx(0.2)
         assert 20 * 8 / again.epoch_samples_per_s - 20 * 8 / once.epoch_samples_per_s == pytest.approx(0.2)
 
-    def test_beyond_the_bursts_it_is_less_sure(self):
-        # GIVEN bursts with up to two workers in front of a step that never limits
-        twin = Twin.fit([observation(n, step=0.0001, receive=0.0001) for n in (1, 2)], cores=16)
-        near, far = (answer(twin, n, 2).samples_per_s for n in (2, 16))
-        assert far.high / far.low > 1.3 * near.high / near.low
-
     def test_one_burst_is_less_sure_than_two(self):
         one = answer(Twin.fit([observation(1, step=0.0001)], cores=8), 8, 2).samples_per_s
         two = answer(Twin.fit([observation(1, step=0.0001), observation(8, step=0.0001)], cores=8), 8, 2).samples_per_s
@@ -386,12 +370,6 @@ class TestTwin:
         # GIVEN waiting that triples with four workers
         seen = [observation(1, service=0.04, cpu=0.001), observation(4, service=0.12, cpu=0.001)]
         assert answer(Twin.fit(seen, cores=8), 4, 2).binding == "storage"
-
-    def test_out_of_order_helps_where_one_batch_holds_up_the_rest(self):
-        machine = SimulatedMachine(wait_s=0.04, cpu_s=0.0, step_s=0.012, tail_share=0.05, tail_factor=20)
-        twin, _ = twin_of_a_machine(machine)
-        ordered, free = (answer(twin, 4, 2, in_order=o).samples_per_s.value for o in (True, False))
-        assert free > 1.1 * ordered
 
     def test_fewer_step_threads_change_the_step(self):
         twin = Twin.fit([observation(1, step=0.05)], cores=4, consumer_cores=4, step_s_by_threads={None: 0.05, 1: 0.02})
@@ -486,7 +464,7 @@ def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number
     alone = {None: 0.012, 2: 0.016, 1: 0.02}
     seen = [
         replace(
-            observation(workers, service=0.01, cpu=0.01, step=alone[threads] * slowdowns[threads], busy=1.0),
+            observation(workers, service=0.01, cpu=0.01, step=alone[threads] * slowdowns[threads]),
             consumer_threads=threads,
             at_work=0.7,
         )
@@ -501,28 +479,6 @@ def test_a_step_on_the_cores_is_slowed_by_workers_in_its_own_way_for_each_number
     # THEN with other workers beside it a step of one thread is expected to take about as long as it did
     rate = answer(twin, 2, 2, consumer_threads=1).samples_per_s.value
     assert rate == pytest.approx(8 / (alone[1] * expected + 0.001), rel=0.08)
-
-
-def test_kinds_that_do_not_differ_have_no_offset():
-    load, noise = np.array([0.0, 0.5, 0.5, 1.0]), np.full(4, 0.03**2)
-    values = np.array([[0.1, 0.11, 0.1, 0.12]]).T
-    curve, offsets = smooth_by_kind(load, np.array([1.0, 1.0, 2.0, np.nan]), values, noise)
-    assert not offsets.any()
-    assert curve == pytest.approx(smooth_by_kind(load, np.full(4, np.nan), values, noise)[0])
-
-
-def test_the_fit_stands_in_the_middle_of_what_the_bursts_allow():
-    # GIVEN bursts of one and 16 workers, which many pairs of alpha and beta explain equally well
-    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.0001, alpha=0.05, service_cv=0.1)
-    probe, plan = SimulatedProbe(machine, StubClock()), BurstPlan(max_s=1.0, min_s=1.0)
-    configs = [LoaderConfig(num_workers=workers, prefetch_factor=2) for workers in (1, 16)]
-    seen = [Observation.from_measurement(config, probe.burst(config, plan)) for config in configs]
-    # WHEN the contention of the CPU is fitted
-    fit = fit_contention(seen, [1.0, 1.0], 16.0, best=1, draws=4000, seed=0)
-    # THEN the best fit is the mean of the draws, and not the likeliest pair, which lies at the edge
-    for values in (fit.alpha, fit.beta, np.log(fit.cpu_s)):
-        error = values[1:].std() / np.sqrt(len(values) - 1)
-        assert abs(values[0] - values[1:].mean()) <= 4 * error + 1e-9
 
 
 @pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
@@ -542,30 +498,8 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
 RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
 
 
-@pytest.mark.parametrize(
-    ("machine", "workers", "epoch"),
-    [
-        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 16, 20),
-        ({"cores": 16, "cpu_s": 0.05, "alpha": 0.1, "step_s": 0.0005}, 12, 32),
-        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 4, 8),
-        ({"cores": 4, "cpu_s": 0.02, "step_s": 0.03, "step_cores": 4.0, "alpha": 0.02}, 8, 16),
-        ({"cores": 4, "cpu_s": 0.0, "wait_s": 0.05, "step_s": 0.005}, 6, 15),
-    ],
-    ids=["few batches are left", "rounds that do not add up", "done early", "more workers", "waiting"],
-)
-def test_an_epoch_of_few_rounds_is_predicted_from_who_works_when(machine, workers, epoch):
-    # GIVEN epochs that workers fetch in a few rounds, in the last of which fewer of them share the cores
-    machine = SimulatedMachine(**machine, service_cv=0.05, noise_sd=0.0)
-    twin, _ = twin_of_a_machine(machine)
-    config = LoaderConfig(num_workers=workers, prefetch_factor=2, persistent_workers=True)
-    # WHEN the twin predicts their rate THEN it is as near as a steady rate would be
-    predicted = twin.predict_all([config], epoch_batches=epoch)[0].epoch_samples_per_s
-    truth = SimulatedProbe(machine, StubClock(), epoch_batches=epoch).truth_of_epochs(config, epochs=40)
-    assert predicted == pytest.approx(truth, rel=0.08)
-
-
 @pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
-def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(workers, is_wide):
+def test_windows_that_hold_a_slow_batch_or_none_scatter_as_bursts_do(workers, is_wide):
     # GIVEN a twin that knows one batch in 33 to take five times as long
     scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
     plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
@@ -577,21 +511,20 @@ def test_bursts_that_read_a_slow_batch_or_none_scatter_as_simulated_ones_do(work
     scatter = np.log([rate.value for rate in rates]).std()
     # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
     count = int(np.median([rate.count for rate in rates]))
-    predicted, of_longer, of_very_long = twin.burst_scatter([(config, n) for n in (count, 10 * count, 1000)])
+    predicted, of_longer = twin.burst_scatter([(config, n) for n in (count, 10 * count)])
     assert (scatter > 0.2) == is_wide
     assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
     assert of_longer < 0.7 * predicted + 0.002
-    # AND very long ones, or without workers, tell of themselves
-    assert of_very_long == twin.burst_scatter([(LoaderConfig(), count)])[0] == 0.0
-
-
-def test_bursts_of_even_batches_need_no_simulated_scatter():
-    steady = replace(RARELY_SLOW, tail_share=0.0)
-    config = LoaderConfig(num_workers=8, prefetch_factor=2)
-    burst = SimulatedProbe(steady, StubClock()).burst(config, BurstPlan(max_s=1.0, min_s=1.0))
-    twin = Twin.fit([Observation.from_measurement(config, burst)], cores=16)
-    assert list(twin.burst_scatter([(config, 40)])) == [0.0]
     assert len(twin.burst_scatter([])) == 0
+
+
+@pytest.mark.parametrize(("workers", "share"), [(0, 0.79), (2, 1.0), (16, 0.0)])
+def test_what_limits_a_rate_is_what_its_error_is_of(workers, share):
+    # GIVEN fetches of 40 ms and a loop of 11 ms
+    twin = Twin.fit([observation(n, cpu=0.001) for n in (0, 1, 4)], cores=16)
+    # THEN two workers are as fast as their fetches, 16 as the step, and none as both in turn
+    [found] = twin.fetching_shares([LoaderConfig(num_workers=workers)], 0.07)
+    assert found == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize(
