@@ -15,9 +15,9 @@ import numpy as np
 
 from autotune_loader.decision.evidence import Evidence, EvidenceLog
 from autotune_loader.decision.plain_rule import plain_rule_of
-from autotune_loader.decision.posterior import Posterior, prior_covariance
+from autotune_loader.decision.posterior import Posterior, Seen, prior_covariance
 from autotune_loader.decision.space import Space, useful_workers
-from autotune_loader.decision.sufficiency import Sufficiency
+from autotune_loader.decision.sufficiency import fed
 from autotune_loader.twin import Observation, Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -117,11 +117,11 @@ class Beliefs:
         )
         shares = [each.epoch_samples_per_s / each.samples_per_s.value for each in predictions]
         # Few workers that feed the loop in the long run take longer to begin each epoch.
-        return replace(steady, mean=steady.mean + np.log(np.maximum(shares, 1e-12)), sufficiency=None)
+        return replace(steady, mean=steady.mean + np.log(np.maximum(shares, 1e-12)), enough=())
 
     def plain_rule(self) -> LoaderConfig | None:
         """What arithmetic on the burst with the fewest workers gives; None before there is one, or where it is not legal."""
-        seen = [each for each in self._modelled() if each.measurement is not None and each.config.num_workers]
+        seen = [each for each in self._modelled() if each.config.num_workers]
         if not seen:
             return None
         look = min(seen, key=lambda each: each.config.num_workers).measurement
@@ -167,24 +167,26 @@ class Beliefs:
 
     def _modelled(self) -> list[Evidence]:
         """Evidence that the twin understands: what varies in other knobs is compared by its rates alone."""
-        return [each for each in self.log if each.kind == "steady" and self._space.is_modelled(each.config)]
+        return [each for each in self._steady() if self._space.is_modelled(each.config)]
+
+    def _steady(self) -> list[Evidence]:
+        return [each for each in self.log if each.kind == "steady" and each.log_rate > -np.inf]
 
     def _corrected(self, twin: Twin) -> Posterior:
-        seen = [each for each in self._modelled() if each.measurement is not None]
+        seen = self._steady()
         tried = dict.fromkeys(each.key for each in seen)
-        failed = {e.key for e in self._modelled() if e.failure is not None} - set(tried)
+        failed = {each.key for each in self.log if each.failure is not None} - set(tried)
         legal = [config.key() for config in self.space.modelled_configs()]
         configs = [config for config in dict.fromkeys([*legal, *tried]) if config not in failed]
-        before = self._prior(configs, twin)
-        where = {config: index for index, config in enumerate(configs)}
-        seen = [each for each in seen if each.log_rate > -np.inf]
-        counts = [(each.key, each.measurement.samples_per_s.count) for each in seen if each.measurement is not None]
-        rates = (
-            [where[each.key] for each in seen],
-            [each.log_rate for each in seen],
-            [_variance(each, twin, float(sd)) for each, sd in zip(seen, twin.burst_scatter(counts), strict=True)],
+        where, numbers = {config: index for index, config in enumerate(configs)}, dict[object, int]()
+        return self._prior(configs, twin).after(
+            Seen(
+                where=np.array([where[each.key] for each in seen]),
+                logs=np.array([each.log_rate for each in seen]),
+                variances=np.array([each.own_sd**2 + each.neighbours_sd**2 for each in seen]),
+                rounds=np.array([numbers.setdefault((each.phase, each.group), len(numbers)) for each in seen]),
+            )
         )
-        return before.after(*rates)
 
     def _prior(self, configs: Sequence[LoaderConfig], twin: Twin) -> Posterior:
         """What the twin says of these configurations, before their own rates correct it."""
@@ -194,8 +196,8 @@ class Beliefs:
         return Posterior(
             configs=tuple(configs),
             mean=np.log(np.maximum(rates, 1e-12)),
-            covariance=prior_covariance(configs, self.context.consumer_cores),
-            sufficiency=Sufficiency.of(configs, twin.observations, use),
+            covariance=prior_covariance(configs, self.context.consumer_cores, self._space),
+            enough=fed(configs, twin.observations, use),
         )
 
 
@@ -223,12 +225,3 @@ def _is_for_workers(evidence: Evidence) -> bool:
         return False
     plain = not config.pin_memory and not config.device_prefetch and config.in_order
     return failure.kind in GROWS_WITH_WORKERS or plain
-
-
-def _variance(evidence: Evidence, twin: Twin, scatter: float) -> float:
-    """Of `log_rate`: what its own batches say, slow batches that it did not see, neighbours; noise between bursts apart."""
-    burst = evidence.measurement
-    assert burst is not None
-    variability = min(float(twin.services.var()), 1.0)
-    tails = variability / max(burst.samples_per_s.count, 1) * burst.wait_share**2
-    return float(max(evidence.own_sd**2, tails) + scatter**2 + evidence.neighbours_sd**2)

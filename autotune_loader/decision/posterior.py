@@ -9,44 +9,57 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autotune_loader.decision.sufficiency import Sufficiency
-from autotune_loader.twin.queue import Floats
+from autotune_loader.decision.space import UNMODELLED, Space
+from autotune_loader.decision.sufficiency import Fed, raised
+from autotune_loader.twin.queue import Floats, Ints
 from autotune_loader.values.config import LoaderConfig
 
 MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
 LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
-UNMODELLED_SD = 0.1
-"""Relative error of a single burst of a configuration that the twin knows nothing of."""
+UNMODELLED_SD = 0.2
+"""What a knob that the twin does not know may change, relative."""
 SAFE = 0.9
 """A choice is safe when it is within tolerance of the best with this probability."""
 CHEAPNESS_SHARE = 0.2
 """Of the tolerance, what a cheaper configuration may be expected to lose against the one expected to lose least."""
 REFUTED = 3.0
 """More workers that are faster by this many standard deviations show that those that were seen to be enough are not."""
-DEPTH_REFUTED = 1.5
-"""A shallow queue that is faster than a deeper one by this many shows that this one slows the workers, as large batches do. It
-takes less than `REFUTED`, because a deeper queue hardly ever gains much."""
 TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
 """Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything. Without it
 94.3 instead of 95.0 % of 300 simulated machines are within 2 % (studies/regret/README.md)."""
 MODEL_SCALES = (1.0, 2.0, 4.0)
 """How many times `MODEL_SD` the twin may err; the bursts show which."""
-NOISE_SDS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08)
-"""Noise between bursts of one configuration that may come out. Quiet machines show 2 %, busy ones 8 %."""
+NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09)
+"""Noise of an observation that may come out, relative. Quiet machines show 2 %, busy ones 8 %."""
 TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
 """Median and log-sd of that noise before anything was measured."""
+MACHINE_SDS, MACHINE_SPREAD = (0.01, 0.03, 0.1, 0.3), 1.0
+"""How far the machine's speed may differ between rounds, relative; it usually does by the least of these."""
 PATHS = 256
 """Drawn truths that probabilities and expected losses are counted over."""
 JITTER = 1e-7
 """Added to variances so that they stay above zero: 0.03 % of a rate, far below any noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """Observations of some configurations: one value per observation."""
+
+    where: Ints
+    """Positions of the configurations."""
+    logs: Floats
+    """Logarithms of the rates."""
+    variances: Floats
+    """Of these, by what each observation tells of itself; the noise that all have comes on top."""
+    rounds: Ints
+    """What was observed together has the same number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,87 +71,57 @@ class Posterior:
     covariance: Floats
     noise_sd: float = TYPICAL_NOISE
     """Relative standard deviation of one further burst."""
+    enough: tuple[Fed, ...] = ()
+    """Whose workers suffice, so that more of them cannot be faster."""
     drawn: Floats | None = None
-    """Draws of the logarithms, where they were made together with those of configurations that are left out here."""
-    sufficient: Floats | None = None
-    """And what these owe to configurations with more workers, as `Sufficiency.floor` says."""
-    sufficiency: Sufficiency | None = None
-    """Which workers suffice, so that more of them cannot be faster."""
+    """Its `paths`, where these were drawn together with those of configurations that are left out here."""
 
     def at(self, configs: Sequence[LoaderConfig]) -> Posterior:
         """The same belief about some of the configurations only."""
         where = [self.configs.index(config) for config in configs]
-        draws = self._draws()
         return Posterior(
             configs=tuple(configs),
             mean=self.mean[where],
             covariance=self.covariance[np.ix_(where, where)],
             noise_sd=self.noise_sd,
-            drawn=draws[:, where],
-            sufficient=self._sufficient_floor(draws)[:, where],
-            sufficiency=self.sufficiency.at(where) if self.sufficiency is not None else None,
+            drawn=self.paths()[:, where],
         )
 
-    def including(self, rates: Mapping[LoaderConfig, float]) -> Posterior:
-        """The same belief, and of the configurations that it does not know what one burst said."""
-        new = [config for config in rates if config not in self.configs]
-        known, size = len(self.configs), len(self.configs) + len(new)
-        covariance = np.zeros((size, size))
-        covariance[:known, :known] = self.covariance
-        covariance[range(known, size), range(known, size)] = UNMODELLED_SD**2
-        return Posterior(
-            configs=(*self.configs, *new),
-            mean=np.concatenate([self.mean, np.log([rates[config] for config in new])]),
-            covariance=covariance,
-            noise_sd=self.noise_sd,
-            sufficiency=self.sufficiency.extended(len(new)) if self.sufficiency is not None else None,
-        )
+    def after(self, seen: Seen) -> Posterior:
+        """The belief after these observations, with the twin's error, the noise and the machine's part that they show.
 
-    def updated(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
-        """The belief after bursts of the configurations at these positions; what lies far off counts less.
-
-        Iteratively reweighted, as for errors that follow Student's t (Lange, Little and Taylor 1989).
-
-        Args:
-            seen: positions in `configs`, one per burst.
-            logs: logarithms of the measured rates.
-            variances: of these logarithms.
+        Of a few values of all three the likeliest. What lies far off counts less: iteratively reweighted, as for errors
+        that follow Student's t (Lange, Little and Taylor 1989).
         """
-        if not seen:
+        if not len(seen.where):
             return self
-        where, values, noise = np.array(seen), np.array(logs), np.array(variances)
-        mean, cross, weights = self.mean, self.covariance[:, where], np.ones(len(values))
-        for _ in range(REWEIGHTINGS):
-            within = self.covariance[np.ix_(where, where)] + np.diag(noise / weights)
-            gain = np.linalg.solve(within, cross.T).T
-            mean = self.mean + gain @ (values - self.mean[where])
-            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + (values - mean[where]) ** 2 / noise)
-        return replace(self, mean=mean, covariance=self.covariance - gain @ cross.T, drawn=None, sufficient=None)
+        where, off = seen.where, seen.logs - self.mean[seen.where]
+        shape, together = self.covariance[np.ix_(where, where)], np.equal.outer(seen.rounds, seen.rounds)
 
-    def after(self, seen: Sequence[int], logs: Sequence[float], variances: Sequence[float]) -> Posterior:
-        """The belief after bursts, as `updated`, with the twin's error and the noise between bursts that they show.
-
-        A wrong twin must be seen to be wrong. Of a few values of both the likeliest.
-
-        Args:
-            seen: positions in `configs`, one per burst.
-            logs: logarithms of the measured rates.
-            variances: of these logarithms, by what each burst tells of itself.
-        """
-        if not seen:
-            return self
-        where, own = np.array(seen), np.array(variances)
-        off, shape = np.array(logs) - self.mean[where], self.covariance[np.ix_(where, where)]
-
-        def surprise(scale: float, noise_sd: float) -> float:
-            within = scale**2 * shape + np.diag(own + noise_sd**2)
+        def surprise(scale: float, noise_sd: float, machine_sd: float) -> float:
+            within = scale**2 * shape + machine_sd**2 * together + np.diag(seen.variances + noise_sd**2)
             _, determinant = np.linalg.slogdet(within)
-            usual = math.log(scale) ** 2 + (math.log(noise_sd / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
+            usual = math.log(scale) ** 2 + (math.log(noise_sd / self.noise_sd) / NOISE_SPREAD) ** 2
+            usual += (math.log(machine_sd / MACHINE_SDS[0]) / MACHINE_SPREAD) ** 2
             return float(off @ np.linalg.solve(within, off) + determinant + usual)
 
-        scale, noise_sd = min(itertools.product(MODEL_SCALES, NOISE_SDS), key=lambda each: surprise(*each))
-        shown = replace(self, covariance=scale**2 * self.covariance, noise_sd=noise_sd)
-        return shown.updated(seen, logs, [each + noise_sd**2 for each in variances])
+        scale, noise_sd, machine_sd = min(
+            itertools.product(MODEL_SCALES, NOISE_SDS, MACHINE_SDS), key=lambda each: surprise(*each)
+        )
+        covariance, machine = scale**2 * self.covariance, machine_sd**2 * together
+        noise, weights = seen.variances + noise_sd**2, np.ones(len(off))
+        for _ in range(REWEIGHTINGS):
+            explained = np.linalg.inv(covariance[np.ix_(where, where)] + machine + np.diag(noise / weights))
+            error = covariance[:, where] @ explained @ off
+            left = off - error[where] - machine @ explained @ off
+            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
+        return replace(
+            self,
+            mean=self.mean + error,
+            covariance=covariance - covariance[:, where] @ explained @ covariance[where],
+            noise_sd=math.hypot(noise_sd, machine_sd),
+            drawn=None,
+        )
 
     def sd(self) -> Floats:
         """Posterior standard deviation of each logarithm."""
@@ -147,72 +130,22 @@ class Posterior:
 
     def ratio(self, index: int, other: int) -> tuple[float, float]:
         """Mean and standard deviation of ln(rate of the one / rate of the other)."""
-        means, deviations = self._ratios_to(other)
-        return float(means[index]), float(deviations[index])
-
-    def _ratios_to(self, other: int) -> tuple[Floats, Floats]:
-        """The same of every configuration against one."""
         c = self.covariance
-        variances = np.diag(c) + c[other, other] - 2 * c[:, other]
-        return self.mean - self.mean[other], np.sqrt(np.maximum(variances, JITTER))
+        variance = c[index, index] + c[other, other] - 2 * c[index, other]
+        return float(self.mean[index] - self.mean[other]), math.sqrt(max(float(variance), JITTER))
 
     def paths(self) -> Floats:
         """Truths as they may be, shape (PATHS, configurations); always the same draws, so that answers repeat."""
-        draws = self._draws()
-        paths = draws.copy()
-        for group in self._by_depth():
-            if self._is_slowed_by_depth(group):
-                continue
-            for shallow, deep in itertools.pairwise(group):
-                # Otherwise a deeper queue is never slower: whatever is true of the shallow one holds for it too.
-                paths[:, deep] = np.maximum(paths[:, deep], paths[:, shallow])
-        raised: Floats = np.maximum(paths, self._sufficient_floor(draws))
-        return raised
-
-    def _draws(self) -> Floats:
         if self.drawn is not None:
             return self.drawn
         root = np.linalg.cholesky(self.covariance + 10 * JITTER * np.eye(len(self.configs)))
-        draws: Floats = self.mean + np.random.default_rng(0).standard_normal((PATHS, len(self.configs))) @ root.T
-        return draws
+        draws = self.mean + np.random.default_rng(0).standard_normal((PATHS, len(self.configs))) @ root.T
+        return raised(draws, [each for each in self.enough if not self._is_refuted(each)])
 
-    def _sufficient_floor(self, draws: Floats) -> Floats:
-        """What each is at least because its workers were seen to be enough, unless its rate denies it beyond all luck."""
-        if self.sufficient is not None:
-            return self.sufficient
-        if self.sufficiency is None:
-            return np.full_like(draws, -np.inf)
-        larger = self.sufficiency.larger
-        sufficient = [
-            each for each in self.sufficiency.sufficient() if not self._refuting(each)[list(larger[each])].any()
-        ]
-        return self.sufficiency.floor(draws, sufficient)
-
-    def _refuting(self, index: int, sds: float = REFUTED) -> NDArray[np.bool_]:
-        """Which configurations are faster than one by this many standard deviations; by default beyond all luck."""
-        faster, deviations = self._ratios_to(index)
-        refuting: NDArray[np.bool_] = faster > sds * deviations
-        return refuting
-
-    def is_as_fast(self, index: int, other: int, tolerance: float) -> bool:
-        """Whether it was seen that the workers at `index` are enough, so that `other`, which has more, is not faster."""
-        if self.sufficiency is None or self._refuting(index)[other]:
-            return False
-        return self.sufficiency.is_as_fast(index, other, tolerance)
-
-    def _by_depth(self) -> list[list[int]]:
-        """Positions of the configurations that differ in prefetch alone, the shallow before the deep."""
-        groups: dict[LoaderConfig, list[int]] = {}
-        for index, config in enumerate(self.configs):
-            if config.prefetch_factor is not None:
-                groups.setdefault(replace(config, prefetch_factor=1), []).append(index)
-        return [sorted(group, key=lambda index: self.configs[index].prefetch_factor or 0) for group in groups.values()]
-
-    def _is_slowed_by_depth(self, group: list[int]) -> bool:
-        """Whether a shallow queue of these was seen to be so much faster than a deeper one that this one slows the workers."""
-        return any(
-            self._refuting(deep, DEPTH_REFUTED)[group[:place]].any() for place, deep in enumerate(group) if place
-        )
+    def _is_refuted(self, fed: Fed) -> bool:
+        """Whether more workers were seen to be faster beyond all luck, so that these are not enough."""
+        ratios = (self.ratio(other, fed.position) for other in fed.larger)
+        return any(faster > REFUTED * sd for faster, sd in ratios)
 
     def regret_samples(self) -> Floats:
         """What each configuration loses against the best, relatively, in each of the `paths`."""
@@ -249,16 +182,25 @@ class Posterior:
         return gain
 
 
-def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float) -> Floats:
+def prior_covariance(configs: Sequence[LoaderConfig], default_threads: float, space: Space) -> Floats:
     """Covariance of the twin's errors in the logarithm of the rate: similar configurations share them.
+
+    A knob that the twin does not know changes all configurations that have it alike.
 
     Args:
         configs: the configurations.
         default_threads: threads of the step where `consumer_threads` does not set them.
+        space: knows what such a knob is unless something else is tried.
     """
     points = _features(configs, default_threads)
     distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
     covariance: Floats = MODEL_SD**2 * np.exp(-0.5 * distance.sum(axis=2))
+    for knob in UNMODELLED:
+        values = [getattr(config, knob) for config in configs]
+        odd = [value != space.first_value(knob, config) for value, config in zip(values, configs, strict=True)]
+        if any(odd):
+            same = np.array([[one == other for other in values] for one in values])
+            covariance += UNMODELLED_SD**2 * np.outer(odd, odd) * same
     return covariance
 
 
@@ -271,7 +213,6 @@ def _features(configs: Sequence[LoaderConfig], default_threads: float) -> Floats
                 0.5 * math.log2(config.prefetch_factor or 1),
                 math.log2(config.consumer_threads or max(default_threads, 1.0)),
                 2.0 * config.pin_memory + config.device_prefetch,
-                math.log2(config.batch_size or 1),
             )
             for config in configs
         ]

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
-from autotune_loader.decision.posterior import Posterior
+from autotune_loader.decision.posterior import TYPICAL_NOISE, Posterior, Seen
 from autotune_loader.decision.rounds import as_round, averaged
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -39,21 +39,12 @@ from autotune_loader.values.statistics import (
 
 UNKNOWN_SD = 0.7
 """Without beliefs anything may be twice as fast as anything else (standard deviation of the logarithm)."""
-TYPICAL_NOISE = 0.03
-"""Relative standard deviation of a burst's rate, where nothing else is known of it."""
 ADMITTING_ROUNDS = 2
-"""New candidates may join after the first rounds, so that each runs in more than one; later only while in doubt."""
-NOISE_WEIGHT = 4.0
-"""This many bursts' worth a typical noise counts beside that of the rounds."""
-LEAST_NOISE = 0.003
-"""Relative; rounds that agree better do so by chance."""
+"""New candidates may join after the first rounds, so that each runs in more than one."""
 CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1
 """Besides the incumbent this many run in a round."""
-DOUBTFUL_SHARE = 0.25
-"""A choice is in doubt while it is expected to lose more than this share of the tolerance: of 58 wrong choices on 1,500
-simulated machines 47 were among the fifth that was most in doubt (studies.regret.belief)."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 4
@@ -152,8 +143,6 @@ class Race:
         self.bursts = 0
         self._believe = believe
         self._failures: dict[LoaderConfig, list[Failure]] = {}
-        self._first_rates: dict[LoaderConfig, float] = {}
-        self._known: tuple[object, Posterior] | None = None
 
     def record(self, outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> Round:
         """One round, in the order in which it was run, and the seconds that it took."""
@@ -162,7 +151,6 @@ class Race:
             if isinstance(outcome, Failure):
                 self._failures.setdefault(config, []).append(outcome)
             else:
-                self._first_rates.setdefault(config, outcome.samples_per_s.value)
                 earlier = {number: replace(each, traces=()) for number, each in self._bursts.get(config, {}).items()}
                 self._bursts[config] = {**earlier, len(self.rounds): outcome}
         self.rounds.append(done)
@@ -176,7 +164,7 @@ class Race:
 
     def is_admitting(self) -> bool:
         """Whether others may still become candidates."""
-        return len(self.rounds) <= ADMITTING_ROUNDS or self.is_in_doubt()
+        return len(self.rounds) <= ADMITTING_ROUNDS
 
     def usable(self) -> tuple[Round, ...]:
         """The rounds in which the machine was not disturbed."""
@@ -199,11 +187,7 @@ class Race:
         if most == 0:
             return None
         ran = [config for config, count in counts.items() if count >= min(least_rounds, most)]
-        chosen, _ = self._belief(ran).choice([self.rules.cost(config) for config in ran], self.rules.tolerance)
-        first = ran[chosen]
-        over_first = {config: log_ratios(usable, config, first) for config in ran}
-        proved = [config for config, logs in over_first.items() if _prove_faster(logs, self.rules.tolerance)]
-        return max(proved, key=lambda config: fmean(over_first[config]), default=first)
+        return ran[self._belief(ran).choice([self.rules.cost(config) for config in ran], self.rules.tolerance)[0]]
 
     def next_entrants(self) -> list[LoaderConfig]:
         """Who runs in the next round: the incumbent, its strongest rival, and a baseline that is not known yet."""
@@ -211,29 +195,20 @@ class Race:
         if incumbent is None:
             return active
         new = [config for config in active if not _rates(usable, config)]
-        others = [config for config in active if config not in (incumbent, self.baseline)]
+        others = [config for config in active if config not in (incumbent, self.baseline, *new)]
         unanswered = [config for config in others if not self._is_answered(config, incumbent)]
-        rivals = sorted(unanswered, key=lambda config: -sum(self._ratio(config, incumbent)))[:RIVALS]
+        rivals = sorted(unanswered, key=lambda config: -sum(self._belief([config, incumbent]).ratio(0, 1)))[:RIVALS]
         wanted = {incumbent, *new, *rivals}
         if self.baseline in active and not self._is_baseline_known(incumbent):
             wanted.add(self.baseline)
         return [config for config in self.configs if config in wanted]
 
-    def is_in_doubt(self) -> bool:
-        """Whether what would be chosen now is expected to lose much against everything that is known, entrant or not."""
-        incumbent, known = self.incumbent(), self._believe()
-        if incumbent is None or known is None or incumbent.key() not in known.configs:
-            return False
-        loss = known.regret_samples()[:, known.configs.index(incumbent.key())].mean()
-        return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
-
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
-        incumbent = self.incumbent(LEAST_OF_WINNER)
-        if incumbent is None:
+        winner = self.incumbent(LEAST_OF_WINNER)
+        if winner is None:
             return None
-        winner = self._cheapest_unbeaten(incumbent)
         rates, bursts = _rates(usable.rounds, winner), self._usable_bursts()
         ran = [config for config in self.configs if _rates(usable.rounds, config)]
         belief, cost = self._belief(ran), self.rules.cost
@@ -270,63 +245,19 @@ class Race:
         return {config: bursts for config, bursts in kept.items() if bursts}
 
     def _belief(self, configs: Sequence[LoaderConfig]) -> Posterior:
-        """What is believed of some candidates, in their order: with what is known of everything, or by the rounds alone."""
+        """What is believed of some candidates that ran, in their order: of all that is known, or by the rounds alone."""
         known = self._believe()
-        version = (len(self.rounds), len(self.configs), id(known))
-        if self._known is None or self._known[0] != version:
-            self._known = (
-                version,
-                _by_rounds(self.configs, self.usable(), self.rules.noise_sd)
-                if known is None
-                else _completed(known, self.configs, self._first_rates),
-            )
-        named = configs if known is None else [config.key() for config in configs]
-        return self._known[1].at(named)
-
-    def _ratio(self, config: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
-        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
-        return self._belief(self.configs).ratio(self.configs.index(config), self.configs.index(other))
-
-    def _is_as_fast(self, config: LoaderConfig, other: LoaderConfig) -> bool:
-        """Whether it was seen that the workers of `config` suffice, so that `other`, which has more, is not faster."""
-        one, two = self.configs.index(config), self.configs.index(other)
-        return self._belief(self.configs).is_as_fast(one, two, self.rules.tolerance)
+        if known is None:
+            return _by_rounds(configs, self.usable(), self.rules.noise_sd)
+        return known.at([config.key() for config in configs])
 
     def _is_answered(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
         tolerance = self.rules.tolerance
-        looks_faster = _look_faster(log_ratios(self.usable(), config, incumbent), tolerance)
-        if not looks_faster and self._is_as_fast(incumbent, config):
-            return True
-        mean, sd = self._ratio(config, incumbent)
+        belief = self._belief([config, incumbent])
+        mean, sd = belief.ratio(0, 1)
         slower = _below(math.log(1 - tolerance), mean, sd)
         faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
         return slower > CERTAIN or slower + faster < 1 - CERTAIN
-
-    def _cheapest_unbeaten(self, incumbent: LoaderConfig) -> LoaderConfig:
-        """The incumbent, or a cheaper candidate that nobody beat in most rounds: what costs more must show that it helps.
-
-        Not slower than the incumbent alone is not enough: bursts of that one may be the disturbed ones. Where both are as fast
-        as the step alone, two rounds are enough: nobody can be much faster.
-        """
-        usable, active = self.usable(), self.active()
-
-        def is_unbeaten(config: LoaderConfig, by: LoaderConfig, floor: float) -> bool:
-            logs = log_ratios(usable, config, by)
-            return len(logs) < MIN_ROUNDS or median(logs) >= floor
-
-        slower = math.log(1 - self.rules.tolerance)
-        unbeaten = [
-            config
-            for config in active
-            if len(log_ratios(usable, config, incumbent)) >= MIN_ROUNDS
-            and is_unbeaten(config, incumbent, 0.0)
-            and all(is_unbeaten(config, other, slower) for other in active if other != config)
-        ]
-        at_ceiling = self._at_ceiling() if incumbent in self._at_ceiling() else []
-        as_fast = [
-            config for config in at_ceiling if fmean(log_ratios(usable, config, incumbent) or [-math.inf]) >= slower
-        ]
-        return min([incumbent, *unbeaten, *as_fast], key=self.rules.cost)
 
     def _at_ceiling(self) -> list[LoaderConfig]:
         """Who is as fast as the step alone, in the mean of at least two rounds; nobody where a rate denies that ceiling."""
@@ -364,51 +295,22 @@ def _is_out(failures: Sequence[Failure]) -> bool:
     return len(failures) >= MAX_FAILURES or any(failure.kind in OUT_AT_ONCE for failure in failures)
 
 
-def _look_faster(logs: Sequence[float], tolerance: float) -> bool:
-    """Whether rounds with these logarithms of ratios speak for the one above, by their mean."""
-    return bool(logs) and fmean(logs) > tolerance
-
-
-def _prove_faster(logs: Sequence[float], tolerance: float) -> bool:
-    """Whether such rounds alone show it, whatever is believed: by their order, as one disturbed round widens any interval."""
-    return len(logs) >= MIN_ROUNDS and median(logs) > tolerance and min(logs) > 0
-
-
-def _completed(
-    known: Posterior, configs: Sequence[LoaderConfig], first_rates: Mapping[LoaderConfig, float]
-) -> Posterior:
-    """What is known of the candidates; of those that the search could not observe, what their first burst said."""
-    keys = list(dict.fromkeys(config.key() for config in configs))
-    first = {config.key(): rate for config, rate in first_rates.items()}
-    typical = math.exp(float(known.mean.max()))
-    missing = {key: first.get(key, typical) for key in keys if key not in known.configs}
-    return (known.including(missing) if missing else known).at(keys)
-
-
 def _by_rounds(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> Posterior:
     """What the rounds alone tell, each relative to its own level."""
+    seen = [
+        (configs.index(config), math.log(rate), number)
+        for number, each in enumerate(rounds)
+        for config, rate in each.rates.items()
+        if config in configs
+    ]
+    where, logs, numbers = (np.array(each) for each in zip(*seen, strict=True))
     before = Posterior(
         configs=tuple(configs),
-        mean=np.zeros(len(configs)),
+        mean=np.full(len(configs), logs.mean()),
         covariance=UNKNOWN_SD**2 * np.eye(len(configs)),
         noise_sd=typical_sd,
     )
-    seen = [(configs.index(config), math.log(rate)) for each in rounds for config, rate in each.rates.items()]
-    level = fmean(log for _, log in seen) if seen else 0.0
-    noise = _noise_sd(configs, rounds, typical_sd)
-    return before.updated([index for index, _ in seen], [log - level for _, log in seen], [noise**2] * len(seen))
-
-
-def _noise_sd(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> float:
-    """Noise of one burst: a typical one, and the scatter of each candidate over the rounds, by their weight."""
-    squares, freedom = NOISE_WEIGHT * typical_sd**2, NOISE_WEIGHT
-    for config in configs:
-        logs = [math.log(rate) for rate in _rates(rounds, config)]
-        if len(logs) > 1:
-            # The median deviation: a single disturbed burst is no noise.
-            typical = median(abs(log - median(logs)) for log in logs) * 1.48
-            squares, freedom = squares + (len(logs) - 1) * typical**2, freedom + len(logs) - 1
-    return max(math.sqrt(squares / freedom), LEAST_NOISE)
+    return before.after(Seen(where=where, logs=logs, variances=np.zeros(len(logs)), rounds=numbers))
 
 
 def _below(value: float, mean: float, sd: float) -> float:

@@ -8,7 +8,8 @@ from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.posterior import TYPICAL_NOISE
+from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.burst_source import BurstSource

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune_loader.decision.race import TYPICAL_NOISE
+from autotune_loader.decision.posterior import TYPICAL_NOISE
 from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING, Space
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.twin.context import TwinContext

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -137,38 +137,6 @@ class Twin:
             for i, config in enumerate(configs)
         ]
 
-    def fetching_shares(self, configs: Sequence[LoaderConfig], change: float) -> Floats:
-        """By how much each rate follows the seconds of a fetch: 1 where only fetching limits it, 0 where only the step does.
-
-        The mean slope of the logarithms while fetches take from `1 - change` to `1 + change` times as long: workers that are
-        just enough now may be too few then.
-        """
-        columns = self._columns(configs, self.cores)
-        quicker, slower = (self._solved(columns, factor).rate for factor in (1 - change, 1 + change))
-        shares: Floats = np.log(quicker / slower) / np.log((1 + change) / (1 - change))
-        return np.clip(shares, 0.0, 1.0)
-
-    def burst_scatter(self, bursts: Sequence[tuple[LoaderConfig, int]]) -> Floats:
-        """How far the rates of such bursts lie apart by which batches they happen to read, as sd of the logarithm.
-
-        In order a slow batch holds up all workers: where one in 33 takes five times as long and workers about keep up with the
-        loop, bursts of 2.5 rounds scatter by 30 % (tests/twin/test_twin.py), whatever one of them says of itself.
-
-        Args:
-            bursts: configurations, each with the batches in the window of its burst.
-
-        Returns:
-            One value per burst; 0 where a burst's own interval tells, as without workers or with batches that are alike.
-        """
-        scatter = np.zeros(len(bursts))
-        untold = [i for i, (config, _) in enumerate(bursts) if config.num_workers]
-        if untold and self.services.std() >= LIGHT_VARIATION:
-            configs, counts = zip(*[bursts[i] for i in untold], strict=True)
-            columns = self._columns(configs, self.cores)
-            done = self._solved(columns).done.T
-            scatter[untold] = [_scatter(*each) for each in zip(done, columns.workers, counts, strict=True)]
-        return scatter
-
     def ceiling(
         self, *, consumer_threads: int | None = None, device_prefetch: int = 0, cores: float | None = None
     ) -> float:
@@ -249,11 +217,8 @@ class Twin:
             cores=float(cores),
         )
 
-    def _solved(self, columns: Columns, slower: float = 1.0) -> _Solved:
-        """Stage times, load and rate: by turns, since idle workers slow nobody, and who idles follows from the rate.
-
-        With fetches that take `slower` times as long.
-        """
+    def _solved(self, columns: Columns) -> _Solved:
+        """Stage times, load and rate: by turns, since idle workers slow nobody, and who idles follows from the rate."""
         variation = float(self.services.std())
         batches = round(
             min(max(STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2, STEADY_BATCHES), MOST_STEADY_BATCHES)
@@ -267,7 +232,6 @@ class Twin:
         efficiency = np.ones(len(columns.workers))
         for _ in range(2):
             stages, load = self.calibration.settle(columns, efficiency)
-            stages = replace(stages, service_s=stages.service_s * slower)
             # Workers that keep up with the loop have long filled their queues. From empty ones those with 4 % to spare take 25
             # rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
             full = (
@@ -277,7 +241,7 @@ class Twin:
             runs = [_run(columns, stages, np.where(made, 0.0, service), step) for service, step in orders]
             rate = np.mean([steady_rate(done, columns.workers, batches) for done in runs], axis=0)
             efficiency = np.minimum(rate / stages.bound(columns), 1.0)
-        return _Solved(stages=stages, load=load, rate=np.minimum(rate, self._roofs(columns)), done=runs[0])
+        return _Solved(stages=stages, load=load, rate=np.minimum(rate, self._roofs(columns)))
 
     def _roofs(self, columns: Columns) -> Floats:
         kinds = list(zip(columns.threads, columns.ahead.tolist(), strict=True))
@@ -327,8 +291,6 @@ class _Solved:
     load: Load
     rate: Floats
     """Batches per second."""
-    done: Floats
-    """When each step of a long run was done, in seconds, shape (batches, configurations)."""
 
 
 def threads_at_work(consumer_threads: int | None, consumer_cores: float) -> float:
@@ -339,16 +301,6 @@ def threads_at_work(consumer_threads: int | None, consumer_cores: float) -> floa
 def _relative(samples: Floats) -> Floats:
     mean = samples.mean()
     return samples / mean if mean > 0 else np.ones_like(samples)
-
-
-def _scatter(done: Floats, workers: int, count: int) -> float:
-    """Of the logarithms of the rates in windows of so many batches, both ends averaged over a round of the workers."""
-    wave = int(np.clip(workers, 1, max(count // 2, 1)))
-    ends = np.convolve(done[len(done) // 4 :], np.full(wave, 1 / wave), mode="valid")
-    wanted = max(count - wave, 1)
-    width = min(wanted, len(ends) // 4)
-    spread = float(np.log(np.maximum(ends[width:] - ends[:-width], 1e-12)).std())
-    return spread * float(np.sqrt(width / wanted))  # of long windows by what quarters of the run show
 
 
 def _run(columns: Columns, stages: Stages, service: Floats, step: Floats) -> Floats:

@@ -30,8 +30,8 @@ import numpy as np
 
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.posterior import MODEL_SD, Posterior
-from autotune_loader.decision.race import TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.posterior import MODEL_SD, TYPICAL_NOISE, Posterior, Seen
+from autotune_loader.decision.race import Race, RaceOutcome, RaceRules
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
@@ -125,7 +125,8 @@ class _Bursts:
         self.configs = [LoaderConfig(num_workers=count) for count in range(kind.rivals + 1)]
         spread = APART_SD if kind.truth == "apart" else 0.0
         self.truth = {config: 1000.0 * math.exp(self.rng.gauss(0.0, spread)) for config in self.configs}
-        self.seen: list[tuple[int, float]] = []
+        self.seen: list[tuple[int, float, float]] = []
+        """Configuration, logarithm of the rate, and the drift that its round shares."""
 
     def rate(self, config: LoaderConfig, drift: float) -> float:
         noise = self.rng.gauss(0.0, 1.0)
@@ -134,7 +135,7 @@ class _Bursts:
             squares = self.rng.gammavariate(HEAVY_FREEDOM / 2, 2.0)
             noise /= math.sqrt(squares / HEAVY_FREEDOM) * math.sqrt(HEAVY_FREEDOM / (HEAVY_FREEDOM - 2))
         rate = self.truth[config] * math.exp(drift + self.kind.noise_sd * noise)
-        self.seen.append((self.configs.index(config), math.log(rate)))
+        self.seen.append((self.configs.index(config), math.log(rate), drift))
         return rate
 
     def measured(self, config: LoaderConfig, drift: float) -> Measurement:
@@ -154,15 +155,15 @@ class _Bursts:
         )
         for config in self.configs:
             self.rate(config, self.rng.gauss(0.0, DRIFT_SD))
-        variance = self.kind.noise_sd**2 + DRIFT_SD**2
         known: dict[int, Posterior] = {}
 
         def believe() -> Posterior:
             count = len(self.seen)
             if count not in known:
-                where, logs = zip(*self.seen, strict=True)
+                where, logs, drifts = (np.array(each) for each in zip(*self.seen, strict=True))
+                rounds = np.unique(drifts, return_inverse=True)[1]
                 known.clear()
-                known[count] = prior.updated(where, logs, [variance] * count)
+                known[count] = prior.after(Seen(where=where, logs=logs, variances=np.zeros(count), rounds=rounds))
             return known[count]
 
         return believe

@@ -16,6 +16,7 @@ from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind
+from autotune_loader.values.statistics import Interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedSource
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
@@ -168,3 +169,22 @@ def test_a_disturbed_round_says_nothing(beliefs: Beliefs) -> None:
     after = beliefs.posterior()
     assert after is not None
     assert after.mean[where] == before.mean[where]
+
+
+def test_a_lucky_first_burst_of_what_the_twin_knows_nothing_of_does_not_stay(beliefs: Beliefs) -> None:
+    # GIVEN two workers, and the same without the last batch, which was fastest in the first round and slowest in five others
+    plain = LoaderConfig(num_workers=2)
+    odd = replace(plain, drop_last=True)
+    beliefs.space = replace(beliefs.space, drop_lasts=(None, True))
+    source = SimulatedSource(MACHINE, FakeClock())
+    for number, rate in enumerate([1200.0, 900.0, 900.0, 900.0, 900.0, 900.0]):
+        for config, value in ((plain, 1000.0), (odd, rate)):
+            seen = source.gather(config, Ask(phase="compare", group=number))
+            assert seen.measurement is not None
+            interval = Interval(value=value, low=value / 1.03, high=value * 1.03, count=20)
+            beliefs.log.add(replace(seen, outcome=replace(seen.measurement, samples_per_s=interval)))
+    # WHEN it is asked what is faster THEN the first round is one of six
+    known = beliefs.posterior()
+    assert known is not None
+    ratio, sd = known.ratio(known.configs.index(odd), known.configs.index(plain))
+    assert ratio < -2 * sd

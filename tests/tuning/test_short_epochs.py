@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.race import TYPICAL_NOISE
+from autotune_loader.decision.posterior import TYPICAL_NOISE
 from autotune_loader.decision.space import Space
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import inspect_machine

@@ -495,38 +495,6 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
     assert predicted.epoch_samples_per_s < 0.97 * predicted.samples_per_s.value
 
 
-RARELY_SLOW = SimulatedMachine(cores=16, cpu_s=0.004, wait_s=0.08, step_s=0.006, service_cv=0.1, tail_share=0.03)
-
-
-@pytest.mark.parametrize(("workers", "is_wide"), [(12, True), (16, True), (48, False)])
-def test_windows_that_hold_a_slow_batch_or_none_scatter_as_bursts_do(workers, is_wide):
-    # GIVEN a twin that knows one batch in 33 to take five times as long
-    scout, config = (LoaderConfig(num_workers=count, prefetch_factor=2) for count in (8, workers))
-    plan = BurstPlan(max_s=10.0, min_s=10.0, deadline_s=100.0)
-    known = SimulatedProbe(RARELY_SLOW, StubClock()).burst(scout, plan)
-    twin = Twin.fit([Observation.from_measurement(scout, known)], cores=16)
-    # AND short bursts that each read other batches
-    plans = [BurstPlan(max_s=0.4, min_s=0.4, seed=seed) for seed in range(24)]
-    rates = [SimulatedProbe(RARELY_SLOW, StubClock()).burst(config, plan).samples_per_s for plan in plans]
-    scatter = np.log([rate.value for rate in rates]).std()
-    # THEN the twin knows how far their rates lie apart: much where workers about keep up, little where there are plenty
-    count = int(np.median([rate.count for rate in rates]))
-    predicted, of_longer = twin.burst_scatter([(config, n) for n in (count, 10 * count)])
-    assert (scatter > 0.2) == is_wide
-    assert 0.5 * scatter - 0.02 < predicted < 2.0 * scatter
-    assert of_longer < 0.7 * predicted + 0.002
-    assert len(twin.burst_scatter([])) == 0
-
-
-@pytest.mark.parametrize(("workers", "share"), [(0, 0.79), (2, 1.0), (16, 0.0)])
-def test_what_limits_a_rate_is_what_its_error_is_of(workers, share):
-    # GIVEN fetches of 40 ms and a loop of 11 ms
-    twin = Twin.fit([observation(n, cpu=0.001) for n in (0, 1, 4)], cores=16)
-    # THEN two workers are as fast as their fetches, 16 as the step, and none as both in turn
-    [found] = twin.fetching_shares([LoaderConfig(num_workers=workers)], 0.07)
-    assert found == pytest.approx(share, abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("workers", "binding", "words"),
     [

@@ -243,15 +243,11 @@ def _threaded_workers(evidence: Evidence) -> Steps:
 
 
 def _heavy_tail(evidence: Evidence) -> Steps:
-    heavy = tail(evidence.measurement)
-    if heavy <= HEAVY_TAIL or not evidence.best.in_order or evidence.best.num_workers < 2:
-        return
-    gain = evidence.predicted_gain(replace(evidence.best, in_order=False))
-    if gain is None or gain > WORTH_S_TIME:
+    heavy, waits = tail(evidence.measurement), evidence.measurement.wait_share > WORTH_S_TIME
+    if heavy > HEAVY_TAIL and waits and evidence.best.in_order and evidence.best.num_workers > 1:
         yield Advice(
             action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
             reason=f"the slowest batches take {heavy:.0f} times the median",
-            expected_gain=_believable(evidence, gain),
         )
 
 
