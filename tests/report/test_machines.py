@@ -7,7 +7,6 @@ from autotune_loader.report.machines import render_machines
 
 TUNED_ON = Fingerprint(
     usable_cores=8,
-    cpu_quota=8.5,
     memory_bytes=32 << 30,
     gpus=("H100",),
     driver="550.1",
@@ -23,7 +22,6 @@ def test_draws_both_machines_and_explains_what_differs() -> None:
     # THEN the rows are side by side, and what matters comes first
     rows = [" ".join(line.split()) for line in lines]
     assert "! usable cores 8 4" in rows
-    assert "cpu quota 8.5 8.5" in rows
     assert "memory 32 GiB 32 GiB" in rows
     assert "thread env OMP_NUM_THREADS=1 OMP_NUM_THREADS=1" in rows
     assert lines[-2].startswith("! usable cores: 8 then, 4 here")
