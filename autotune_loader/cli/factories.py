@@ -57,7 +57,7 @@ def _module(place: str) -> Any:
             raise ValueError(f"there is no module {missing!r} here ({Path.cwd()}); {_EXAMPLE}") from None
         raise _users_error(f"importing {place} failed", error) from error
     # Processes that tuning starts import it by its name, too.
-    if place.endswith(".py") and not os.path.samefile(getattr(module, "__file__", None) or os.devnull, place):
+    if place.endswith(".py") and not Path(place).samefile(module.__file__ or os.devnull):
         raise ValueError(f"{place!r} cannot be imported: another module has the name {name!r}; rename it")
     return module
 
