@@ -6,7 +6,7 @@
 
 The bursts of the search chose the candidates, so no rate that is reported comes from them: the best of many noisy bursts looks
 better than it is. For the choice itself what is believed counts as one more witness, weighted by how sure it is: few rounds
-cannot tell 3 % apart, the twin often can. Where rounds prove that a candidate is faster, they overrule the belief.
+cannot tell 3 % apart, the twin often can. Rounds are evidence of that belief, which knows what ran together.
 
 Nothing here runs anything: the caller runs the rounds and records them.
 """
@@ -45,10 +45,12 @@ CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1
 """Besides the incumbent this many run in a round."""
+DOUBTFUL_SHARE = 0.25
+"""A choice is in doubt while it is expected to lose more than this share of the tolerance."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 4
-"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
+"""A choice in doubt gets this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -102,7 +104,7 @@ class RaceOutcome:
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
     at_ceiling: bool = False
-    """Whether it is as fast as the step alone in two rounds or more: that decides, however few or disturbed these are."""
+    """Whether it is as fast as the step alone in two rounds or more: no loader can be faster."""
     notes: tuple[str, ...] = ()
     """What to know of the rounds: that some were disturbed, and `failures`."""
     failures: tuple[str, ...] = ()
@@ -203,6 +205,15 @@ class Race:
             wanted.add(self.baseline)
         return [config for config in self.configs if config in wanted]
 
+    def is_in_doubt(self) -> bool:
+        """Whether what would be chosen now is expected to lose much against the best of those that ran."""
+        ran = [config for config in self.active() if _rates(self.usable(), config)]
+        incumbent = self.incumbent()
+        if incumbent is None:
+            return True
+        loss = self._belief(ran).regret_samples()[:, ran.index(incumbent)].mean()
+        return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
+
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
@@ -230,7 +241,7 @@ class Race:
             bursts=bursts,
             as_fast=tuple(config for config in equal if config != winner and cost(config) >= cost(winner)),
             expected_loss=float(belief.regret_samples()[:, ran.index(winner)].mean()),
-            at_ceiling=winner in self._at_ceiling(),
+            at_ceiling=self._is_at_ceiling(winner),
             speedup=exactly_one if winner == self.baseline else speedup,
             notes=((usable.note,) if usable.note else ()) + failed,
             failures=failed,
@@ -252,20 +263,19 @@ class Race:
         return known.at([config.key() for config in configs])
 
     def _is_answered(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
-        tolerance = self.rules.tolerance
-        belief = self._belief([config, incumbent])
-        mean, sd = belief.ratio(0, 1)
-        slower = _below(math.log(1 - tolerance), mean, sd)
-        faster = 1 - _below(-math.log(1 - tolerance), mean, sd)
+        """Whether it is certain that one is slower, or that none is faster than the other by more than the tolerance."""
+        mean, sd = self._belief([config, incumbent]).ratio(0, 1)
+        margin = -math.log(1 - self.rules.tolerance)
+        slower, faster = _below(-margin, mean, sd), _below(-margin, -mean, sd)
         return slower > CERTAIN or slower + faster < 1 - CERTAIN
 
-    def _at_ceiling(self) -> list[LoaderConfig]:
-        """Who is as fast as the step alone, in the mean of at least two rounds; nobody where a rate denies that ceiling."""
-        known = {config: (_rates(self.usable(), config), self.rules.ceiling(config)) for config in self.active()}
-        means = {config: (fmean(rates), ceiling) for config, (rates, ceiling) in known.items() if len(rates) > 1}
+    def _is_at_ceiling(self, config: LoaderConfig) -> bool:
+        """Whether it is as fast as the step alone, in the mean of at least two rounds; a faster one denies that ceiling."""
+        known = {each: (_rates(self.usable(), each), self.rules.ceiling(each)) for each in self.active()}
+        means = {each: (fmean(rates), ceiling) for each, (rates, ceiling) in known.items() if len(rates) > 1}
         if any(ceiling is not None and rate > ABOVE_CEILING * ceiling for rate, ceiling in means.values()):
-            return []
-        return [config for config, (rate, ceiling) in means.items() if is_at_ceiling(rate, ceiling)]
+            return False
+        return config in means and is_at_ceiling(*means[config])
 
     def _is_baseline_known(self, incumbent: LoaderConfig) -> bool:
         logs = log_ratios(self.usable(), self.baseline, incumbent)
@@ -280,7 +290,7 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     if len(race.rounds) >= MAX_ROUNDS or not race.active():
         return False
     round_s = len(entrants) * race.spent_s / max(race.bursts, 1)
-    is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
+    is_decided = len(race.rounds) >= MIN_ROUNDS and (len(entrants) <= 1 or not race.is_in_doubt())
     if seconds_left < round_s or is_decided:
         return False
     return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < PATIENT_ROUNDS
