@@ -45,12 +45,10 @@ CERTAIN = 0.95
 """A candidate that is slower, or as fast, with this probability needs no further rounds."""
 RIVALS = 1
 """Besides the incumbent this many run in a round."""
-DOUBTFUL_SHARE = 0.25
-"""A choice is in doubt while it is expected to lose more than this share of the tolerance."""
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 4
-"""A choice in doubt gets this many rounds, however long each takes: on large machines three use up the patience."""
+"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -205,15 +203,6 @@ class Race:
             wanted.add(self.baseline)
         return [config for config in self.configs if config in wanted]
 
-    def is_in_doubt(self) -> bool:
-        """Whether what would be chosen now is expected to lose much against the best of those that ran."""
-        ran = [config for config in self.active() if _rates(self.usable(), config)]
-        incumbent = self.incumbent()
-        if incumbent is None:
-            return True
-        loss = self._belief(ran).regret_samples()[:, ran.index(incumbent)].mean()
-        return bool(loss > DOUBTFUL_SHARE * self.rules.tolerance)
-
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
@@ -290,7 +279,7 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     if len(race.rounds) >= MAX_ROUNDS or not race.active():
         return False
     round_s = len(entrants) * race.spent_s / max(race.bursts, 1)
-    is_decided = len(race.rounds) >= MIN_ROUNDS and (len(entrants) <= 1 or not race.is_in_doubt())
+    is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
     if seconds_left < round_s or is_decided:
         return False
     return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < PATIENT_ROUNDS

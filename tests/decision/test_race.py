@@ -404,12 +404,3 @@ def test_the_next_round_is_expected_to_take_as_long_as_its_own_entrants():
     # THEN they run again
     assert len(outcome.rounds) == 2
     assert outcome.speedup is not None
-
-
-def test_a_choice_that_can_lose_hardly_anything_takes_no_more_rounds_than_an_interval_needs():
-    # GIVEN two that are as fast as each other, so that no number of rounds tells them apart
-    sure, unsure = (known((FEW, SOME, BASELINE), [100.0, 100.0, 50.0], sd=sd) for sd in (0.001, 0.06))
-    probe = RatedProbe({BASELINE: 50.0, FEW: 100.0, SOME: 100.0}, noise=0.05)
-    # WHEN a search knew that THEN three rounds are enough, and else they go on
-    assert len(race(probe, [SOME, FEW], prior=sure, patience_s=0.0).rounds) == MIN_ROUNDS
-    assert len(race(probe, [SOME, FEW], prior=unsure, patience_s=0.0).rounds) == PATIENT_ROUNDS
