@@ -48,7 +48,8 @@ RIVALS = 1
 MIN_ROUNDS = 3
 """Fewer rounds say nothing about noise."""
 PATIENT_ROUNDS = 4
-"""Open questions get this many rounds, however long each takes: on large machines three use up the patience."""
+"""Open questions get this many rounds, however long each takes: on large machines three use up the patience. A winner
+that joined late goes on until it has run in `MIN_ROUNDS`."""
 LEAST_OF_WINNER = 2
 """The winner ran in two rounds, or in as many as any other: one burst gives no interval."""
 BASELINE_PRECISION = 0.03
@@ -203,6 +204,11 @@ class Race:
             wanted.add(self.baseline)
         return [config for config in self.configs if config in wanted]
 
+    def is_winner_known(self) -> bool:
+        """Whether who would win has run in as many rounds as an interval needs."""
+        winner = self.incumbent(LEAST_OF_WINNER)
+        return winner is None or len(_rates(self.usable(), winner)) >= MIN_ROUNDS
+
     def outcome(self) -> RaceOutcome | None:
         """What the rounds say; None where none could be completed."""
         usable = usable_rounds(self.rounds)
@@ -282,7 +288,8 @@ def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float)
     is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
     if seconds_left < round_s or is_decided:
         return False
-    return round_s <= race.rules.patience_s - race.spent_s or len(race.rounds) < PATIENT_ROUNDS
+    is_due = len(race.rounds) < PATIENT_ROUNDS or not race.is_winner_known()
+    return is_due or round_s <= race.rules.patience_s - race.spent_s
 
 
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:

@@ -100,6 +100,8 @@ def raised(paths: Floats, enough: Sequence[Fed]) -> Floats:
 def _headrooms(observations: Sequence[Observation]) -> Mapping[WorkerSetup, tuple[float, float]]:
     """Logarithm of the headroom in bursts of the same workers, one or more, and its standard deviation."""
     with_workers = [seen for seen in observations if seen.num_workers]
+    if not with_workers:
+        return {}
     # In steps of the same burst: in seconds it would be that of the burst in which everything was quickest.
     quickest: dict[tuple[object, ...], float] = defaultdict(lambda: math.inf)
     for seen in with_workers:

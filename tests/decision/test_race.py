@@ -117,7 +117,7 @@ def test_of_equally_fast_configs_the_cheapest_wins():
 
 def test_as_fast_as_the_step_alone_in_two_rounds_is_at_the_ceiling():
     # GIVEN a step that no loader can outrun, and time for two rounds
-    rates = {BASELINE: 990.0, FEW: 985.0, MANY: 1001.0}
+    rates = {BASELINE: 999.0, FEW: 998.0, MANY: 1000.0}
     at_ceiling = {"ceiling": lambda config: 1000.0}
     # WHEN they race
     outcome = race(RatedProbe(rates), [MANY, FEW], budget_s=6.5, **at_ceiling)

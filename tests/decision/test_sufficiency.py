@@ -46,9 +46,9 @@ def known(rates, *, sd=0.05, use=(0.5, 1.0, 1.0), bursts=None, configs=CONFIGS):
 
 
 def lost(belief):
-    """What 5 workers lose against 16, in the median of the truths that may be."""
+    """What 5 workers lose against 16, in the mean of the truths that may be."""
     paths = belief.paths()
-    return 1 - np.exp(np.median(paths[:, 1] - paths[:, 2]))
+    return float(np.maximum(1 - np.exp(paths[:, 1] - paths[:, 2]), 0.0).mean())
 
 
 def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough():
@@ -78,7 +78,7 @@ def test_every_prefetch_shares_what_was_seen_of_the_workers_but_other_threads_do
         ([observed(ENOUGH)], 0.92, False),
         ([observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)], 1.0, False),
         ([observed(ENOUGH, step_s=np.full(200, 0.006)), observed(MANY)], 1.0, False),
-        ([observed(ENOUGH, step_s=np.full(200, 0.0078), receive_s=np.full(200, 0.0027)), observed(MANY)], 1.0, False),
+        ([observed(ENOUGH, step_s=np.full(200, 0.007), receive_s=np.full(200, 0.0035)), observed(MANY)], 1.0, False),
         ([observed(ENOUGH), observed(MANY, faster=1.3)], 1.0, True),
     ],
     ids=[
@@ -92,7 +92,7 @@ def test_every_prefetch_shares_what_was_seen_of_the_workers_but_other_threads_do
 )
 def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(bursts, use, are_enough):
     belief = known([50.0, 100.0, 110.0], use=(0.5, use, 1.0), bursts=bursts)
-    assert (lost(belief) < 0.005) == are_enough
+    assert (lost(belief) < 0.001) == are_enough
 
 
 def test_rates_beyond_all_luck_refute_what_was_seen_of_the_feeding():
