@@ -266,7 +266,7 @@ def _is_lost(attributes: Mapping[str, Any]) -> bool:
 
 
 def _import_optuna() -> None:
-    """In a thread: Optuna keeps errors of what is not installed for ever, and with them the frames of `tune()` and the model."""
+    """In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model."""
     thread = threading.Thread(target=importlib.import_module, args=("optuna",))
     thread.start()
     thread.join()
