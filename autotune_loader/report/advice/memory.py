@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
 from autotune_loader.report.advice.evidence import Evidence
-from autotune_loader.report.units import bytes_text, counted, seconds_text
+from autotune_loader.report.units import bytes_text, seconds_text
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind
 
@@ -89,8 +89,7 @@ def growth_warning(evidence: Evidence) -> str | None:
     """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
 
     Pages that forked workers share with the training process are copied one by one as their samples are first touched
-    (pytorch#13246). A sample is touched once an epoch whatever the number of workers, but none of them can copy more than the
-    training process holds: so fewer workers end up with less.
+    (pytorch#13246). No worker can copy more than the training process holds: so fewer workers end up with less.
     """
     memory, limit = (
         evidence.measurement.memory,
@@ -109,24 +108,10 @@ def growth_warning(evidence: Evidence) -> str | None:
     )
     if not evidence.best.num_workers:
         return sentence
-    fitting = _workers_that_fit(evidence, grown, SAFE_SHARE * limit)
-    fits = "fewer workers may not help" if fitting is None else f"{counted(fitting, 'worker')} would fit"
     return (
-        f"{sentence}: {fits}. Forked workers copy what they touch of Python objects: keep large lists and dicts as one array "
-        "or tensor (pytorch#13246)"
+        f"{sentence}: fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and dicts "
+        "as one array or tensor (pytorch#13246)"
     )
-
-
-def _workers_that_fit(evidence: Evidence, grown_bytes: float, limit_bytes: float) -> int | None:
-    """The most workers, fewer than now, that fit even when each has copied all it can."""
-    model = evidence.memory_model()
-    if model is None:
-        return None
-    for count in reversed(range(evidence.best.num_workers)):
-        config = replace(evidence.best, num_workers=count) if count else LoaderConfig()
-        if model.peak_bytes(config) + min(grown_bytes, count * model.base_bytes) <= limit_bytes:
-            return count
-    return None
 
 
 def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:
