@@ -175,7 +175,7 @@ CASES = {
     "threads of a library": ("cpu", evidence(measured(service_cpu_s=0.25)), "", "a worker keeps 2.3 cores busy"),
     "a slow stage": ("cpu", evidence(stage_times=(READ, DECODE, CROP)),
         "; decode takes 60 % of a worker's CPU (a.py:2, convert); ", "Make 'crop' cheaper (a.py:3)"),
-    "more cores": ("cpu", simulated(BEST, cpu_s=0.1, step_s=0.004), "", "Use more cores: with 8 cores"),
+    "more cores": ("cpu", simulated(BEST, cpu_s=0.1, step_s=0.004), "", "is predicted for 8 cores"),
     "a heavy tail": ("cpu", evidence(measured(traces=traces([0.1] * 48 + [1.0] * 2))), "", "allow=('in_order',)"),
     "a list that is copied": ("cpu", evidence(GROWS, held=LIST), "", "self.paths = np.array(self.paths)"),
     "no ceiling": ("cpu", evidence(ceiling=None), "", ""),
