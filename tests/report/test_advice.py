@@ -119,7 +119,6 @@ def simulated(best, others=(), *, limits=None, **machine):
         on_accelerator=True,
         trials=trials,
         twin=fit_twin(observed(trials), context),
-        cached_steps=(step,),
         space=None if limits is None else Space(max_workers=16, limits=limits),
     )
 

@@ -109,8 +109,8 @@ def growth_warning(evidence: Evidence) -> str | None:
     if not evidence.best.num_workers:
         return sentence
     return (
-        f"{sentence}: fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and dicts "
-        "as one array or tensor (pytorch#13246)"
+        f"{sentence}: fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and "
+        "dicts as one array or tensor (pytorch#13246)"
     )
 
 

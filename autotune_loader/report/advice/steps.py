@@ -264,7 +264,7 @@ def _memory_growth(evidence: Evidence) -> Steps:
 
 
 def _step_on_cpu_s(evidence: Evidence) -> float:
-    return 0.0 if evidence.on_accelerator or not evidence.cached_steps else evidence.measurement.step_s
+    return 0.0 if evidence.on_accelerator else evidence.measurement.step_s
 
 
 def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -> float | None:
@@ -277,16 +277,14 @@ def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -
 
 
 def _believable(evidence: Evidence, gain: float | None) -> float | None:
-    """The gain, as far as step and cores allow it; None where that leaves little, or next to no bound."""
+    """The gain, as far as the step allows it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    bounds = [evidence.cores_limit() if evidence.computing_share() < 0.5 else None]
-    bounds += [None if evidence.ceiling is None else evidence.ceiling.value]
-    allowed = [bound / evidence.rate.value - 1 for bound in bounds if bound is not None]
-    if evidence.ceiling is None and evidence.measurement.wait_share < 1:
+    if evidence.ceiling is not None:
+        gain = min(gain, evidence.ceiling.value / evidence.rate.value - 1)
+    elif evidence.measurement.wait_share < 1:
         # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
-        allowed.append(1 / (1 - evidence.measurement.wait_share) - 1)
-    gain = min([gain, *allowed])
+        gain = min(gain, 1 / (1 - evidence.measurement.wait_share) - 1)
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None
 
 
