@@ -25,11 +25,10 @@ from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
+from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions, parse_seconds
-from autotune_loader.tuning.paired import paired
-from autotune_loader.tuning.schedule import EpochLength
 from autotune_loader.tuning.search_space import make_space
-from autotune_loader.tuning.state import Job, RunContext
+from autotune_loader.tuning.state import RunContext
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -219,9 +218,8 @@ class _Entrant:
             warmup=opened.warmup,
             fingerprint=fingerprint,
             usable_cores=machine.usable_cores,
-            notes=(),
         )
-        context = Job.of(run, (), "").context()
+        context = run.twin_context()
         self.source = BurstSource(
             opened.probe, space, context, self.trials, lambda: math.inf, opened.warmup.first_batch_s
         )
@@ -250,8 +248,7 @@ class _Entrant:
         return self.source.context
 
     def has_short_epochs(self, seconds_left: float) -> bool:
-        epoch = EpochLength.of(self.trials, self.context.epoch_batches)
-        return epoch is not None and epoch.is_short(seconds_left / 2)
+        return self.source is not None and self.source.has_short_epochs(seconds_left / 2)
 
 
 class _Race:

@@ -22,7 +22,7 @@ from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.paired import paired
+from autotune_loader.tuning.finals import paired
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan

@@ -36,7 +36,7 @@ from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_o
 from autotune_loader.tuning.ranks import Ranks, joined_ranks
 from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, RunContext
+from autotune_loader.tuning.state import RunContext
 from autotune_loader.tuning.study import name_of_study
 from autotune_loader.tuning.unwrapping import told_beside_errors
 from autotune_loader.values.plan import Isolation
@@ -196,12 +196,13 @@ def _tuned(
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
-            space,
+            context,
             options,
-            Job.of(context, earlier.suggestions, options.study_name or name_of_study(space, context.fingerprint)),
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
+            suggestions=earlier.suggestions,
+            study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)

@@ -12,12 +12,9 @@ from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
 from autotune_loader.report.summary import speedup_sentence, why_undecided
 from autotune_loader.tuning import assemble as assembly
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result, simulated_run, simulated_search
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
     machine = SimulatedMachine(cores=2, cpu_s=0.004, step_s=0.03, step_cores=2.0, neighbours=0.0)
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock)
-    job = Job(usable_cores=2, default_threads=2, step_uses_cores=True, epoch_batches=10_000)
+    run = simulated_run(machine, Space(max_workers=4), epoch_batches=10_000)
 
     class Coming:
         def trial(self, *_: object) -> None:
@@ -109,9 +106,7 @@ def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
 
         def finals_round(self, *_: object) -> None: ...
 
-    state = TuningSession(
-        probe, Space(max_workers=4), TuneOptions(budget_s=40.0), job, clock=clock, started=0.0, listener=Coming()
-    ).run()
+    state = simulated_search(probe, run, clock, listener=Coming(), budget_s=40.0)
     # THEN the ceiling is that of the step under the load that the rounds ran under
     alone = max(each.samples_per_s.value for each in state.ceilings.values())
     ceiling = state.ceiling_of(state.finals.winner)

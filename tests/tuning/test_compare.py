@@ -20,8 +20,8 @@ from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.report.units import ratio_text
 from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
+from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.paired import paired
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe

@@ -209,11 +209,11 @@ def _exists(name: str) -> bool:
 
 HOST = """
     import json, sys, time
+    from autotune_loader.tuning.finals import Finals
     from autotune_loader.tuning.session import TuningSession
     from autotune_loader.tuning.options import TuneOptions
-    from autotune_loader.tuning.state import Job
     from autotune_loader.decision.space import Space
-    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
 
     class Probe(SimulatedProbe):
         def burst(self, config, plan):
@@ -227,9 +227,9 @@ HOST = """
     clock = FakeClock()
     probe = Probe(SimulatedMachine(), clock, seed=int(sys.argv[2]))
     options = TuneOptions(storage=sys.argv[1], search="grid", budget_s=1e6)
-    job = Job(usable_cores=4, default_threads=4, step_uses_cores=False, has_step=False, study_name="shared")
-    search = TuningSession(probe, Space(max_workers=8), options, job, clock=clock, started=0.0, listener=Nobody())
-    search._race = lambda: None
+    run = simulated_run(probe.machine, Space(max_workers=8), has_step=False)
+    search = TuningSession(probe, run, options, clock=clock, started=0.0, listener=Nobody(), study_name="shared")
+    Finals.run = lambda *_: None
     found = search.run()
     print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)
 """

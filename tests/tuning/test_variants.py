@@ -14,13 +14,11 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.decision.space import BatchCost, Limits, Space
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, SearchState
+from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run, simulated_search
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -63,22 +61,8 @@ class Batches:
         return self._probe(plan.batch_size).step_ceiling(consumer_threads, plan)
 
 
-class Silent:
-    def trial(self, *arguments: Any) -> None: ...
-    def finals_round(self, *arguments: Any) -> None: ...
-
-
 def searched(probe: Batches, space: Space, **options: Any) -> SearchState:
-    run = TuningSession(
-        probe,
-        space,
-        TuneOptions(**{"budget_s": 60.0, **options}),
-        Job(usable_cores=4, default_threads=4, step_uses_cores=False),
-        clock=probe.clock,
-        started=0.0,
-        listener=Silent(),
-    )
-    return run.run()
+    return simulated_search(probe, simulated_run(MACHINE, space), probe.clock, **options)
 
 
 def space(**changes: Any) -> Space:
