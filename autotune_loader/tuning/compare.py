@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.rounds import as_round, averaged
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.report.advice import Evidence as AdviceEvidence
-from autotune_loader.report.advice import judge
+from autotune_loader.report.assembly import judged
 from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
 from autotune_loader.report.progress import Progress, make_progress
-from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.loader_file import Finals, Measured
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import paired
@@ -34,7 +33,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import Isolation
-from autotune_loader.values.statistics import Interval, Round, mean_interval, usable_rounds
+from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 interval holds: rounds that end when it suits favour whoever was lucky."""
 START_DEADLINE_S = 300.0
 """A side that compiles its model may take minutes for its first step."""
-FASTER_THAN_ALONE = 1.15
-"""A step cannot be faster in the loop than alone: above this ratio the time of the step alone is not believed."""
 
 
 def compare(  # noqa: PLR0913 - all that a user may say
@@ -304,8 +301,7 @@ def _told(entrants: Sequence[_Entrant], race: _Race, seconds: float) -> Comparis
             "rate in common; tensors whose first dimension are the samples would work"
         )
     usable = usable_rounds(race.rounds)
-    machine_notes = [usable.note] if usable.note else []
-    sides = tuple(_side(each, usable.rounds) for each in entrants)
+    sides = tuple(_side(each, usable.rounds, race.whole_epochs) for each in entrants)
     notes = [f"{each.name}: {note}" for each in entrants for note in each.notes]
     return Comparison(
         sides=sides,
@@ -313,44 +309,43 @@ def _told(entrants: Sequence[_Entrant], race: _Race, seconds: float) -> Comparis
         rate_unit="batches/s" if counting else "samples/s",
         whole_epochs=race.whole_epochs,
         seconds=seconds,
-        notes=(*about_batch_sizes(sides), *machine_notes, *notes),
+        notes=(*about_batch_sizes(sides), *([usable.note] if usable.note else []), *notes),
     )
 
 
-def _side(entrant: _Entrant, rounds: Sequence[Round]) -> Side:
-    rates = [each.rates[entrant.name] for each in rounds if entrant.name in each.rates]
+def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Side:
+    """What was measured of a side, and what binds it, by the same rules as in `tune()`."""
+    name, config, data = entrant.name, entrant.config, entrant.workload.data
+    rates = [each.rates[name] for each in rounds if name in each.rates]
     if entrant.failure is not None or not rates:
         error = entrant.failure or "no round was completed"
-        return Side(name=entrant.name, config=entrant.config, error=error, traceback=entrant.traceback)
-    measurement = averaged(entrant.bursts)
-    verdict = _verdict(entrant, measurement, mean_interval(rates))
-    return Side(name=entrant.name, config=entrant.config, measurement=measurement, verdict=verdict)
-
-
-def _verdict(entrant: _Entrant, measurement: Measurement, rate: Interval) -> Verdict:
-    """What binds the side, by the same rules as in `tune()`."""
-    data, step, context = entrant.workload.data, entrant.step, entrant.context
-    ceiling = None if step is None else step.samples_per_s
-    doubt = None
-    if ceiling is not None and rate.value > FASTER_THAN_ALONE * ceiling.value:
-        ceiling, doubt = None, "the loop was faster than the step alone"
-    measured = [(trial.config, trial.measurement) for trial in entrant.trials if trial.measurement is not None]
-    return judge(
-        AdviceEvidence(
-            best=entrant.config,
-            measurement=measurement,
-            rate=rate,
-            ceiling=ceiling,
-            ceiling_doubt=doubt,
-            usable_cores=context.usable_cores,
-            on_accelerator=not entrant.workload.on_cpu,
-            epoch_batches=data.batches_per_epoch(entrant.config.batch_size),
-            trials=entrant.trials,
-            has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-            twin=fit_twin(measured, context),
-            cached_steps=() if step is None else (step,),
-        )
+        return Side(name=name, config=config, error=error, traceback=entrant.traceback)
+    measurement, step = averaged(entrant.bursts), entrant.step
+    found = TuningResult(
+        best=config,
+        status="complete",
+        baseline=config,
+        trials=tuple(entrant.trials),
+        measured=Measured(
+            samples_per_s=mean_interval(rates),
+            ceiling_samples_per_s=None if step is None else step.samples_per_s,
+            wait_share=measurement.wait_share,
+        ),
+        finals=Finals(
+            configs=(config,),
+            rounds=tuple((rate,) for rate in rates),
+            measurements=(measurement,),
+            whole_epochs=whole_epochs,
+        ),
+        twin=replace(entrant.context, epoch_batches=data.batches_per_epoch(config.batch_size)),
     )
+    verdict = judged(
+        found,
+        on_accelerator=not entrant.workload.on_cpu,
+        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+        cached_steps=() if step is None else (step,),
+    ).verdict
+    return Side(name=name, config=config, measurement=measurement, verdict=verdict)
 
 
 def sides_of(configs: Mapping[str, LoaderConfig], workload: Workload) -> dict[str, Workload]:

@@ -232,7 +232,8 @@ class EarlierResult:
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
         """Keep the result of a search for the next call, without what was said of this one alone, and for AutoLoaders."""
         lasting = tuple(warning for warning in result.warnings if warning not in self.objections)
-        limits = {"budget_s": self.options.budget_s, "max_trials": self.options.max_trials}
-        cache.keep(self.key, replace(result, warnings=lasting), cut_short=cut_short, **limits)
+        budget_s, max_trials = self.options.budget_s, self.options.max_trials
+        kept = replace(result, warnings=lasting)
+        cache.keep(self.key, kept, budget_s=budget_s, max_trials=max_trials, cut_short=cut_short)
         if result.status == "complete":
             cache.remember(cache.job_key(self.context.workload.data, self.context.fingerprint), result.best)

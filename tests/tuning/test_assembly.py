@@ -10,8 +10,7 @@ import pytest
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
-from autotune_loader.report.summary import speedup_sentence, why_undecided
-from autotune_loader.tuning import assemble as assembly
+from autotune_loader.report.summary import rate_words, speedup_sentence, why_undecided
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result, simulated_run, simulated_search
@@ -26,7 +25,7 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated
     ],
 )
 def test_a_rate_has_an_interval_only_where_it_tells_something(low: float, high: float, words: str) -> None:
-    assert assembly.rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
+    assert rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
 
 
 def outcome(rates: float, *, rounds: int, foreign: float = 0.0, expected_loss: float = 0.0) -> RaceOutcome:

@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
-from autotune_loader.results.cache import Entry, Note
+from autotune_loader.results.cache import Note
 from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.recheck import MOST_ROUNDS, ROUNDS, check
+from autotune_loader.tuning.earlier import MOST_ROUNDS, ROUNDS, EarlierResult, check
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -28,27 +27,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 
 BEST = LoaderConfig(num_workers=3)
 THEN = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.005)
-NOTE = Note(key="0" * 32, tuned_at="2026-11-20T12:00:00+00:00", budget_s=60.0)
 
 
-def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> Entry:
+def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> TuningResult:
     """What a search on this machine would have kept, noise-free."""
     probe = SimulatedProbe(machine, FakeClock())
     rates = [probe.truth(config) for config in (best, LoaderConfig())]
     known = Interval(value=rates[0], low=0.99 * rates[0], high=1.01 * rates[0], count=5)
-    result = TuningResult(
+    return TuningResult(
         best=best,
         status="complete",
         baseline=LoaderConfig(),
         measured=Measured(samples_per_s=known),
         finals=Finals(configs=(best, LoaderConfig()), rounds=(tuple(rates),)),
     )
-    return Entry(result=result, note=NOTE)
 
 
-def checked(now: SimulatedMachine, entry: Entry | None = None, *, seed: int = 0, space: Space | None = None) -> Any:
+def checked(
+    now: SimulatedMachine, then: TuningResult | None = None, *, seed: int = 0, space: Space | None = None
+) -> Any:
     probe = SimulatedProbe(now, FakeClock(), seed=seed)
-    return check(probe, entry or earlier(), LoaderConfig(), space or Space(max_workers=4), 0.02)
+    return check(probe, then or earlier(), LoaderConfig(), space or Space(max_workers=4), 0.02)
 
 
 def test_on_the_same_machine_an_earlier_result_holds_after_the_fewest_rounds() -> None:
@@ -69,20 +68,19 @@ SHORT_EPOCHS = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s
 def checked_by_epochs(epoch_batches: int, *, noise_sd: float = 0.0, seed: int = 0) -> tuple[Any, float]:
     """A check of a result whose finals ran whole epochs, and the seconds that it took."""
     machine = replace(SHORT_EPOCHS, noise_sd=noise_sd)
-    kept = earlier(machine)
     probe = SimulatedProbe(replace(machine, noise_sd=0.0), FakeClock(), epoch_batches=epoch_batches)
     rates = [
         probe.burst(config, BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)).samples_per_s
         for config in (BEST, LoaderConfig())
     ]
-    result = replace(
-        kept.result,
+    then = replace(
+        earlier(machine),
         measured=Measured(samples_per_s=rates[0]),
         finals=Finals(configs=(BEST, LoaderConfig()), rounds=((rates[0].value, rates[1].value),), whole_epochs=True),
     )
     clock = FakeClock()
     now = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
-    seen = check(now, replace(kept, result=result), LoaderConfig(), Space(max_workers=4), 0.02, clock)
+    seen = check(now, then, LoaderConfig(), Space(max_workers=4), 0.02, clock)
     return seen, clock()
 
 
@@ -128,7 +126,7 @@ def test_a_machine_that_is_a_little_slower_or_faster_as_a_whole_is_no_reason(slo
 def test_what_changed_for_good_is_a_reason_with_the_rates(now: SimulatedMachine) -> None:
     seen = checked(now)
     assert "samples/s" in seen.objection
-    assert len(seen.rounds) == ROUNDS
+    assert len(seen.rounds) == MOST_ROUNDS
 
 
 class DisturbedAtFirst(SimulatedProbe):
@@ -186,9 +184,8 @@ def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bo
             return super().burst(config, plan)
 
     plans: list[tuple[int, bool]] = []
-    entry = earlier()
-    entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
-    check(Noting(THEN, FakeClock(), epoch_batches=16), entry, LoaderConfig(), Space(max_workers=4), 0.02)
+    then = replace(earlier(), finals=replace(earlier().finals, whole_epochs=whole))
+    check(Noting(THEN, FakeClock(), epoch_batches=16), then, LoaderConfig(), Space(max_workers=4), 0.02)
     # Without workers epochs are nothing but their batches.
     assert set(plans) == {(BEST.num_workers, whole), (0, False)}
 
