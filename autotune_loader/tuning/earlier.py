@@ -1,7 +1,7 @@
 """An earlier result of the same workload on the same machine: found, checked, used if it holds, kept for the next call.
 
     round 1   best  baseline        each a short burst over the same indices; of whole epochs, where these are short
-    round 2   baseline  best        ... two more where these say no, because a search costs far more than they do
+    round 2   baseline  best        ... two more where these disagree on a no, because a search costs far more than they do
 
 Where another round would not fit into `CHECK_S` one is enough for a yes; what takes longer says why. The result holds while the
 best is not slower than the baseline, and while its rate is what it was: alone, or after what the baseline shows of the
@@ -120,7 +120,9 @@ def check(
     def sides(number: int) -> Sequence[LoaderConfig]:
         is_enough = number >= ROUNDS or (number > 0 and seen.seconds * (number + 1) / number > CHECK_S)
         is_over = bool(failed) or number >= MOST_ROUNDS or (is_enough and not seen.objection)
-        return () if is_over else [best, *others[:1]]
+        # Where every round objects by itself, more of them would hardly say otherwise.
+        alone = [_objection(replace(seen, rounds=[each]), tolerance) for each in seen.rounds] if not is_over else []
+        return () if is_over or (number >= ROUNDS and all(alone)) else [best, *others[:1]]
 
     def observe(config: LoaderConfig, number: int) -> Measurement | Failure:
         if failed:  # nothing more is to be learnt

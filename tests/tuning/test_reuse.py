@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
-from autotune_loader.results.cache import Note
 from autotune_loader.results.loader_file import Finals, Measured
 from autotune_loader.tuning.earlier import MOST_ROUNDS, ROUNDS, EarlierResult, check
 from autotune_loader.values.config import LoaderConfig
@@ -126,7 +125,7 @@ def test_a_machine_that_is_a_little_slower_or_faster_as_a_whole_is_no_reason(slo
 def test_what_changed_for_good_is_a_reason_with_the_rates(now: SimulatedMachine) -> None:
     seen = checked(now)
     assert "samples/s" in seen.objection
-    assert len(seen.rounds) == MOST_ROUNDS
+    assert len(seen.rounds) == ROUNDS
 
 
 class DisturbedAtFirst(SimulatedProbe):
