@@ -1,8 +1,13 @@
-"""From what a search state to the `TuningResult`: whose figures it holds; what they mean is said in `report`."""
+"""From the state of a search to the `TuningResult`, and who is told of it while the search runs.
+
+Whose figures a result holds is decided here; what they mean is said in `report`.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,6 +19,7 @@ from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import SLOW_FETCH_S
 from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
+from autotune_loader.report.progress import Progress
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
 from autotune_loader.results.cache import Entry
@@ -32,6 +38,12 @@ from autotune_loader.tuning.earlier import Check
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, mean_share
+from autotune_loader.values.trial import Trial
+
+log = logging.getLogger(__name__)
+
+NOT_WRITTEN = "could not be written"
+"""What a warning says of a file that was asked for."""
 
 
 def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
@@ -235,3 +247,31 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
         order = "sampler" if data.batch_sampler is None else "batch_sampler"
         parts |= {order: getattr(data, order), "dataset": data.dataset}
     return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}
+
+
+class FileAndProgress:
+    """Rewrites `loader.json` after every trial and draws a line for it."""
+
+    def __init__(self, context: RunContext, output: str | None, progress: Progress, started: float) -> None:
+        self._context, self._output, self._started = context, output, started
+        self._progress = progress
+        self.finals_round = progress.finals_round
+
+    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
+        best = state.fastest()
+        self._progress.trial(trial, best, seconds_left)
+        if self._output is not None and best is not None:
+            saved(assemble(state, self._context, time.monotonic() - self._started, final=False), self._output)
+
+
+def saved(result: TuningResult, output: str | None) -> TuningResult:
+    """The result, written where that was asked for. A disk that is full by now costs a warning, not the result."""
+    if output is None:
+        return result
+    try:
+        result.save(output)
+    except OSError as error:
+        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
+        log.warning(text)
+        return replace(result, warnings=(*result.warnings, text))
+    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -88,21 +88,11 @@ OPTIONS = tuple(each.name.removesuffix("_s").removesuffix("_bytes") for each in 
 
 
 def parse_options(options: Mapping[str, Any]) -> TuneOptions:
-    """`TuneOptions` from the raw options of `tune()`: budgets such as "60s" or "3m", sizes such as "8GB", a tuple `allow`."""
+    """`TuneOptions` from raw options of `tune()`: budgets such as "60s" or "3m", sizes such as "8GB", a tuple `allow`."""
     values = dict(options)
-    values["budget_s"] = parse_seconds("budget", values.pop("budget"))
-    for name in ("max_host_memory", "max_shm"):
-        values[f"{name}_bytes"] = parse_bytes(name, values.pop(name))
-    values["allow"] = _parse_allow(values.pop("allow"))
-    values["output"] = _parse_path("output", values["output"], what="a path", example="'loader.json'")
-    values["storage"] = _parse_path("storage", values["storage"], what="a path or URL", example="'study.journal'")
-    if values["storage"] and "://" not in values["storage"] and re.search(r":.*@", values["storage"]):
-        raise ValueError(
-            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
-            "storage='postgresql+psycopg://user:password@host/db' would work"
-        )
-    if isinstance(values["progress"], bool):
-        values["progress"] = "on" if values["progress"] else "off"
+    for name, (parsed_name, parse) in _PARSERS.items():
+        if name in values:
+            values[parsed_name] = parse(name, values.pop(name))
     return TuneOptions(**values)
 
 
@@ -143,16 +133,40 @@ def _quantity(
     return amount
 
 
-def _parse_allow(value: object) -> frozenset[str]:
+def _parse_allow(name: str, value: object) -> frozenset[str]:
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"allow={value!r} is not a collection of names; allow=('batch_size',) would work")
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}={value!r} is not a collection of names; {name}=('batch_size',) would work")
     return frozenset(map(str, names))
 
 
-def _parse_path(name: str, value: object, *, what: str, example: str) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
+def _parse_progress(_: str, value: object) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _parse_path(name: str, value: object, what: str = "a path", example: str = "'loader.json'") -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}={value!r} is not {what}; {name}={example} would work")
-    return os.fsdecode(value)
+    return None if value is None else os.fsdecode(value)
+
+
+def _parse_storage(name: str, value: object) -> str | None:
+    path = _parse_path(name, value, "a path or URL", "'study.journal'")
+    if path and "://" not in path and re.search(r":.*@", path):
+        raise ValueError(
+            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
+            "storage='postgresql+psycopg://user:password@host/db' would work"
+        )
+    return path
+
+
+_PARSERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "budget": ("budget_s", parse_seconds),
+    "max_host_memory": ("max_host_memory_bytes", parse_bytes),
+    "max_shm": ("max_shm_bytes", parse_bytes),
+    "allow": ("allow", _parse_allow),
+    "output": ("output", _parse_path),
+    "storage": ("storage", _parse_storage),
+    "progress": ("progress", _parse_progress),
+}
+"""What is read from the user's own form of an option, and the field that it becomes."""

@@ -21,9 +21,8 @@ from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
-from autotune_loader.tuning.assemble import assemble, assemble_reused, loader_parts
+from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_reused, loader_parts, saved
 from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.lockstep import (
     common_space,
     environment,

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch.utils.data import IterableDataset
 
 from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning import assemble as assembler
+from autotune_loader.tuning import compare as comparer
+from autotune_loader.tuning import tune as tuner
 from autotune_loader.tuning.assemble import assemble
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import Listener, TuningSession
 from autotune_loader.tuning.state import RunContext, SearchState
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
@@ -97,6 +105,38 @@ def simulated_search(
     """The search of `tune()` with this probe."""
     settings = TuneOptions(**{"budget_s": 60.0, **options})
     return TuningSession(probe, run, settings, clock=clock, started=clock(), listener=listener or Silent()).run()
+
+
+def on_simulated_machines(
+    monkeypatch: pytest.MonkeyPatch,
+    machine_of: Callable[[Workload], SimulatedMachine | str],
+    probe_on: Callable[..., Probe] = SimulatedProbe,
+    **warmup: Any,
+) -> FakeClock:
+    """From now on `tune()` and `compare()` burst on simulated machines, and the clock of `tune()` is the one returned.
+
+    Args:
+        monkeypatch: pytest's.
+        machine_of: the machine of a workload; a text is what its first batch raises.
+        probe_on: makes the probe of a machine.
+        **warmup: other fields of the `WarmupReport`.
+    """
+    clock = FakeClock()
+
+    @contextlib.contextmanager
+    def opened(workload: Workload, *_: Any, **__: Any) -> Iterator[OpenProbe]:
+        machine = machine_of(workload)
+        if isinstance(machine, str):
+            raise WorkloadError(machine, "the traceback")
+        batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
+        probe = probe_on(machine, clock, epoch_batches=batches)
+        yield OpenProbe(probe=probe, workload=workload, warmup=simulated_run(machine, **warmup).warmup)
+
+    for module in (tuner, comparer):
+        monkeypatch.setattr(module, "open_probe", opened)
+    for module in (tuner, assembler):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 def simulated_result(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
@@ -20,9 +19,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 BEST = LoaderConfig(num_workers=3)
 THEN = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.005)
@@ -189,35 +186,38 @@ def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bo
     assert set(plans) == {(BEST.num_workers, whole), (0, False)}
 
 
-# tune(), in this process
+# tune(), on simulated machines
 
 
-class Rows(Dataset[Any]):
-    """Waits, so that two workers are twice as fast on any machine, and a busy one hardly slows them."""
+class Rows:
+    """A dataset whose batches come from a simulated machine."""
 
-    sleep_s = 0.01
+    def __init__(self, machine: SimulatedMachine = THEN, length: int = 40_000) -> None:
+        self.machine, self.length = machine, length
 
     def __len__(self) -> int:
-        return 4000
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.sleep_s)
         return torch.full((3,), float(index))
 
 
-def quick(dataset: Any, **options: Any) -> TuningResult:
-    given = {"budget": 1.5, "max_trials": 2, "max_workers": 2, "isolation": "inline", "batch_size": 4, **options}
-    return tune(dataset, None, **given)
+Call = Callable[..., TuningResult]
 
 
-@pytest.mark.process
-def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`tune()` with two trials."""
+    on_simulated_machines(monkeypatch, lambda workload: workload.data.dataset.machine)
+    given = {"budget": 20, "max_trials": 2, "max_workers": 2, "batch_size": 32, "progress": False}
+    return lambda dataset, **options: tune(dataset, None, **{**given, **options})
+
+
+def test_the_second_call_uses_the_first_ones_result_and_says_so(quick: Call, tmp_path: Path) -> None:
     # GIVEN a finished run
     first = quick(Rows())
-
     # WHEN the same is asked again
     second = quick(Rows(), output=tmp_path / "loader.json")
-
     # THEN its result is used after a few bursts, complete, with the evidence of the search
     assert first.reused is None
     assert second.reused is not None
@@ -229,65 +229,49 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) 
     assert len(second.study.trials) == len(first.trials)
     # AND the file is written, and makes a loader
     assert TuningResult.load(tmp_path / "loader.json").reused == second.reused
-    assert len(next(iter(second.make_loader(Rows())))) == 4
+    assert len(next(iter(second.make_loader(Rows())))) == 32
 
 
-@pytest.mark.process
-def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early() -> None:
+def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early(quick: Call) -> None:
     # GIVEN a run on a dataset that then became twice as slow
-    first = quick(Rows(), budget=12)
-    slower = Rows()
-    slower.sleep_s = 0.02
-
+    first = quick(Rows())
+    slower = Rows(replace(THEN, cpu_s=2 * THEN.cpu_s))
     # WHEN the same is asked again
-    second = quick(slower, budget=12)
-
+    second = quick(slower)
     # THEN it is tuned anew, with the earlier best among the first, and the reason is told
     assert second.reused is None
     assert first.best in [trial.config for trial in second.trials[:2]]
     assert any("was not reused: " in warning for warning in second.warnings)
     # AND the new one holds for the next call, without that old story
-    third = quick(slower, budget=12)
+    third = quick(slower)
     assert third.reused is not None
     assert not any("was not reused" in warning for warning in third.warnings)
 
 
-class FewRows(Rows):
-    def __len__(self) -> int:
-        return 32
-
-
-@pytest.mark.process
-def test_a_result_of_short_epochs_is_reused_too() -> None:
-    first = quick(FewRows())
+def test_a_result_of_short_epochs_is_reused_too(quick: Call) -> None:
+    first = quick(Rows(SHORT_EPOCHS, length=8 * 32))
     assert first.finals.whole_epochs
-    assert quick(FewRows()).reused is not None
+    assert quick(Rows(SHORT_EPOCHS, length=8 * 32)).reused is not None
 
 
-@pytest.mark.process
-def test_without_reuse_everything_is_tuned_anew_and_kept_for_later() -> None:
-    assert quick(Rows(), reuse=False).reused is None
-    assert quick(Rows(), reuse=False).reused is None
+def test_when_everything_is_tuned_anew(quick: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # GIVEN an earlier result WHEN it is not wanted, a study is to be gone on with, or more trials are granted
+    quick(Rows())
+    for options in ({"reuse": False}, {"storage": tmp_path / "study.journal"}, {"max_trials": 4}):
+        # THEN the search runs, and its result is kept for later
+        assert quick(Rows(), **options).reused is None
     assert quick(Rows()).reused is not None
-
-
-@pytest.mark.process
-def test_with_the_cache_off_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path) -> None:
+    # AND with the cache off nothing is used
     monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
-    assert [quick(Rows()).reused for _ in range(2)] == [None, None]
+    assert quick(Rows()).reused is None
+
+
+def test_with_the_cache_off_nothing_is_kept(
+    quick: Call, monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
+    quick(Rows())
     assert list(cache_of_its_own.iterdir()) == []
-
-
-@pytest.mark.process
-def test_a_study_that_is_kept_on_purpose_is_gone_on_with_instead(tmp_path: Path) -> None:
-    quick(Rows())
-    assert quick(Rows(), storage=tmp_path / "study.journal").reused is None
-
-
-@pytest.mark.process
-def test_more_budget_than_the_earlier_search_had_is_used_for_a_search() -> None:
-    quick(Rows())
-    assert quick(Rows(), max_trials=4).reused is None
 
 
 @pytest.mark.parametrize(
