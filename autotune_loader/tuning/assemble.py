@@ -105,9 +105,8 @@ def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: flo
     earlier, baseline, rate = entry.result, context.baseline, seen.rate(entry.result.best)
     assert rate is not None
     measured = earlier.measured
-    # A speed-up that was stated while the machine was busy need not be that of a quiet one.
-    if baseline != earlier.baseline or (seen.refutes(measured.speedup) and seen.partner == baseline):
-        now = seen.rate(seen.partner) if seen.partner == baseline else rate
+    if baseline != earlier.baseline:
+        now = seen.rate(baseline) if seen.partner == baseline else rate
         unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
         speedup = seen.speedup if seen.partner == baseline else None
         measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
@@ -27,7 +26,6 @@ from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import RunContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round, paired_ratio
@@ -84,11 +82,6 @@ class Check:
     def noise(self) -> tuple[float, float]:
         """What the check may be off by in a rate, and in comparing its two sides."""
         return (EPOCH_NOISE, PAIRED_EPOCH_NOISE) if self.earlier.finals.whole_epochs else (NOISE, PAIRED_NOISE)
-
-    def refutes(self, then: Interval | None) -> bool:
-        """Whether the best is faster than its partner by more, or less, than an earlier interval and noise allow."""
-        now, (_, noise) = self.speedup, self.noise
-        return then is not None and now is not None and not _is_within(now.value, then, noise)
 
 
 def check(
@@ -197,20 +190,6 @@ class EarlierResult:
         # A study that is kept on purpose is to be gone on with, not passed over.
         is_wanted = options.reuse and options.storage is None
         return cls(context=context, options=options, key=key, entry=cache.find(key) if is_wanted else None)
-
-    @property
-    def suggestions(self) -> tuple[LoaderConfig, ...]:
-        """Configurations to try early: what was found before, and what an AutoLoader has written where the result will be."""
-        found = () if self.entry is None else (self.entry.result.best,)
-        output = self.options.output
-        if not self.options.reuse or output is None or not Path(output).is_file():
-            return found
-        try:
-            written = TuningResult.load(output)
-        except TunerError as error:
-            log.info("%s is not begun with: %s", output, error)
-            return found
-        return (*found, replace(written.best, persistent_workers=False)) if written.origin == "live" else found
 
     def check(self, probe: Probe, announce: Callable[[str], None]) -> Check | None:
         """What a paired check saw of an earlier result that holds; None where there is none, or none that holds."""

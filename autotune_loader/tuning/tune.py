@@ -203,7 +203,7 @@ def _tuned(
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
-            suggestions=earlier.suggestions,
+            suggestions=() if earlier.entry is None else (earlier.entry.result.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.tuning.earlier import MOST_ROUNDS, ROUNDS, EarlierResult, check
+from autotune_loader.tuning.earlier import MOST_ROUNDS, ROUNDS, check
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -272,19 +271,3 @@ def test_with_the_cache_off_nothing_is_kept(
     monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
     quick(Rows())
     assert list(cache_of_its_own.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("origin", "reuse", "expected"), [("live", True, [BEST]), ("tune", True, []), ("live", False, [])]
-)
-def test_what_a_live_loader_wrote_where_the_result_will_be_is_tried_early(
-    origin: Any, reuse: bool, expected: list[LoaderConfig], tmp_path: Path
-) -> None:
-    path = tmp_path / "loader.json"
-    TuningResult(best=BEST, status="complete", baseline=LoaderConfig(), origin=origin).save(path)
-    options: Any = SimpleNamespace(reuse=reuse, output=str(path))
-    none: Any = None
-
-    found = EarlierResult(context=none, options=options, key="", entry=None).suggestions
-
-    assert list(found) == expected
