@@ -212,7 +212,9 @@ class _Entrant:
         if isinstance(opened, WorkloadError):
             self.failure, self.traceback = str(opened).splitlines()[0], opened.user_traceback
             return
-        self.workload, self.notes, warmup = opened.workload, tuple(opened.notes), opened.warmup
+        # Sides of the same parts share a probe, and differ in their configurations.
+        self.workload = replace(opened.workload, own_config=self.config)
+        self.notes, warmup = tuple(opened.notes), opened.warmup
         self.counts_batches = warmup.counts_batches
         space = make_space(self.workload, warmup, machine, options)
         fingerprint = machine.fingerprint(dataset=self.workload.data.description)

@@ -41,6 +41,7 @@ class Batches:
     most_samples: int = 10**9
     gain: Callable[[LoaderConfig], float] = lambda config: 1.0
     clock: FakeClock = field(default_factory=FakeClock)
+    epoch_batches: int | None = None
     asked: list[LoaderConfig] = field(default_factory=list)
     ceilings: list[int | None] = field(default_factory=list)
 
@@ -48,7 +49,8 @@ class Batches:
         size = batch_size or OWN_SIZE
         share = size / OWN_SIZE
         step_s = self.per_batch_s + (MACHINE.step_s - self.per_batch_s) * share
-        return SimulatedProbe(replace(MACHINE, batch_size=size, cpu_s=MACHINE.cpu_s * share, step_s=step_s), self.clock)
+        machine = replace(MACHINE, batch_size=size, cpu_s=MACHINE.cpu_s * share, step_s=step_s)
+        return SimulatedProbe(machine, self.clock, epoch_batches=self.epoch_batches)
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         self.asked.append(config)
@@ -188,8 +190,8 @@ def tuned(
 ) -> TuningResult:
     """What `tune()` finds where most of a step is the same for every batch, and some configurations gain."""
 
-    def probe_on(machine: SimulatedMachine, clock: FakeClock, **_: Any) -> Batches:
-        return Batches(per_batch_s=0.009, gain=gain, clock=clock)
+    def probe_on(machine: SimulatedMachine, clock: FakeClock, epoch_batches: int | None) -> Batches:
+        return Batches(per_batch_s=0.009, gain=gain, clock=clock, epoch_batches=epoch_batches)
 
     on_simulated_machines(monkeypatch, lambda workload: MACHINE, probe_on)
     options = {"batch_size": OWN_SIZE, "max_workers": 2, "budget": 60, "reuse": False, "progress": False, **given}
@@ -209,7 +211,7 @@ def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(
     assert content["batch_size"] == {"value": size, "tuned": True}
     assert "batch_size" not in content["dataloader_kwargs"]
     assert load_config(path) == result.best
-    assert len(next(iter(result.make_loader(rows())))[0]) == size
+    assert result.make_loader(rows()).batch_size == size
     assert any(f"from 32 to {size}: the learning rate" in warning for warning in result.warnings)
     assert result.ceiling is not None
     assert result.ceiling.value == pytest.approx(size / (0.009 + 0.001 * size / 32), rel=0.1)
@@ -229,7 +231,7 @@ def test_dropping_the_last_batch_is_chosen_where_it_gains(monkeypatch: pytest.Mo
     # THEN dropping it is in the arguments, and its price is told
     assert result.best.to_kwargs()["drop_last"] is True
     assert any("leaves out the last 1 samples of every epoch" in warning for warning in result.warnings)
-    assert len(list(result.make_loader(rows(length)))) == 300
+    assert len(result.make_loader(rows(length))) == 300
 
 
 @pytest.mark.parametrize(
