@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -98,6 +100,7 @@ class OptunaStudy:
     def __init__(
         self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, disposable: bool = False
     ) -> None:
+        _import_optuna()
         self._name, self._space, self._sampler = name, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
@@ -265,6 +268,13 @@ def _is_lost(attributes: Mapping[str, Any]) -> bool:
     if place.is_seen_from_here:
         return place.has_ended() or place == Place.here()  # what this very process left running is of an earlier run
     return time.time() - float(attributes.get(SINCE, time.time())) > LOST_S
+
+
+def _import_optuna() -> None:
+    """In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model."""
+    thread = threading.Thread(target=importlib.import_module, args=("optuna",))
+    thread.start()
+    thread.join()
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
