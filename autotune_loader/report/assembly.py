@@ -15,10 +15,9 @@ from autotune_loader.report.standings import measurement_of
 from autotune_loader.report.summary import NOTHING_MEASURED
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.measurement import Measurement
 
 
-def judged(  # noqa: PLR0913 - what no result holds, and a verdict needs
+def judged(
     found: TuningResult,
     *,
     on_accelerator: bool,
@@ -26,7 +25,6 @@ def judged(  # noqa: PLR0913 - what no result holds, and a verdict needs
     after: Sequence[str] = (),
     nothing: str = NOTHING_MEASURED,
     has_batched_fetch: bool = True,
-    cached_steps: Sequence[Measurement] = (),
     space: Space | None = None,
     held: HeldObjects | None = None,
 ) -> TuningResult:
@@ -39,7 +37,6 @@ def judged(  # noqa: PLR0913 - what no result holds, and a verdict needs
         after: and after it.
         nothing: what the verdict says where nothing was measured.
         has_batched_fetch: whether the dataset can fetch batches, or that cannot be told.
-        cached_steps: the step on a cached batch, with any number of threads.
         space: what could have been tried.
         held: the largest list of Python objects that the dataset holds.
     """
@@ -63,7 +60,6 @@ def judged(  # noqa: PLR0913 - what no result holds, and a verdict needs
         trials=found.trials,
         has_batched_fetch=has_batched_fetch,
         twin=fit_twin([(t.config, t.measurement) for t in found.trials if t.measurement is not None], context),
-        cached_steps=cached_steps,
         space=space,
         stage_times=found.stage_times,
         held=held,

@@ -86,7 +86,6 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
         on_accelerator=not context.workload.on_cpu,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-        cached_steps=state.cached_steps(best),
         space=context.space,
         held=largest_held(data.dataset),
     )

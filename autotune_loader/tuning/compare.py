@@ -299,7 +299,6 @@ def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Sid
         found,
         on_accelerator=not entrant.workload.on_cpu,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-        cached_steps=() if step is None else (step,),
     ).verdict
     return Side(name=name, config=config, measurement=measurement, verdict=verdict)
 

@@ -89,12 +89,6 @@ class SearchState:
         """Rate of the step on a cached batch with the best thread count: no loader can exceed it."""
         return self.ceilings[self.best_threads].samples_per_s if self.ceilings else None
 
-    def cached_steps(self, config: LoaderConfig) -> tuple[Measurement, ...]:
-        """The step on cached batches of the size that a configuration has."""
-        if config.batch_size is None:
-            return tuple(self.ceilings.values())
-        return tuple(self.ceilings_beside.get(config.batch_size, ())[:1])
-
     def ceiling_of(self, config: LoaderConfig) -> Interval | None:
         """Rate of the step on a cached batch of the size that a configuration has; between the rounds, if timed there."""
         rates = [measured.samples_per_s for measured in self.ceilings_beside.get(config.batch_size, ())]
