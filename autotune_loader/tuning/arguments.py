@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.report.units import counted
-from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
+from autotune_loader.tuning.unwrapping import makes_batches, neither, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_bool, require_count
 
@@ -325,10 +325,7 @@ def _check_map_style(dataset: Any, has_order: bool) -> None:
     """As torch has it: a length is only asked for where no sampler says which indices there are."""
     of, name = "dataset_or_loader", type(dataset).__name__
     if not hasattr(dataset, "__getitem__") or not (has_order or hasattr(dataset, "__len__")):
-        raise TypeError(
-            f"{of}={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with __getitem__ and "
-            f"__len__; {answer_for(dataset)} would work"
-        )
+        raise neither(dataset)
     tensors = "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values))"
     refuse([(hasattr(dataset, "iloc"), f"{of}={name} looks up columns, not samples", tensors)])
     if has_order:

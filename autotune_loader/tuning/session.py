@@ -99,7 +99,6 @@ class TuningSession:
             space=run.space,
             search=options.search,
             seed=options.seed,
-            default_threads=run.warmup.default_threads,
         )
         self.state.study = self._study.study
 

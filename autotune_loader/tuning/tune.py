@@ -192,7 +192,7 @@ def _tuned(
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
         seen = earlier.check(probe, progress.announce)
         if seen is not None and earlier.entry is not None:
-            study = study_of(earlier.entry.result.trials, space, options, opened.warmup.default_threads)
+            study = study_of(earlier.entry.result.trials, space, options)
             held = assemble_reused(earlier.entry, seen, context, time.monotonic() - begun, study)
             return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
@@ -223,7 +223,7 @@ def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple
     ]
 
 
-def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions, default_threads: int) -> optuna.Study:
+def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions) -> optuna.Study:
     """The Optuna study of an earlier result's trials, in memory."""
     study = OptunaStudy(
         storage=None,
@@ -231,7 +231,6 @@ def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions, defaul
         space=space,
         search=options.search,
         seed=options.seed,
-        default_threads=default_threads,
     )
     for trial in trials:
         study.tell(study.ask(trial.config), trial)
