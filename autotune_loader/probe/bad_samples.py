@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import ast
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, default_collate
 
 from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.tracing import Wrapped
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.failures import StoppedError
-from autotune_loader.values.measurement import BadSample
+from autotune_loader.probe.failures import StoppedError, failure_of, user_traceback, with_advice
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import BadSample, Failure
 
+T = TypeVar("T")
 MOST_BAD = 3
 """So many different ones end a run."""
 MOST_NAMED = 4
@@ -251,3 +254,52 @@ def for_bursts(data: DataSide, without: Collection[str]) -> DataSide:
     if data.batch_sampler is not None:
         return replace(data, batch_sampler=Order(data.batch_sampler, without))
     return replace(data, sampler=Order(data.sampler, without))
+
+
+class BadSamples:
+    """Those of one run: named, left out from then on, and the run's end once there are too many."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, BadSample] = {}
+        self.left_out: set[str] = set()
+        """Keys of the samples that are left out, as they are written."""
+        self.ends_run: WorkloadError | None = None
+        """What is raised once too many samples raise, or none is left."""
+
+    def gone_without(self, run: Callable[[], T | Failure], again: Callable[[], DataSide] | None) -> T | Failure:
+        """What `run` returns once no sample raises in it.
+
+        Args:
+            run: a burst, or the first batch.
+            again: what this process may read a sample from, to see whether it raises here, too; None where it read it itself.
+
+        Raises:
+            WorkloadError: so many raise that training would hardly begin.
+        """
+        while True:
+            try:
+                return run()
+            except SampleError as error:
+                traceback.clear_frames(error.__traceback__)
+                failure = self._leave_out(error, again)
+            if failure is not None:
+                return failure
+
+    def _leave_out(self, error: SampleError, again: Callable[[], DataSide] | None) -> Failure | None:
+        """Go without a sample from now on; a failure where it is not the sample's fault, or cannot be left out."""
+        bad = error.sample
+        failure = replace(failure_of(error, "batches"), traceback=user_traceback(error.__cause__ or error))
+        if bad.name in self.by_name:
+            return failure
+        if again is not None and not error.raises_in(again()):
+            message = f"{bad.name} raises {bad.error} in a worker, and not when it is read again alone"
+            return replace(failure, message=message, retryable=True)
+        self.by_name[bad.name] = bad
+        self.left_out |= error.left_out
+        first, *others = self.by_name.values()
+        also = f", and so do {' and '.join(each.name for each in others)}" if others else ""
+        told = with_advice(f"{first.name} raises {first.error}{also}", error)
+        self.ends_run = WorkloadError(told, failure.traceback or "")
+        if len(self.by_name) >= MOST_BAD:
+            raise self.ends_run from None  # its text has all, without secrets
+        return None

@@ -99,7 +99,7 @@ class InlineProbe:
             memory_budget_bytes=self._memory_budget_bytes,
             memory_held_bytes=self._held_bytes,
             on_memory_limit=stop.now,
-            gpus=gpus_of(self._warmup),
+            gpus=gpus_of(self._warmup.device_uuid if self._warmup is not None else None),
         )
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), meter:

@@ -149,7 +149,7 @@ class ProcessProbe:
             usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
             on_memory_limit=on_memory_limit,
-            gpus=gpus_of(child.warmup),
+            gpus=gpus_of(child.warmup.device_uuid if child.warmup is not None else None),
         )
         with meter:
             outcome = child.ask(request)

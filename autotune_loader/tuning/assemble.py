@@ -12,7 +12,7 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.bench import SLOW_FETCH_S
+from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.report.ceiling import ceiling_doubt

@@ -19,10 +19,9 @@ from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of, warm_up
-from autotune_loader.probe.burst import run_burst, run_step_ceiling
-from autotune_loader.probe.burst_loop import DeviceRun
-from autotune_loader.probe.device import EventTimeline, timeline_of
-from autotune_loader.probe.epoch_burst import measure_epochs
+from autotune_loader.probe.burst import run_burst, run_epochs, run_step_ceiling
+from autotune_loader.probe.burst_loop import Run
+from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import is_device_broken
 from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.step import TrainingStep, build_step
@@ -53,7 +52,7 @@ def measured(
     step: Any = FakeStep(timeline, step_s=step_s, copy_s=0.0 if ahead else copy_s, host_s=host_s)
     lane = FakeLane(timeline) if ahead else None
     timeline.open()
-    run = DeviceRun(PLAN, workers, clock(), timeline, lane)
+    run = Run(PLAN, workers, clock(), timeline=timeline, lane=lane)
     batches: Iterator[Any] = (made_in_time if workers else made_here)(clock, fetch_s)
     batches = batches if lane is None else prefetched(batches, lane, ahead)
     run.deliver(batches, step)
@@ -171,11 +170,11 @@ def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_ha
     holder = Epochs(clock)
     holder.open(holder)
     timeline.open()
-    run = DeviceRun(PLAN, 1, clock(), timeline)
+    run = Run(PLAN, 1, clock(), timeline=timeline)
     # WHEN whole epochs are measured
-    found = measure_epochs(holder, holder, run, step, replace(PLAN, max_s=0.8), lambda phase: None)
+    run.deliver(holder.iterator, step)
+    found = run.measurement(run_epochs(holder, holder, run, step, replace(PLAN, max_s=0.8)))
     # THEN the rate is the device's, and so is the share of the window in which it worked
-    assert isinstance(found, Measurement)
     assert found.samples_per_s.value == pytest.approx(80, rel=1e-3)
     assert found.gpu.busy_share == pytest.approx(1.0)
     assert found.window_s == pytest.approx(found.samples / 80)
@@ -215,8 +214,8 @@ class FakeEvent:
 def test_other_accelerators_are_timed_by_their_events_and_may_lack_the_rest() -> None:
     # GIVEN a torch for XPU, and one of a kind that has events and little else, as MPS does
     little = SimpleNamespace(Event=FakeEvent, synchronize=lambda: None, empty_cache=lambda: None)
-    assert isinstance(timeline_of(torch.device("xpu:0")), EventTimeline)
-    timeline = EventTimeline(torch.device("mps:0"), little)
+    assert isinstance(timeline_of(torch.device("xpu:0")), Timeline)
+    timeline = Timeline(torch.device("mps:0"), little)
     # WHEN the latter times a burst
     timeline.open()
     begun = timeline.now()
@@ -293,7 +292,7 @@ def test_a_burst_measures_on_the_device_and_keeps_its_memory_for_the_next() -> N
     # THEN
     assert isinstance(found, Measurement)
     assert found.step_s == pytest.approx(0.005, rel=0.3)
-    assert found.gpu.allocated_bytes == 123
+    assert found.gpu.memory_bytes == 123
     assert timeline.events == ["open", "lane", "synchronize"]
 
 
@@ -444,7 +443,7 @@ def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
 def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
     # GIVEN a burst that knows its copies, and a meter that saw utilisation
     found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
-    known = replace(found.gpu, allocated_bytes=7, memory_bytes=7)
+    known = replace(found.gpu, memory_bytes=7)
     found = replace(found, gpu=known, cpu_share=1.0)
     meter = TreeMeter(os.getpid(), usable_cores=2)
     # WHEN they are put together THEN nothing is lost
@@ -458,7 +457,7 @@ def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     bench = Bench(rows, rows, TrainingSide())
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
-    assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)
+    assert (timeline_of(torch.device("cpu")), gpus_of(warmup.device_uuid), warmup.device_uuid) == (None, None, None)
     assert GpuUse(reason="the step does not run on an NVIDIA GPU") == NO_GPU
 
 
