@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
-from autotune_loader.probe.inference import UNUSED_LOSS, Form, StepInferenceError, infer
+from autotune_loader.probe.inference import Form, StepInferenceError, infer
 from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
 
@@ -30,11 +30,6 @@ TRAINS_NOTHING = (
     "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
     "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
 )
-STAND_IN_LOSS = (
-    "{step} stands in for the loss, as the batch has no target; pass loss_fn= (an autoencoder's is given output and input) "
-    "or train_step= for the true cost of the step"
-)
-
 AGAINST_TIME = (
     "{}: workers and their prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown"
 )
@@ -87,10 +82,8 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     if isinstance(side.model, torch.nn.Module):
         ready_model(side.model, device, side.compiled)
     form = infer(side, first_batch)
-    # Whether a step of the user's own moves its batch is found out on the first one.
-    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own or device.type == "cpu")
-    if form.ignores:
-        step.notes.append(form.ignores)
+    # Whether a step of the user's own moves its batch is found out on the first one. Where the CPU trains nothing is moved.
+    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own and device.type != "cpu")
     step.train = _Training(side, form, step)
     return step
 
@@ -131,22 +124,19 @@ class _Training:
         elif self._rest.by_closure:
             self._step_by_closure(batch)
         else:
-            self._finish(self._form.loss(batch))
+            self._finish(loss_in(self._form.run(batch)))
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
 
     def _learn(self, batch: Any, step: TrainingStep) -> None:
         """Train on the first batch, and see what the form does of it."""
-        returned, name, seen = self._first_run(batch, step)
+        returned, seen = self._first_run(batch, step)
         loss = loss_in(returned)
         self._rest, said = self._rest_of(seen, loss)
-        step.description = f"{name}{said}"
+        step.description = f"{self._form.name}{said}"
+        step.notes += self._form.notes
         if said == FORWARD_ONLY:
             step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
-        if name.endswith(UNUSED_LOSS):
-            step.notes.append(f"{name}: the batch has no target for it; loss_fn=None says the same")
-        if name.startswith("mean of "):
-            step.notes.append(STAND_IN_LOSS.format(step=name))
         self._learning = None
         if self._rest.steps and not _steps_any_of(self._model, self._optimizer):
             step.notes.append(
@@ -158,19 +148,19 @@ class _Training:
         else:
             self._finish(loss)
 
-    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen]:
+    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, _Seen]:
         if self._form.is_own and step.device.type != "cpu" and (done := self._run_moving_itself(batch, step)):
             return done
         try:
             with _watched() as seen:
-                return *self._form.run(step.move(batch)), seen
+                return self._form.run(step.move(batch)), seen
         except Exception as error:
             explained = self._form.explained(error)
             if explained is error:
                 raise
             raise explained from error
 
-    def _run_moving_itself(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen] | None:
+    def _run_moving_itself(self, batch: Any, step: TrainingStep) -> tuple[Any, _Seen] | None:
         """Run a step that brings its batch to the device by itself, waiting for the copy or not as the user wrote it."""
         try:
             with _watched() as seen, _Moves(step.device.type) as moves:
@@ -179,7 +169,7 @@ class _Training:
             step.moves = True
             return None
         step.moves = not moves.were_seen
-        return *done, seen
+        return done, seen
 
     def _rest_of(self, seen: _Seen, loss: Any) -> tuple[_Rest, str]:
         """What is left to do after the form has run, and how that is said."""
@@ -220,7 +210,7 @@ class _Training:
     def _step_by_closure(self, batch: Any) -> None:
         def closure() -> Any:
             self._optimizer.zero_grad(set_to_none=True)
-            loss = self._form.loss(batch)
+            loss = loss_in(self._form.run(batch))
             loss.backward()
             return loss
 

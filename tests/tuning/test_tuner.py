@@ -66,8 +66,8 @@ def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
 @pytest.mark.parametrize(
     ("form", "model", "options", "step"),
     [
-        ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(x), y)"),
-        ("pair", torch.nn.Linear(3, 2), {"loss_fn": torch.nn.CrossEntropyLoss()}, "CrossEntropyLoss(model(x), y)"),
+        ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(batch[0]), batch[1])"),
+        ("pair", torch.nn.Linear(3, 2), {"loss_fn": torch.nn.CrossEntropyLoss()}, "CrossEntropyLoss(model(batch[0]), batch[1])"),
         ("pair", torch.nn.Linear(3, 2), {"train_step": own_step}, "train_step(model, batch)"),
         ("dict", WithLoss(), {}, "model(**batch).loss"),
         ("plain", torch.nn.Linear(3, 2), {}, "mean of model(batch)"),
