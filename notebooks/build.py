@@ -84,7 +84,6 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)
 PICTURES = {
     "workers": "Where the line stops rising, more workers do not help; the star is the choice, with its interval.",
     "heatmap": "Bright is fast, the frame is the choice; hatched cells were predicted and not worth a burst.",
-    "history": "Every burst in its order; the line is what would have been found had the search ended there.",
     "timeline": "A gap in the training loop's row is a wait, for the worker whose batch ends where the gap ends.",
     "speedup": "Each dot is a round in which both were timed: where all of the band lies above the line, the gain is real.",
 }

@@ -1,4 +1,4 @@
-"""`python -m studies.compare`: the code of docs/how-to/compare.md as it is, with its own budgets, and what it prints."""
+"""`python -m studies.compare`: the code of two pages of docs/how-to as it is, with its own budgets, and what it prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ model = torch.nn.Linear(8, 2)
 
 
 def main() -> None:
-    text = (ROOT / "docs" / "how-to" / "compare.md").read_text(encoding="utf-8")
+    pages = [ROOT / "docs" / "how-to" / name for name in ("compare.md", "jpeg-folder.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "page.py"

@@ -49,12 +49,6 @@ def cli(traceback: bool) -> None:
         4  a limit of yours was exceeded (--fail-if-wait, --fail-if-slower)
       130  interrupted; the best so far is written
     A script that is run ends with its own exit code.
-
-    \b
-    Completion of commands and options in your shell:
-      bash  eval "$(_AUTOTUNE_LOADER_COMPLETE=bash_source autotune-loader)"   in ~/.bashrc
-      zsh   eval "$(_AUTOTUNE_LOADER_COMPLETE=zsh_source autotune-loader)"    in ~/.zshrc
-      fish  _AUTOTUNE_LOADER_COMPLETE=fish_source autotune-loader | source   in its config.fish
     """  # noqa: D301 - click's mark is the character itself
 
 

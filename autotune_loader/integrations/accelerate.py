@@ -16,7 +16,6 @@ from autotune_loader.integrations import require
 from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.lockstep import from_bytes, to_bytes
 from autotune_loader.tuning.ranks import run_on_rank_0
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
@@ -85,4 +84,4 @@ def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningRes
     # Without a model there is nothing to do with the options that say what is done with a batch.
     of_loader = {name: value for name, value in options.items() if name not in ("train_step", "loss_fn", "optimizer")}
     # Half an hour: a budget is 60 s unless the caller says otherwise.
-    return from_bytes(run_on_rank_0(lambda: to_bytes(tune(loader, None, **of_loader)), deadline_s=1800.0))
+    return run_on_rank_0(lambda: tune(loader, None, **of_loader), deadline_s=1800.0)

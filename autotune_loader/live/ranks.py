@@ -3,8 +3,8 @@
     rank 0    order (configuration, from batch N on) ──► store ──► ... own block ... ──► the worst of all blocks
     rank r    look, now and then: an order? ──► at batch N: the same change ──► own block ──► store
 
-Nothing here waits: the training's own gradients keep the ranks within a batch of each other, and what they say goes through the
-store by which the job has met, never by a collective of its group.
+Nothing here waits: the training's own gradients keep the ranks within a batch of each other, and what they say goes through
+the job's store (`machine.ranks`), never by a collective of its group. A loader that one rank has alone gives orders to nobody.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
-
-import msgspec
 
 from autotune_loader.live.blocks import Block, Training, waiting_share
+from autotune_loader.machine.ranks import Link
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 
@@ -34,11 +29,8 @@ PATIENCE_S = 10.0
 """Rank 0 waits no longer for another's figures than this after its own."""
 MOST_TRACES = 64
 """Batches of a block that travel."""
-CONNECT_S = 5.0
 
 log = logging.getLogger(__name__)
-_loaders: Counter[str] = Counter()
-"""Loaders of each site that have begun."""
 
 Steps = Generator[float, None, None]
 """Yields for how many seconds the loop is to be left alone."""
@@ -50,63 +42,6 @@ class Order:
 
     config: LoaderConfig
     batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One loader's place in the store."""
-
-    store: Any
-    """A `torch.distributed.Store`."""
-    rank: int
-    ranks: int
-
-    def say(self, what: str, value: object = None) -> None:
-        """For all ranks to read."""
-        self.store.set(what, msgspec.msgpack.encode(value))
-
-    def heard(self, what: str, kind: Any = Any) -> Any:
-        """What was said; None before it was."""
-        return msgspec.msgpack.decode(self.store.get(what), type=kind) if self.store.check([what]) else None
-
-    def from_others(self, what: str, kind: Any) -> list[Any] | None:
-        """What every other rank has said of something; None while one is missing."""
-        said = [self.heard(f"{what}/{rank}", kind) for rank in range(self.ranks) if rank != self.rank]
-        return None if None in said else said
-
-
-def is_one_of_many() -> bool:
-    """Whether this process is one of several ranks."""
-    from torch import distributed
-
-    is_job = distributed.is_available() and distributed.is_initialized()
-    return is_job and distributed.get_world_size() > 1
-
-
-def job_link(site: str) -> Link | None:
-    """The link of the next loader of a site; None without other ranks, or where their store cannot be reached.
-
-    A loader that only one rank iterates has a site of its own, and nobody else follows its orders.
-
-    Args:
-        site: the same on all ranks: `Site.key`.
-    """
-    from torch import distributed
-
-    if not is_one_of_many():
-        return None
-    _loaders[site] += 1
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    try:
-        if address is None or port is None:
-            raise ValueError("MASTER_ADDR and MASTER_PORT are not set")
-        wait = timedelta(seconds=CONNECT_S)
-        store: Any = distributed.TCPStore(address, int(port), is_master=False, timeout=wait)  # type: ignore[attr-defined]
-    except Exception as error:
-        log.warning("the other ranks cannot be reached, so this loader is only watched: %s", error)
-        return None
-    prefixed: Any = distributed.PrefixStore(f"autotune_loader/{site}/{_loaders[site]}", store)  # type: ignore[attr-defined]
-    return Link(prefixed, distributed.get_rank(), distributed.get_world_size())
 
 
 class Alone:
@@ -150,7 +85,7 @@ class Leader(Alone):
         recent = traces.block(traces.end - 16)
         period_s = (recent[-1].step_end - recent[0].requested) / len(recent) if recent else AHEAD_S
         batch = traces.end + math.ceil(AHEAD_S / max(period_s, 1e-6)) + 2
-        self._link.say(f"order/{self._orders}", Order(config=config, batch=batch))
+        self._link.say(f"order{self._orders}", Order(config=config, batch=batch))
         self._orders += 1
         while traces.end < batch:
             yield 0.0
@@ -159,7 +94,7 @@ class Leader(Alone):
     def counting(self, own: Measurement) -> Generator[float, None, Measurement]:
         """That of the rank which waits most."""
         until = self._clock() + PATIENCE_S
-        while (others := self._link.from_others(f"figures/{self._orders - 1}", Measurement)) is None:
+        while (others := self._link.from_others(f"figures{self._orders - 1}", Measurement)) is None:
             if self._clock() > until:
                 return own
             yield POLL_S
@@ -202,8 +137,8 @@ class Follower:
         training, link = self._training, self._link
         if not self._is_ready and training.may_run(training.config.with_workers(training.config.num_workers + 1)):
             self._is_ready = True
-            link.say(f"ready/{link.rank}", True)
-        order: Order | None = link.heard(f"order/{number}", Order)
+            link.say("ready", True)
+        order: Order | None = link.heard(f"order{number}", 0, Order)
         return order
 
     def _tell(self, block: Block, number: int) -> Steps:
@@ -212,4 +147,4 @@ class Follower:
             yield POLL_S
         if isinstance(outcome, Measurement):
             few = replace(outcome, traces=outcome.traces[-MOST_TRACES:])
-            self._link.say(f"figures/{number}/{self._link.rank}", few)
+            self._link.say(f"figures{number}", few)

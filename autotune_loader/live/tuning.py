@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.live.prospects import Job
-from autotune_loader.live.ranks import Follower, Leader, is_one_of_many, job_link
+from autotune_loader.live.ranks import Follower, Leader
 from autotune_loader.live.result import result_of
 from autotune_loader.live.state import LoaderState
 from autotune_loader.live.trust import Refusal
 from autotune_loader.live.tuner import Event, Tuner
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.machine.ranks import RankLostError, is_one_of_many, job_link
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.results.cache import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
@@ -45,7 +46,12 @@ class LiveTuning:
     ) -> None:
         self.on_change = on_change
         self._state, self._known_as = state, known_as
-        link = None if job.is_fixed else job_link(job.site)
+        link = None
+        if not job.is_fixed and is_one_of_many():
+            try:
+                link = job_link(job.site)
+            except RankLostError as error:
+                log.warning("%s, so this loader is only watched", error)
         follows = link is not None and link.rank > 0
         if follows or (link is None and is_one_of_many()):
             job = replace(job, is_fixed=True)

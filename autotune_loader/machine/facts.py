@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune_loader.machine.cgroups import cpu_limits
 from autotune_loader.machine.gpus import GpuDevice, Gpus
 from autotune_loader.machine.limits import (
     Cores,
     MemoryBudget,
     SharedMemory,
-    affinity,
     local_world_size,
     memory_budget,
     open_files_limit,
@@ -41,10 +39,6 @@ class Machine:
     """Shared by all ranks on this node; None without `/dev/shm`."""
     open_files: int | None
     """Descriptors a process may hold; None without a limit."""
-    affinity_count: int | None
-    """CPUs the scheduler may use for us; None where the system does not tell."""
-    cpu_quota: float | None
-    """The tightest control group quota, in cores; None without one."""
     thread_env: dict[str, str]
     """The variables that are set and change how many threads native libraries start."""
     world_size: int
@@ -80,8 +74,6 @@ class Machine:
         """
         return Fingerprint(
             usable_cores=self.usable_cores,
-            affinity_count=self.affinity_count,
-            cpu_quota=self.cpu_quota,
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
             gpus=tuple(gpu.name for gpu in self.gpus),
@@ -103,9 +95,6 @@ class Fingerprint:
 
     usable_cores: int
     """Cores one rank may count on."""
-    affinity_count: int | None = None
-    cpu_quota: float | None = None
-    """In cores."""
     memory_bytes: int | None = None
     """The tightest limit, not what happened to be free."""
     shm_bytes: int | None = None
@@ -137,14 +126,11 @@ def inspect_machine(
             afterwards could not use it in them.
     """
     gpus = gpus if gpus is not None else Gpus(cuda_uuids=_cuda_uuids(), environ=environ)
-    cpus = affinity()
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),
         shm=shared_memory(root),
         open_files=open_files_limit(),
-        affinity_count=None if cpus is None else len(cpus),
-        cpu_quota=min((limit.value for limit in cpu_limits(root)), default=None),
         thread_env=thread_environment(environ),
         world_size=local_world_size(environ),
         gpus=gpus.devices(),

@@ -1,25 +1,26 @@
-"""NVIDIA GPUs through NVML: which one CUDA means by an ordinal, and what it is doing.
+"""NVIDIA GPUs through NVML: which ones CUDA shows, their names and memory, and the share of time in which they worked.
 
 NVML counts devices in PCI order and does not know `CUDA_VISIBLE_DEVICES`; CUDA by default puts the fastest first. So a
-device is matched by its UUID where CUDA's list is given, and by the mask where it is not. Any NVML call may be
-unsupported (MIG, WSL2, Jetson): then that value is None and the reason is kept. Without a driver there is one reason
-for everything.
+device is found by its UUID where CUDA's list is given, and by the mask where it is not. Any NVML call may be unsupported
+(MIG, WSL2, Jetson): then its value is None.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
-
-from autotune_loader.machine.ordinals import PhysicalGpu, match_uuids, visible_uuids
 
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
 GPU_UTILIZATION_SAMPLES, COMPUTEMODE_EXCLUSIVE_PROCESS = 1, 3
+COVERED_SHARE = 0.5
+"""Of a window that samples must tell of."""
 
 
 def _since_boot() -> float:
@@ -43,23 +44,11 @@ class GpuDevice:
     """Memory of the device; None when NVML does not tell."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSample:
-    """What one device was doing; a value that is None has its reason in `reasons`."""
-
-    util: float | None = None
-    """Share of NVML's last period (1/6 to 1 s) in which any kernel ran, 0 to 1."""
-    memory_bytes: int | None = None
-    """Memory in use, by anyone."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a value is missing, by field."""
-
-
 class Gpus:
     """The GPUs of this process; touches NVML at the first question and never raises for what NVML cannot do.
 
     Args:
-        nvml: The module `pynvml`, or a stand-in such as `testing.FakeGpus`; imported when needed if None.
+        nvml: The module `pynvml`, or a stand-in; imported when needed if None.
         cuda_uuids: UUIDs in CUDA's order (`str(torch.cuda.get_device_properties(i).uuid)`), where CUDA is up already.
         environ: Where `CUDA_VISIBLE_DEVICES` is looked up.
     """
@@ -70,52 +59,38 @@ class Gpus:
         self._nvml = nvml
         self._cuda_uuids = cuda_uuids
         self._environ = environ
-        self._started_in: int | None = None
+        self._is_started = False
         self._reason: str | None = None
         self._devices: tuple[GpuDevice, ...] | None = None
 
     @property
     def reason(self) -> str | None:
         """Why NVML tells nothing at all; None when it does."""
-        self._start()
+        if not self._is_started:
+            self._is_started = True
+            self._reason = self._start()
+            if self._reason is not None:
+                logger.debug("No GPU figures: %s", self._reason)
         return self._reason
 
     @property
     def driver(self) -> str | None:
         """Version of the driver; None without one."""
-        version: str | None = self._ask("nvmlSystemGetDriverVersion", _text)[0]
-        return version
+        return _text(self._ask("nvmlSystemGetDriverVersion"))
 
     def devices(self) -> tuple[GpuDevice, ...]:
         """The devices that CUDA can see, in CUDA's order; empty without a driver."""
         if self._devices is None:
-            physical = self._physical()
-            if self._cuda_uuids is not None:
-                uuids = match_uuids(self._cuda_uuids, physical)
-            else:
-                mask = self._environ.get("CUDA_VISIBLE_DEVICES")
-                uuids = dict(enumerate(visible_uuids(mask, physical)))
-            self._devices = tuple(self._device(index, uuid) for index, uuid in uuids.items())
+            known = self._cuda_uuids
+            uuids = self._visible() if known is None else [self._as_nvml_writes_it(uuid) for uuid in known]
+            self._devices = tuple(self._device(index, uuid) for index, uuid in enumerate(uuids) if uuid is not None)
         return self._devices
-
-    def sample(self, device: GpuDevice) -> GpuSample:
-        """What one of `devices()` is doing now."""
-        handle, lost = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)
-        if lost is not None:
-            return GpuSample(reasons={"util": lost, "memory_bytes": lost})
-        util, no_util = self._ask("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu / 100, handle)
-        memory, no_memory = self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.used), handle)
-        reasons = {"util": no_util, "memory_bytes": no_memory}
-        return GpuSample(
-            util=util, memory_bytes=memory, reasons={name: why for name, why in reasons.items() if why is not None}
-        )
 
     def recent_use(self, device: GpuDevice) -> list[tuple[float, float]]:
         """NVML's own samples of one of `devices()`: how many seconds ago each was taken, and the share of the time since the
         one before in which any kernel ran. Oldest first; empty where NVML keeps none, as of a GPU that is idle.
         """
-        handle = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)[0]
-        answer = self._ask("nvmlDeviceGetSamples", None, handle, GPU_UTILIZATION_SAMPLES, 0)[0]
+        answer = self._ask("nvmlDeviceGetSamples", self._handle(device.uuid), GPU_UTILIZATION_SAMPLES, 0)
         samples = sorted((each.timeStamp / 1e6, each.sampleValue.uiVal / 100) for each in (answer or (0, ()))[1])
         if not samples:
             return []
@@ -125,78 +100,106 @@ class Gpus:
 
     def is_exclusive(self, device: GpuDevice) -> bool:
         """Whether one process at a time may use one of `devices()` (nvidia-smi -c EXCLUSIVE_PROCESS)."""
-        handle = self._ask("nvmlDeviceGetHandleByUUID", None, device.uuid)[0]
-        return bool(self._ask("nvmlDeviceGetComputeMode", None, handle)[0] == COMPUTEMODE_EXCLUSIVE_PROCESS)
+        return bool(self._ask("nvmlDeviceGetComputeMode", self._handle(device.uuid)) == COMPUTEMODE_EXCLUSIVE_PROCESS)
 
-    def close(self) -> None:
-        """Release NVML; the next question starts it again."""
-        if self._started_in == os.getpid() and self._reason is None:
-            self._call("nvmlShutdown")
-        self._started_in = None
+    def _visible(self) -> list[str | None]:
+        """UUIDs of what `CUDA_VISIBLE_DEVICES` leaves, in CUDA's order, as the CUDA driver reads the mask.
+
+        Unset it shows all, "" none. Entries are indices, `GPU-` UUIDs or unique beginnings of one, or MIG UUIDs. The first
+        invalid entry ends the list and a repeated one empties it (CUDA C Programming Guide, environment variables).
+        """
+        gpus = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(self._ask("nvmlDeviceGetCount") or 0)]
+        mask = self._environ.get("CUDA_VISIBLE_DEVICES")
+        if mask is None:
+            return list(map(self._shown, gpus))
+        found: list[str | None] = []
+        for entry in map(str.strip, mask.split(",")):
+            digits = re.match(r"\+?(\d+)", entry)  # CUDA reads indices like strtoul: "1gpu" is 1
+            if entry.startswith("MIG-"):
+                matches = [self._uuid(self._handle(entry))]
+            elif entry.startswith("GPU-"):
+                meant = [gpu for gpu in gpus if (self._uuid(gpu) or "").lower().startswith(entry.lower())]
+                matches = [self._shown(gpu) for gpu in meant]
+            else:
+                matches = [self._shown(gpu) for gpu in gpus[int(digits[1]) :][:1]] if digits else []
+            if len(matches) != 1 or matches[0] is None:
+                break
+            if matches[0] in found:
+                return []
+            found += matches
+        return found
+
+    def _shown(self, gpu: Any) -> str | None:
+        """The UUID of a GPU as CUDA shows it: of its first instance, where MIG splits it."""
+        return self._uuid(self._ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, 0)) or self._uuid(gpu)
+
+    def _as_nvml_writes_it(self, uuid: str) -> str | None:
+        """Torch writes UUIDs without the prefix that NVML puts before them."""
+        bare = uuid.lower()
+        return self._uuid(self._handle(f"GPU-{bare}")) or self._uuid(self._handle(f"MIG-{bare}"))
+
+    def _handle(self, uuid: str) -> Any:
+        return self._ask("nvmlDeviceGetHandleByUUID", uuid)
+
+    def _uuid(self, handle: Any) -> str | None:
+        return None if handle is None else _text(self._ask("nvmlDeviceGetUUID", handle))
 
     def _device(self, index: int, uuid: str) -> GpuDevice:
-        handle = self._ask("nvmlDeviceGetHandleByUUID", None, uuid)[0]
+        handle = self._handle(uuid)
+        name, memory = _text(self._ask("nvmlDeviceGetName", handle)), self._ask("nvmlDeviceGetMemoryInfo", handle)
         return GpuDevice(
             cuda_index=index,
             uuid=uuid,
-            name=self._ask("nvmlDeviceGetName", _text, handle)[0] or "unknown GPU",
-            memory_bytes=self._ask("nvmlDeviceGetMemoryInfo", lambda memory: int(memory.total), handle)[0],
+            name=name or "unknown GPU",
+            memory_bytes=None if memory is None else int(memory.total),
         )
 
-    def _physical(self) -> list[PhysicalGpu]:
-        found = []
-        for index in range(self._ask("nvmlDeviceGetCount", None)[0] or 0):
-            handle, _ = self._ask("nvmlDeviceGetHandleByIndex", None, index)
-            uuid, _ = self._ask("nvmlDeviceGetUUID", _text, handle)
-            # A lost GPU keeps its place: the ordinals of the others must not shift.
-            found.append(PhysicalGpu(uuid=uuid or f"GPU-unknown-{index}", migs=self._migs(handle)))
-        return found
-
-    def _migs(self, handle: Any) -> tuple[str, ...]:
-        uuids = []
-        for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", None, handle)[0] or 0):
-            mig, reason = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", None, handle, index)
-            uuid = None if reason else self._ask("nvmlDeviceGetUUID", _text, mig)[0]
-            if uuid:
-                uuids.append(uuid)
-        return tuple(uuids)
-
-    def _ask(self, function: str, read: Callable[[Any], Any] | None, *args: Any) -> tuple[Any, str | None]:
-        """The answer of one NVML call, or None and why there is none."""
-        self._start()
-        if self._reason is not None:
-            return None, self._reason
-        answer, reason = self._call(function, *args)
-        return (answer if read is None or reason else read(answer)), reason
-
-    def _call(self, function: str, *args: Any) -> tuple[Any, str | None]:
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """The answer of one NVML call; None where there is none."""
+        if self.reason is not None:
+            return None
         try:
-            return getattr(self._nvml, function)(*args), None
-        except self._nvml.NVMLError as error:
-            return None, f"{function}: {error}"
-        except AttributeError:
-            return None, f"{function}: this pynvml does not have it"
+            return getattr(self._nvml, function)(*arguments)
+        except (self._nvml.NVMLError, AttributeError):  # or an old pynvml, which does not have it
+            return None
 
-    def _start(self) -> None:
-        """Load NVML once for each process: a forked child cannot use its parent's handles."""
-        if self._started_in == os.getpid():
-            return
-        self._started_in = os.getpid()
-        self._devices = None
-        self._reason = self._import() or self._call("nvmlInit")[1]
-        if self._reason is not None:
-            logger.debug("No GPU figures: %s", self._reason)
-
-    def _import(self) -> str | None:
-        if self._nvml is None:
-            try:
+    def _start(self) -> str | None:
+        try:
+            if self._nvml is None:
                 import pynvml
-            except ImportError as error:
-                return f"nvidia-ml-py is not installed ({error})"
-            self._nvml = pynvml
+
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+        except ImportError as error:
+            return f"nvidia-ml-py is not installed ({error})"
+        except self._nvml.NVMLError as error:
+            return f"nvmlInit: {error}"
         return None
 
 
-def _text(value: str | bytes) -> str:
+def use_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
+    """Utilisation of a window, from samples that each speak for the time since the one before; None where they cover little.
+
+    It is the share of time in which any kernel of anyone ran; it does not say how full the GPU was.
+
+    Args:
+        samples: Times in seconds and shares, oldest first.
+        start: Of the window, in the same seconds.
+        end: Of the window.
+    """
+    busy_s, covered_s = busy_within(samples, start, end)
+    return busy_s / covered_s if covered_s > 0 and covered_s >= COVERED_SHARE * (end - start) else None
+
+
+def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
+    """Busy seconds of a window, and of how many of its seconds samples tell; arguments as in `use_within`."""
+    busy_s = covered_s = 0.0
+    for (before, _), (moment, share) in pairwise(samples):
+        inside_s = max(0.0, min(moment, end) - max(before, start))
+        busy_s, covered_s = busy_s + inside_s * share, covered_s + inside_s
+    return busy_s, covered_s
+
+
+def _text(value: str | bytes | None) -> str | None:
     """Old bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value

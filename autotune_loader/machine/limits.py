@@ -1,7 +1,7 @@
 """How much of the machine this process may use: cores, memory, shared memory, descriptors, threads.
 
 Every bound that was found is kept beside the number that follows from it, so that a report can show why 104 CPUs came
-out as 23 usable cores. Control groups are read in `cgroups`, what psutil knows comes from `host`.
+out as 23 usable cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
 """Variables that change how many threads native libraries start in a worker (torch only limits its own)."""
@@ -72,33 +71,25 @@ class SharedMemory:
 
 def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Cores:
     """The cores this rank may count on: the least of affinity, counts, quotas and SLURM, divided among the ranks."""
-    inputs = (*_cpu_counts(), *cpu_limits(root), *_slurm_cores(environ))
+    counts: list[tuple[str, float | None]] = [("os.cpu_count()", os.cpu_count() or 1)]
+    if (cpus := affinity()) is not None:
+        counts.append(("os.sched_getaffinity()", len(cpus)))
+    if hasattr(os, "process_cpu_count"):  # Python 3.13; also obeys PYTHON_CPU_COUNT
+        counts.append(("os.process_cpu_count()", os.process_cpu_count()))
+    of_task = _positive_int(environ.get("SLURM_CPUS_PER_TASK"))
+    counts += [("SLURM_CPUS_PER_TASK", of_task), *((limit.source, limit.value) for limit in cpu_limits(root))]
+    inputs = tuple(Limit(value=float(count), source=source) for source, count in counts if count)
+    ranks = local_world_size(environ)
+    if of_task is not None:  # the cores of a task are shared by the ranks that it starts
+        tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+        ranks = max(1, ranks // (_positive_int(tasks) or 1))
     available = min(limit.value for limit in inputs)
-    ranks = _ranks_sharing(environ)
     return Cores(usable=max(1, int(available / ranks + 1e-9)), available=available, ranks=ranks, inputs=inputs)
 
 
 def affinity() -> tuple[int, ...] | None:
     """CPUs the scheduler may run this process on; None where the system does not tell."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def _cpu_counts() -> list[Limit]:
-    limits = [Limit(value=float(os.cpu_count() or 1), source="os.cpu_count()")]
-    cpus = affinity()
-    if cpus is not None:
-        limits.append(Limit(value=float(len(cpus)), source="os.sched_getaffinity()"))
-    process_cpu_count = getattr(os, "process_cpu_count", None)  # Python 3.13; also obeys PYTHON_CPU_COUNT
-    if process_cpu_count is not None:
-        limits.append(Limit(value=float(process_cpu_count() or 1), source="os.process_cpu_count()"))
-    return limits
-
-
-def _slurm_cores(environ: Mapping[str, str]) -> list[Limit]:
-    cores = _positive_int(environ.get("SLURM_CPUS_PER_TASK"))
-    return [Limit(value=float(cores), source="SLURM_CPUS_PER_TASK")] if cores else []
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
 
 
 def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
@@ -112,15 +103,6 @@ def rank_of_environment(environ: Mapping[str, str] = os.environ) -> tuple[int | 
     return int(rank) if rank.isdecimal() else None, int(ranks) if ranks.isdecimal() else 1
 
 
-def _ranks_sharing(environ: Mapping[str, str]) -> int:
-    """Ranks that share the cores found: those of this SLURM task, where SLURM says what a task has, or else all."""
-    ranks = local_world_size(environ)
-    if not _slurm_cores(environ):
-        return ranks
-    tasks = _positive_int(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")) or 1
-    return max(1, ranks // tasks)
-
-
 def _positive_int(text: str | None) -> int | None:
     """The leading integer of a value such as "8" or SLURM's "4(x2)"; None for anything else."""
     match = re.match(r"\s*(\d+)", text or "")
@@ -131,16 +113,15 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
     """What the host and every control group above this process leave of memory."""
     import psutil
 
-    inputs: tuple[Limit, ...] = memory_available(root)
-    totals = [int(limit.value) for limit in memory_limits(root)]
+    inputs, totals = list(memory_available(root)), [int(limit.value) for limit in memory_limits(root)]
     with contextlib.suppress(OSError, RuntimeError):  # some containers hide /proc
         host = psutil.virtual_memory()
-        inputs = (Limit(value=float(host.available), source="available on the host"), *inputs)
+        inputs.insert(0, Limit(value=float(host.available), source="available on the host"))
         totals.append(host.total)
     return MemoryBudget(
         available_bytes=min((int(limit.value) for limit in inputs), default=None),
         total_bytes=min(totals, default=None),
-        inputs=inputs,
+        inputs=tuple(inputs),
     )
 
 

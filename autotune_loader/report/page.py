@@ -9,9 +9,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from autotune_loader.report import plots
+from autotune_loader.report.machines import machine_words
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.tables import render_findings, render_trials
-from autotune_loader.report.units import bytes_text, counted
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.version import __version__
@@ -29,7 +29,6 @@ _PICTURES: dict[str, tuple[str, Callable[[TuningResult], object]]] = {
         lambda result: any(trial.measurement and trial.measurement.traces for trial in result.trials),
     ),
     "heatmap": ("Each cell is the fastest of that pair; hatched cells are predictions.", lambda result: True),
-    "history": ("The line is the best rate after each trial.", lambda result: True),
 }
 
 
@@ -90,7 +89,5 @@ def _where_and_when(result: TuningResult) -> str:
     told = [f"Written on {datetime.now(timezone.utc).date()} by autotune_loader {__version__}"]
     if machine is not None:
         told += [f"dataset {machine.dataset}"] if machine.dataset else []
-        gpus = ", ".join(machine.gpus) or "no GPU"
-        told.append(f"{counted(machine.usable_cores, 'core')}, {bytes_text(machine.memory_bytes)}, {gpus}")
-        told += [f"torch {machine.torch}, {machine.platform or ''}".rstrip(", ")] if machine.torch else []
+        told.append(machine_words(machine))
     return "; ".join(told) + "."

@@ -31,12 +31,6 @@ SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """So many stages, and none below this share, are listed; the frame has them all."""
 BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains them."""
-FEWER_CORES = 0.6
-"""Of the cores: the sentence is about half of them ..."""
-WORTH_TELLING = 0.7
-"""... and most of the rate."""
-LEAST_CORES = 0.5
-"""Who keeps less than this of one core busy has nothing to save."""
 
 
 def render_report(result: TuningResult, width: int = 100) -> str:
@@ -114,7 +108,8 @@ def render_findings(result: TuningResult, width: int = 100) -> str:
 
 def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[str]:
     """The longest stages, one a line: its share of a sample's time, whether that is computing, and where."""
-    shown = [each for each in times[:most] if each.wall_share >= SMALL_STAGE or each.cpu_share >= SMALL_STAGE]
+    whole_s = sum(each.wall_s for each in times)
+    shown = [each for each in times[:most] if max(each.wall_s, each.cpu_s) >= SMALL_STAGE * whole_s]
     longest = max((len(each.stage) for each in shown), default=0)
     return [
         f"{each.stage:{longest}} {share_text(each.wall_share):>5} of the time, {share_text(each.cpu_share):>5} of the CPU  "
@@ -146,27 +141,9 @@ def _facts(result: TuningResult) -> list[str]:
         util = result.measured.gpu_util
         nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
         facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
-    facts += [sentence] if (sentence := _fewer_cores(result)) else []
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts
-
-
-def _fewer_cores(result: TuningResult) -> str:
-    """The fastest measured configuration on about half of the cores; "" where that is slow, or cores were not measured."""
-    cores_of = {
-        row.config: (row.rate.value, row.measurement.cpu_share * result.twin.usable_cores)
-        for row in standings(result)
-        if result.twin and row.rate and row.measurement and row.measurement.cpu_share is not None
-    }
-    rate, cores = cores_of.get(result.best, (0.0, 0.0))
-    fewer = [(known, config) for config, known in cores_of.items() if known[1] <= FEWER_CORES * cores]
-    if cores < LEAST_CORES or not fewer:
-        return ""
-    (slower, busy), config = max(fewer, key=lambda each: each[0])
-    if not WORTH_TELLING <= slower / rate <= 1:
-        return ""
-    return f"Fewer cores: {share_text(slower / rate)} of the rate with {busy:.1f} instead of {cores:.1f} cores busy ({config})."
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> str:

@@ -54,12 +54,6 @@ class Views:
 
         return plot_heatmap(self)
 
-    def plot_history(self: Any) -> Figure:
-        """The trials in their order, and the best so far."""
-        from autotune_loader.report.plots import plot_history
-
-        return plot_history(self)
-
     def plot_timeline(self: Any, trial: int | None = None) -> Figure:
         """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.meters.gpu import COVERED_SHARE, busy_within
+from autotune_loader.machine.gpus import COVERED_SHARE, Gpus, busy_within
 
 LOOK_S = 1.0
 """So often samples are taken over; an H100 keeps them for 2 s."""

@@ -23,17 +23,17 @@ from autotune_loader.tuning.arguments import answers_loader_arguments, make_work
 from autotune_loader.tuning.assemble import assemble, loader_parts
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.listener import FileAndProgress, saved
-from autotune_loader.tuning.lockstep import (
+from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
+from autotune_loader.tuning.ranks import (
+    Ranks,
     common_space,
     environment,
     follow,
+    joined_ranks,
     lead,
-    opened_together,
     share,
     workload_of_rank,
 )
-from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
-from autotune_loader.tuning.ranks import Ranks, joined_ranks
 from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import Job, RunContext
@@ -169,12 +169,10 @@ def _tuned(
     progress.announce_machine(machine.usable_cores, machine.gpu_reason)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
-    with opened_together(
-        ranks, lambda: open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s)
-    ) as opened:
+    with open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s) as opened:
         workload = opened.workload
         begun, waited = start_of_budget(started, opened, options.budget_s)
-        space = common_space(ranks, machine.usable_cores, lambda: make_space(workload, opened.warmup, machine, options))
+        space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
         probe = lead(ranks, opened.probe)
@@ -192,7 +190,7 @@ def _tuned(
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
         held = earlier.check(probe, begun, progress.announce)
         if held is not None:
-            return share(probe, saved(held, options.output))
+            return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
@@ -207,7 +205,7 @@ def _tuned(
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
     session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
-    return share(probe, result)
+    return share(ranks, result)
 
 
 def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple[float, list[str]]:

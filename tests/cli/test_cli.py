@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from report.example import BEST, synthetic_result
 
 import autotune_loader.tuning.tune
-from autotune_loader import cli
+from autotune_loader import cli, demo
+from autotune_loader.cli import demonstration
 from autotune_loader.cli.files import snippet
+from autotune_loader.cli.tuning import tune_command
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -57,22 +60,32 @@ def make_broken():
 def open_the_files():
     raise KeyError("no such split: 'trian'")
 
+def make_slow():
+    raise KeyboardInterrupt
+
 NUMBERS = Numbers()
 """
 
 
 class FakeTune:
-    """Stands for `tune()`: remembers its arguments and answers with a result made beforehand."""
+    """Stands for `tune()`: remembers its arguments and answers with a result made beforehand, or raises."""
 
     def __init__(self, result: TuningResult) -> None:
         self.result = result
+        self.error: Exception | None = None
         self.arguments: dict[str, Any] = {}
 
     def __call__(self, dataset_or_loader: Any, model: Any = None, **options: Any) -> TuningResult:
-        self.arguments = {"dataset_or_loader": dataset_or_loader, "model": model, **options}
+        bound = inspect.signature(REAL).bind(dataset_or_loader, model, **options)
+        self.arguments = bound.arguments
+        if self.error is not None:
+            raise self.error
         if options.get("output"):
             self.result.save(options["output"])
         return self.result
+
+
+REAL = autotune_loader.tuning.tune.tune
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +98,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to be in, with `train.py`; what is imported from it is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    (tmp_path / "train.py").write_text(TRAIN)
+    files = {
+        "train.py": TRAIN,
+        "broken.py": "import a_package_that_is_not_here\n",
+        "json.py": "def make():\n    return [1]\n",
+        "jobs/neighbour.py": "ITEMS = [1, 2, 3]",
+        "jobs/job.py": "import neighbour\nimport train\ndef make():\n    return neighbour.ITEMS\n",
+    }
+    (tmp_path / "jobs").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     yield tmp_path
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
@@ -94,9 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch, result: TuningResult) -> FakeTune:
-    real = autotune_loader.tuning.tune.tune
     fake = FakeTune(result)
-    fake.__signature__ = __import__("inspect").signature(real)
     monkeypatch.setattr(autotune_loader.tuning.tune, "tune", fake)
     return fake
 
@@ -107,49 +127,20 @@ def loader_json(folder: Path, result: TuningResult) -> str:
     return "loader.json"
 
 
-def run_alone(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "autotune_loader", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
 # What a user types first
-
-
-def test_help_names_every_command_and_how_to_complete_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for command in COMMANDS)
-    assert "_AUTOTUNE_LOADER_COMPLETE=bash_source" in text
-    assert "..." not in text.split("Commands:")[1]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert f"\n  {command} " in capsys.readouterr().out
     assert cli.main([command, "--help"]) == 0
     assert f"\n    autotune-loader {command}" in capsys.readouterr().out
-
-
-@pytest.mark.process
-def test_completion_as_the_help_tells_it() -> None:
-    done = run_alone("--help", _AUTOTUNE_LOADER_COMPLETE="bash_source")
-    assert "complete -o nosort" in done.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"autotune-loader, version {__version__}\n"
-
-
-def test_a_mistyped_command_or_option_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tun"]) == 2
-    assert "No such command 'tun'" in capsys.readouterr().err
-    assert cli.main(["tune", "train:make_numbers", "--buget", "3m"]) == 2
-    assert "--budget" in capsys.readouterr().err
 
 
 @pytest.mark.process
@@ -163,31 +154,87 @@ def test_help_imports_neither_torch_nor_what_only_some_commands_need() -> None:
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("tun", "No such command 'tun'"),
+        ("tune train:make_numbers --buget 3m", "--budget"),
+        ("tune train", "Error: 'train' names neither a factory nor a script; train.py:make_loader"),
+        ("tune trian:make_numbers", "Error: there is no module 'trian'"),
+        ("tune trian.py:make_numbers", "Error: there is no file 'trian.py'"),
+        ("tune json.py:make", "Error: 'json.py' cannot be imported: another module has the name 'json'"),
+        ("tune train:make_number", "Error: train has no 'make_number'; did you mean 'make_numbers'?"),
+        ("tune train:make_with", "missing 1 required positional argument: 'folder'"),
+        ("tune train:make_nothing", "Error: train:make_nothing gives None; it has to give a dataset"),
+        ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
+        ("tune broken:make", "No module named 'a_package_that_is_not_here'"),
+        ("show nowhere.json", "nowhere.json"),
+        ("apply nowhere.json", "nowhere.json"),
+        ("show train.py", "is not a valid loader.json"),
+        ("apply train.py", "is not a valid loader.json"),
+        ("show loader.json --html no/page.html", "--html="),
+    ],
+)
+def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work(
+    line: str, told: str, tune: FakeTune, loader_json: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "own", "not_theirs"),
+    [
+        ("train:make_broken", "in open_the_files", "factories.py"),
+        ("broken:make", 'broken.py"', "importlib"),
+    ],
+)
+def test_an_exception_of_the_users_code_has_their_own_traceback_alone(
+    target: str, own: str, not_theirs: str, tune: FakeTune, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", target]) == 2
+    told = capsys.readouterr().err
+    assert own in told
+    assert not_theirs not in told
+
+
+def test_a_workload_that_fails_shows_the_users_traceback(tune: FakeTune, capsys: pytest.CaptureFixture[str]) -> None:
+    tune.error = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
+    assert cli.main(["tune", "train:make_numbers"]) == 2
+    assert capsys.readouterr().err.endswith("Traceback ...\nRuntimeError: shapes do not fit\n")
+
+
+def test_ctrl_c_before_anything_was_found_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "train:make_slow"]) == 130
+    assert capsys.readouterr().err.strip() == "Interrupted."
+
+
+def test_traceback_option_shows_our_own(tune: FakeTune) -> None:
+    with pytest.raises(ValueError, match="no module 'trian'"):
+        cli.main(["--traceback", "tune", "trian:make"])
+
+
 # tune
 
 
-@pytest.mark.parametrize("place", ["train", "train.py", "./train.py"])
-def test_tunes_what_a_factory_makes(place: str, tune: FakeTune) -> None:
-    assert cli.main(["tune", f"{place}:make_numbers", "--quiet"]) == 0
-    assert type(tune.arguments["dataset_or_loader"]).__name__ == "Numbers"
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("train:make_numbers", {}),
+        ("train.py:make_numbers", {}),
+        ("./train.py:NUMBERS", {}),
+        ("train:make_pair", {"model": "a model"}),
+        ("train:make_arguments", {"batch_size": 4, "budget": "9s"}),
+        ("jobs/job.py:make", {"dataset_or_loader": [1, 2, 3]}),
+    ],
+)
+def test_tunes_what_a_factory_makes(target: str, expected: dict[str, Any], tune: FakeTune) -> None:
+    assert cli.main(["tune", target, "--quiet"]) == 0
     assert tune.arguments["progress"] == "off"
-
-
-def test_a_file_in_another_folder_can_import_its_neighbours(folder: Path, tune: FakeTune) -> None:
-    (folder / "jobs").mkdir()
-    (folder / "jobs" / "neighbour.py").write_text("ITEMS = [1, 2, 3]")
-    (folder / "jobs" / "job.py").write_text("import neighbour\nimport train\ndef make():\n    return neighbour.ITEMS\n")
-    assert cli.main(["tune", "jobs/job.py:make"]) == 0
-    assert tune.arguments["dataset_or_loader"] == [1, 2, 3]
-
-
-def test_takes_a_pair_a_dict_or_the_object_itself(tune: FakeTune) -> None:
-    assert cli.main(["tune", "train:make_pair"]) == 0
-    assert tune.arguments["model"] == "a model"
-    assert cli.main(["tune", "train:make_arguments"]) == 0
-    assert (tune.arguments["batch_size"], tune.arguments["budget"]) == (4, "9s")
-    assert cli.main(["tune", "train:NUMBERS"]) == 0
-    assert type(tune.arguments["dataset_or_loader"]).__name__ == "Numbers"
+    assert {name: tune.arguments[name] for name in expected} == expected
+    assert "dataset_or_loader" in expected or type(tune.arguments["dataset_or_loader"]).__name__ == "Numbers"
 
 
 def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
@@ -222,25 +269,10 @@ def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
 
 
 def test_every_option_of_tune_that_a_command_line_can_give_has_one() -> None:
-    import inspect
-
-    # GIVEN what only Python can pass
-    objects = {
-        "dataset_or_loader",
-        "model",
-        "loss_fn",
-        "train_step",
-        "optimizer",
-        "collate_fn",
-        "sampler",
-        "batch_sampler",
-    }
-    objects |= {"worker_init_fn", "generator", "drop_last", "progress", "reuse"}
-    # THEN every other parameter is an option
-    from autotune_loader.cli.tuning import tune_command
-
+    objects = "dataset_or_loader model loss_fn train_step optimizer collate_fn sampler batch_sampler worker_init_fn"
+    only_python = {*objects.split(), "generator", "drop_last", "progress", "reuse"}
     names = {parameter.name for parameter in tune_command.params}
-    assert set(inspect.signature(autotune_loader.tuning.tune.tune).parameters) - objects <= names
+    assert set(inspect.signature(REAL).parameters) - only_python <= names
 
 
 def test_prints_the_report_and_what_to_do_next(tune: FakeTune, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,138 +305,41 @@ def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
         "    return [1, 2]\n"
     )
     # WHEN the result is wanted as JSON
-    done = run_alone("tune", "noisy.py:make", "--json")
+    command = [sys.executable, "-P", "-m", "autotune_loader", "tune", "noisy.py:make", "--json"]
+    (folder / "json.py").unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     # THEN stdout is the result, and nothing that was printed is lost
     assert done.returncode == 0
     assert json.loads(done.stdout) == json.loads(Path(loader_json).read_text())
     assert all(text in done.stderr for text in ("the factory prints", "tune prints", "a child prints", "C prints"))
 
 
-@pytest.mark.parametrize(
-    ("target", "told"),
-    [
-        ("train", "names neither a factory nor a script; train.py:make_loader"),
-        ("trian:make_numbers", "there is no module 'trian'"),
-        ("trian.py:make_numbers", "there is no file 'trian.py'"),
-        ("train:make_number", "train has no 'make_number': it has 'Numbers', 'make_numbers'"),
-        ("train:make_number", "did you mean 'make_numbers'?"),
-        (
-            "train:make_with",
-            "train:make_with is called without arguments, and that fails: ",
-        ),
-        ("train:make_nothing", "train:make_nothing gives None; it has to give a dataset"),
-        ("train:make_mistyped", "'batchsize', which tune() does not take; 'batch_size' would work"),
-    ],
-)
-def test_a_wrong_factory_is_answered_with_what_would_work(
-    target: str, told: str, tune: FakeTune, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["tune", target]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("Error: ")
-    assert told in captured.err
-    assert len(captured.err.splitlines()) == 1
-    assert captured.out == ""
-
-
-def test_an_exception_of_the_factory_is_shown_as_the_users_own(
-    tune: FakeTune, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["tune", "train:make_broken"]) == 2
-    told = capsys.readouterr().err
-    assert "in open_the_files" in told
-    assert "KeyError: \"no such split: 'trian'\"" in told
-    assert "factories.py" not in told
-
-
-def test_a_module_that_fails_to_import_is_shown_as_the_users_own(
-    folder: Path, tune: FakeTune, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "broken.py").write_text("import a_package_that_is_not_here\n")
-    assert cli.main(["tune", "broken:make"]) == 2
-    told = capsys.readouterr().err
-    assert "No module named 'a_package_that_is_not_here'" in told
-    assert "broken.py" in told
-    assert "importlib" not in told
-
-
-def test_a_workload_that_fails_shows_the_users_traceback(
-    monkeypatch: pytest.MonkeyPatch, tune: FakeTune, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*args: Any, **options: Any) -> TuningResult:
-        raise WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
-
-    fail.__signature__ = tune.__signature__
-    monkeypatch.setattr(autotune_loader.tuning.tune, "tune", fail)
-    assert cli.main(["tune", "train:make_numbers"]) == 2
-    assert capsys.readouterr().err.endswith("Traceback ...\nRuntimeError: shapes do not fit\n")
-
-
-def test_ctrl_c_before_anything_was_found_is_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    (folder / "slow.py").write_text("def make():\n    raise KeyboardInterrupt\n")
-    assert cli.main(["tune", "slow:make"]) == 130
-    assert capsys.readouterr().err.strip() == "Interrupted."
-
-
-def test_traceback_option_shows_our_own(tune: FakeTune) -> None:
-    with pytest.raises(ValueError, match="no module 'trian'"):
-        cli.main(["--traceback", "tune", "trian:make"])
-
-
 # show, apply
 
 
-def test_show_prints_report_and_machines_side_by_side(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", loader_json]) == 0
+@pytest.mark.parametrize(
+    ("cores", "told"), [(None, "This machine is the same in all that matters."), (1024, "! usable cores: 1024 then")]
+)
+def test_show_prints_the_report_and_whether_this_machine_fits(
+    cores: int | None, told: str, result: TuningResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fingerprint = result.fingerprint if cores is None else replace(result.fingerprint, usable_cores=cores)
+    replace(result, fingerprint=fingerprint).save("saved.json")
+    assert cli.main(["show", "saved.json"]) == 0
     text = capsys.readouterr().out
     assert "Verdict: Decoding binds" in text
-    assert "tuned on" in text
-    assert "This machine is the same in all that matters." in text
+    assert told in text
 
 
-def test_show_marks_what_is_different_here(
-    folder: Path, result: TuningResult, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # GIVEN a file from a machine with more cores
-    other = replace(result.fingerprint, usable_cores=1024)
-    replace(result, fingerprint=other).save("big.json")
-    # WHEN it is shown here
-    assert cli.main(["show", "big.json"]) == 0
-    # THEN the row is marked, and a sentence says why it matters
-    text = capsys.readouterr().out
-    assert "!  usable cores" in text
-    assert "! usable cores: 1024 then" in text
-
-
-@pytest.mark.parametrize("command", ["show", "apply"])
-def test_a_missing_or_broken_file_is_bad_input(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "nowhere.json"]) == 2
-    assert "nowhere.json" in capsys.readouterr().err
-    (folder / "broken.json").write_text("{")
-    assert cli.main([command, "broken.json"]) == 2
-    assert "is not a valid loader.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("page", "code", "told"), [("page.html", 0, "Written to page.html."), ("no/page.html", 2, "--html=")]
-)
-def test_show_html_writes_a_page(
-    page: str, code: int, told: str, loader_json: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["show", loader_json, "--html", page]) == code
-    assert told in "".join(capsys.readouterr())
-    assert code or Path(page).read_text().startswith("<!DOCTYPE html>")
-
-
-def apply(form: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(["apply", "loader.json", "--to", form]) == 0
-    return capsys.readouterr().out
+def test_show_html_writes_a_page(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", loader_json, "--html", "page.html"]) == 0
+    assert capsys.readouterr().out == "Written to page.html.\n"
+    assert Path("page.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_apply_kwargs_is_json(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(apply("kwargs", capsys)) == BEST.to_kwargs()
+    assert cli.main(["apply", loader_json, "--to", "kwargs"]) == 0
+    assert json.loads(capsys.readouterr().out) == BEST.to_kwargs()
 
 
 CONFIGS = [
@@ -426,9 +361,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_applied_python_runs(config: LoaderConfig, result: TuningResult, tmp_path: Path) -> None:
-    import torch
-
+def test_applied_python_runs(config: LoaderConfig, result: TuningResult) -> None:
     # GIVEN the text, and torch as it is
     text = snippet(replace(result, best=config))
     threads, strategy = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
@@ -444,40 +377,31 @@ def test_applied_python_runs(config: LoaderConfig, result: TuningResult, tmp_pat
     assert set_threads == (config.consumer_threads or threads)
     batch_size = {} if config.batch_size is None else {"batch_size": config.batch_size}
     assert names["LOADER_ARGUMENTS"] == {**batch_size, **config.to_kwargs()}
-
-
-def test_the_snippets_loader_loads(result: TuningResult) -> None:
-    names: dict[str, Any] = {}
-    exec(snippet(replace(result, best=LoaderConfig(num_workers=0))), names)
-    assert [batch.tolist() for batch in names["make_loader"]([1, 2, 3], batch_size=2)] == [[1, 2], [3]]
+    # AND makes a loader, also without workers
+    loader = names["make_loader"]([1, 2, 3], batch_size=2, drop_last=False, num_workers=0, pin_memory=False)
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
 
 
 # demo
 
 
+@pytest.mark.parametrize(("status", "code", "trained"), [("complete", 0, ["loader.json"]), ("fallback", 3, [])])
 def test_demo_tunes_prints_and_lets_a_second_process_train(
-    tune: FakeTune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+    status: str,
+    code: int,
+    trained: list[str],
+    tune: FakeTune,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from autotune_loader import demo
-    from autotune_loader.cli import demonstration
-
     # GIVEN a workload that is there at once, and a second process that only says that it was asked
     asked: list[str] = []
     monkeypatch.setattr(demo, "demo_factory", lambda: {"dataset_or_loader": [1, 2], "batch_size": 2})
     monkeypatch.setattr(demonstration, "run_training_job", lambda path: asked.append(path) or 0)
+    tune.result = replace(tune.result, status=status)
     # WHEN the demo runs
-    assert cli.main(["demo", "--budget", "5s"]) == 0
-    # THEN it tuned within the budget, printed the paired speed-up, and wrote the file that the second process was given
+    assert cli.main(["demo", "--budget", "5s"]) == code
+    # THEN it tuned within the budget, printed the gain, and a second process trains where something was found
     assert tune.arguments["budget"] == "5s"
-    told = capsys.readouterr().out
-    assert "It is 3.36x (3.31x to 3.41x) as fast as" in told
-    assert asked == ["loader.json"]
-    assert (folder / "loader.json").exists()
-
-
-def test_demo_that_found_nothing_trains_nothing(tune: FakeTune, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune_loader import demo
-
-    monkeypatch.setattr(demo, "demo_factory", lambda: {"dataset_or_loader": [1, 2]})
-    tune.result = replace(tune.result, status="fallback")
-    assert cli.main(["demo"]) == 3
+    assert "It is 3.36x (3.31x to 3.41x) as fast as" in capsys.readouterr().out
+    assert asked == trained

@@ -9,8 +9,9 @@ from torch.distributed import DistNetworkError
 
 from autotune_loader.decision.space import Space
 from autotune_loader.live.prospects import Job
-from autotune_loader.live.ranks import Follower, Leader, Link
+from autotune_loader.live.ranks import Follower, Leader
 from autotune_loader.live.tuner import Tuner
+from autotune_loader.machine.ranks import Link
 from autotune_loader.values.config import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedTraining
 

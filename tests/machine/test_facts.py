@@ -17,8 +17,6 @@ from tests.support import FakeGpu, FakeGpus
 
 TUNED = Fingerprint(
     usable_cores=16,
-    affinity_count=16,
-    cpu_quota=None,
     memory_bytes=64 << 30,
     shm_bytes=8 << 30,
     gpus=("NVIDIA H100",),
@@ -48,7 +46,6 @@ MATTERS: dict[str, tuple[Any, str, str]] = {
 }
 HARMLESS: dict[str, Any] = {
     "usable_cores": 32,
-    "affinity_count": 8,
     "memory_bytes": 128 << 30,
     "shm_bytes": 16 << 30,
     "gpus": ("NVIDIA H100", "NVIDIA H100"),

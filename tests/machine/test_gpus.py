@@ -1,136 +1,118 @@
+"""Which GPUs CUDA shows for a mask or an order, and what NVML says of them; a refused call takes its own value only."""
+
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import logging
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
-from autotune_loader.machine.gpus import GpuDevice, Gpus
+from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, use_within
+from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import BatchTrace
 from tests.support import FakeGpu, FakeGpus
 
-FAST = FakeGpu(uuid="GPU-fast", name="Fast", util=80)
-SLOW = FakeGpu(uuid="GPU-slow", name="Slow", util=20)
-
-VALUES = {
-    "util": "nvmlDeviceGetUtilizationRates",
-    "memory_bytes": "nvmlDeviceGetMemoryInfo",
-}
-
-
-def first_device(gpus: Gpus) -> GpuDevice:
-    return gpus.devices()[0]
-
-
-def test_the_device_that_cuda_calls_0_is_watched_whatever_nvmls_order() -> None:
-    # GIVEN NVML listing the slow GPU first, and CUDA the fast one
-    gpus = Gpus(FakeGpus([SLOW, FAST]), cuda_uuids=["fast", "slow"], environ={})
-    # WHEN cuda:0 is sampled
-    device = first_device(gpus)
-    # THEN it is the fast one
-    assert (device.cuda_index, device.name) == (0, "Fast")
-    assert gpus.sample(device).util == 0.8
-
-
-def test_without_cudas_list_the_mask_decides() -> None:
-    gpus = Gpus(FakeGpus([SLOW, FAST]), environ={"CUDA_VISIBLE_DEVICES": "1"})
-    assert [device.name for device in gpus.devices()] == ["Fast"]
-
-
-def test_a_sample_has_every_value_in_si_units() -> None:
-    gpus = Gpus(FakeGpus([FAST]), environ={})
-    sample = gpus.sample(first_device(gpus))
-    assert (sample.util, sample.memory_bytes) == (0.8, 1 << 30)
-    assert sample.reasons == {}
-
-
-@pytest.mark.parametrize(("value", "function"), VALUES.items())
-def test_an_unsupported_call_is_none_with_its_reason_and_the_rest_is_there(value: str, function: str) -> None:
-    # GIVEN a GPU that refuses one call, as MIG, WSL2 and Jetson do
-    gpus = Gpus(FakeGpus([FAST], unsupported=[function]), environ={})
-    # WHEN it is sampled
-    sample = gpus.sample(first_device(gpus))
-    # THEN what depends on the call is missing, with the reason, and nothing else
-    assert getattr(sample, value) is None
-    assert sample.reasons[value] == f"{function}: Not Supported"
-    assert set(sample.reasons) == {name for name, needed in VALUES.items() if needed == function}
-
-
-@pytest.mark.parametrize(
-    "function", ["nvmlDeviceGetName", "nvmlSystemGetDriverVersion", "nvmlDeviceGetMaxMigDeviceCount"]
+A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
+MIG_1, MIG_2, MIG_3 = "MIG-1111-aa", "MIG-2222-bb", "MIG-3333-cc"
+PLAIN = (FakeGpu(uuid=A), FakeGpu(uuid=B), FakeGpu(uuid=C))
+SPLIT = (
+    FakeGpu(uuid=A, migs=(FakeGpu(uuid=MIG_1), FakeGpu(uuid=MIG_2))),
+    FakeGpu(uuid=B, migs=(FakeGpu(uuid=MIG_3),)),
+    FakeGpu(uuid=C),
 )
-def test_devices_are_listed_whatever_nvml_keeps_to_itself(function: str) -> None:
-    gpus = Gpus(FakeGpus([FAST], unsupported=[function]), environ={})
-    assert [device.uuid for device in gpus.devices()] == ["GPU-fast"]
+# The expected devices stand here one by one: what CUDA shows for a mask is not computed a second time.
+VISIBLE: dict[str | None, tuple[list[str], list[str]]] = {
+    # mask: on three plain GPUs, where MIG splits two of them
+    None: ([A, B, C], [MIG_1, MIG_3, C]),
+    "": ([], []),
+    "-1": ([], []),
+    "0": ([A], [MIG_1]),
+    "2,0": ([C, A], [C, MIG_1]),
+    " 1 , 2 ": ([B, C], [MIG_3, C]),
+    "+1": ([B], [MIG_3]),
+    "1gpu,2ampere": ([B, C], [MIG_3, C]),  # read like strtoul
+    "0,-1,2": ([A], [MIG_1]),  # the first invalid entry ends the list
+    "0,9,1": ([A], [MIG_1]),
+    "0,nonsense,2": ([A], [MIG_1]),
+    "0,": ([A], [MIG_1]),
+    "1,1": ([], []),  # a repeated one empties it
+    C: ([C], [C]),
+    "GPU-AAAA": ([A], [MIG_1]),
+    "GPU-aa": ([], []),  # ambiguous
+    f"GPU-cccc,{A}": ([C, A], [C, MIG_1]),
+    "GPU-aaaa,GPU-aaaa1": ([], []),
+    "GPU-ffff": ([], []),
+    f"{B},GPU-ffff,{A}": ([B], [MIG_3]),
+    MIG_2: ([], [MIG_2]),
+    "MIG-ffff": ([], []),
+}
+CALLS = sorted(name for name in vars(FakeGpus) if name.startswith("nvml") and name != "nvmlInit")
+NO_DRIVER = "nvmlInit: NVML Shared Library Not Found"
+
+
+def opened(gpus: Sequence[FakeGpu], mask: str | None = None, **options: object) -> Gpus:
+    return Gpus(FakeGpus(gpus, **options), environ={} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", VISIBLE)
+def test_a_mask_shows_what_cuda_shows(mask: str | None) -> None:
+    for machine, visible in zip((PLAIN, SPLIT), VISIBLE[mask], strict=True):
+        devices = opened(machine, mask).devices()
+        assert [(each.cuda_index, each.uuid) for each in devices] == list(enumerate(visible))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([A, MIG_3, C])))
+def test_cudas_own_list_finds_its_devices_in_any_order(order: tuple[str, ...]) -> None:
+    # GIVEN CUDA's UUIDs, written without NVML's prefix, and one that NVML does not know
+    cuda = ["unknown", *(uuid[4:].upper() for uuid in order)]
+    # WHEN they are looked for THEN each ordinal has its own device, whatever the mask says
+    devices = Gpus(FakeGpus(SPLIT), cuda_uuids=cuda, environ={"CUDA_VISIBLE_DEVICES": "0"}).devices()
+    assert [(each.cuda_index, each.uuid) for each in devices] == list(enumerate(order, start=1))
+
+
+@pytest.mark.parametrize("refused", CALLS)
+def test_a_refused_call_takes_its_own_value_only(refused: str) -> None:
+    # GIVEN an NVML that refuses one call, as under MIG, WSL2 and on a Jetson
+    gpus = opened([FakeGpu(uuid=A, name="H100")], unsupported=[refused])
+    # WHEN all is asked THEN nothing is raised, and what needs another call is there
+    found = [(each.uuid, each.name, each.memory_bytes) for each in gpus.devices()]
+    if refused in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"):
+        assert found == []
+    else:
+        by_uuid = refused != "nvmlDeviceGetHandleByUUID"
+        name = "H100" if by_uuid and refused != "nvmlDeviceGetName" else "unknown GPU"
+        memory = 16 << 30 if by_uuid and refused != "nvmlDeviceGetMemoryInfo" else None
+        assert found == [(A, name, memory)]
+        assert (gpus.is_exclusive(gpus.devices()[0]), gpus.recent_use(gpus.devices()[0])) == (False, [])
+    assert gpus.driver == (None if refused == "nvmlSystemGetDriverVersion" else "570.00")
+    assert gpus.reason is None
 
 
 def test_a_lost_gpu_keeps_its_place() -> None:
-    # GIVEN a first GPU that does not tell its UUID any more
-    lost = FakeGpu(uuid="GPU-lost", unsupported=frozenset({"nvmlDeviceGetUUID"}))
-    gpus = Gpus(FakeGpus([lost, FAST]), environ={"CUDA_VISIBLE_DEVICES": "1"})
-    # THEN index 1 is still the second
-    assert [device.name for device in gpus.devices()] == ["Fast"]
-
-
-def test_a_mig_instance_has_memory_but_no_utilisation() -> None:
-    # GIVEN an instance that refuses what NVML refuses for MIG
-    mig = FakeGpu(uuid="MIG-1", name="MIG 1g.10gb", unsupported=frozenset({"nvmlDeviceGetUtilizationRates"}))
-    gpus = Gpus(FakeGpus([FakeGpu(uuid="GPU-whole", migs=(mig,))]), environ={"CUDA_VISIBLE_DEVICES": "MIG-1"})
-    # WHEN it is sampled
-    sample = gpus.sample(first_device(gpus))
-    # THEN utilisation is missing, never zero
-    assert (sample.util, sample.memory_bytes) == (None, 1 << 30)
+    lost = replace(PLAIN[0], unsupported=frozenset({"nvmlDeviceGetUUID"}))
+    assert [device.uuid for device in opened([lost, PLAIN[1]], "1").devices()] == [B]
+    assert [(device.cuda_index, device.uuid) for device in opened([lost, PLAIN[1]]).devices()] == [(1, B)]
 
 
 def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     # GIVEN no driver
     nvml = FakeGpus(has_driver=False)
     gpus = Gpus(nvml, environ={})
+    assert nvml.calls == []
     # WHEN everything is asked
     with caplog.at_level(logging.DEBUG, logger="autotune_loader"):
         answers = (gpus.devices(), gpus.driver, gpus.reason, gpus.devices())
     # THEN nothing is raised, NVML was tried once, and it was said once
-    assert answers == ((), None, "nvmlInit: NVML Shared Library Not Found", ())
+    assert answers == ((), None, NO_DRIVER, ())
     assert (nvml.calls, len(caplog.records)) == (["nvmlInit"], 1)
-
-
-def test_a_sample_without_a_driver_has_the_reason_for_every_value() -> None:
-    device = GpuDevice(cuda_index=0, uuid="GPU-x", name="x", memory_bytes=None)
-    sample = Gpus(FakeGpus(has_driver=False), environ={}).sample(device)
-    assert (sample.util, sample.memory_bytes) == (None, None)
-    assert sample.reasons == dict.fromkeys(VALUES, "nvmlInit: NVML Shared Library Not Found")
-
-
-def test_nvml_is_not_touched_before_the_first_question() -> None:
-    nvml = FakeGpus([FAST])
-    gpus = Gpus(nvml, environ={})
-    gpus.close()
-    assert nvml.calls == []
-
-
-def test_closing_releases_nvml_and_a_later_question_starts_it_again() -> None:
-    # GIVEN NVML in use
-    nvml = FakeGpus([FAST])
-    gpus = Gpus(nvml, environ={})
-    # WHEN it is closed and asked again
-    before = gpus.driver
-    gpus.close()
-    after = gpus.driver
-    # THEN it was started twice and answers the same
-    assert (before == after, nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (True, 2, 1)
-
-
-def test_a_binding_without_a_function_is_a_reason() -> None:
-    # GIVEN an old binding
-    class Old(FakeGpus):
-        nvmlDeviceGetUtilizationRates = property()  # type: ignore[assignment]  # noqa: N815
-
-    gpus = Gpus(Old([FAST]), environ={})
-    # THEN
-    assert gpus.sample(first_device(gpus)).reasons == {
-        "util": "nvmlDeviceGetUtilizationRates: this pynvml does not have it"
-    }
 
 
 @pytest.mark.process
@@ -147,3 +129,65 @@ def test_the_fake_has_only_names_that_the_real_binding_has() -> None:
     pynvml = pytest.importorskip("pynvml")
     names = [name for name in vars(FakeGpus) if name.startswith(("nvml", "NVML"))]
     assert [name for name in names if not hasattr(pynvml, name)] == []
+
+
+# Utilisation
+
+
+def test_a_short_window_has_the_utilisation_of_its_own_samples() -> None:
+    # GIVEN samples every 0.1 s: idle before a window of 0.4 s, three quarters busy in it, busy after it
+    samples = [(t / 10, share) for t, share in enumerate([0.0] * 6 + [0.5, 1.0, 0.5, 1.0] + [1.0] * 3)]
+    # WHEN they are read for the window, and for one of which they cover a quarter THEN only the first has a figure
+    assert use_within(samples, 0.5, 0.9) == pytest.approx(0.75)
+    assert use_within(samples, 1.1, 1.5) is None
+    assert use_within([], 0.5, 0.9) is use_within(samples[:1], 0.0, 0.1) is None
+
+
+@pytest.mark.parametrize("clock", STAMP_CLOCKS)
+def test_stamps_of_either_clock_become_seconds_ago(clock: Callable[[], float]) -> None:
+    # GIVEN a driver that stamps its samples by the time of day, or since boot
+    gpus = opened([FakeGpu(uuid=A, samples=lambda: [(clock() - 0.2, 40), (clock() - 0.3, 20)])])
+    # WHEN asked for what it keeps THEN
+    (older, younger) = gpus.recent_use(gpus.devices()[0])
+    assert older == (pytest.approx(0.3, abs=0.05), 0.2)
+    assert younger == (pytest.approx(0.2, abs=0.05), 0.4)
+
+
+def test_a_burst_has_the_utilisation_of_its_own_window() -> None:
+    # GIVEN a meter on a GPU that was busy for the last half second, by samples 20 ms apart
+    def samples() -> list[tuple[float, int]]:
+        return [(time.time() - ago / 50, 100 if ago < 25 else 0) for ago in range(50)]
+
+    with TreeMeter(1, usable_cores=1, gpus=opened([FakeGpu(uuid=A, samples=samples)])) as meter:
+        pass
+    now = time.monotonic()
+    # WHEN the burst's window was the last 0.4 s, or began before the GPU did THEN each has its own
+    short, long = (meter.added_to(a_burst(now, window_s)).gpu for window_s in (0.4, 0.8))
+    assert (short.util, short.reason) == (pytest.approx(1.0, abs=0.05), None)
+    assert long.util == pytest.approx(0.62, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        (None, "the step does not run on an NVIDIA GPU"),
+        (opened((), has_driver=False), NO_DRIVER),
+        (Gpus(FakeGpus(PLAIN), cuda_uuids=["ffff"], environ={}), "NVML does not know the device"),
+        (opened(PLAIN), "the burst is too short for NVML's utilisation"),
+    ],
+)
+def test_a_gpu_that_cannot_be_watched_has_a_reason_and_no_figure(gpus: Gpus | None, reason: str) -> None:
+    with TreeMeter(1, usable_cores=1, gpus=gpus) as meter:
+        pass
+    gpu = meter.added_to(a_burst(time.monotonic(), 0.5)).gpu
+    assert (gpu.util, gpu.memory_bytes, gpu.reason) == (None, None, reason)
+
+
+def a_burst(end: float, window_s: float) -> Measurement:
+    """A burst that a step ended at a moment."""
+    times = dict.fromkeys(("fetch_start", "fetch_end", "collate_end", "requested", "received", "step_end"), end)
+    figures = dict.fromkeys(("batch_size", "first_batch_s", "wait_share", "service_s"), 0.0)
+    figures |= dict.fromkeys(("service_cpu_s", "receive_s", "step_s"), 0.0)
+    rate = Interval(value=1.0, low=1.0, high=1.0, count=1)
+    last = BatchTrace(worker=0, cpu_s=0.0, samples=1, **times)
+    return Measurement(samples_per_s=rate, samples=1, window_s=window_s, traces=(last,), **figures)

@@ -14,7 +14,6 @@ import torch
 from fake_device import FakeLane, FakeStep, FakeTimeline, made_here, made_in_time
 from torch.utils.data import TensorDataset
 
-from autotune_loader.machine.meters.gpu import NO_GPU
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
@@ -28,7 +27,7 @@ from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.twin import Twin
 from autotune_loader.twin.observation import Observation
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, GpuUse, Measurement
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from tests.support import FakeClock
 
@@ -457,8 +456,12 @@ def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     bench = Bench(rows, rows, TrainingSide())
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
+<<<<<<< ours
     assert (timeline_of(torch.device("cpu")), gpus_of(warmup.device_uuid), warmup.device_uuid) == (None, None, None)
     assert GpuUse(reason="the step does not run on an NVIDIA GPU") == NO_GPU
+=======
+    assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)
+>>>>>>> theirs
 
 
 def test_a_model_that_is_on_a_device_already_is_told_what_its_copy_costs() -> None:

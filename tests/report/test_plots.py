@@ -189,14 +189,6 @@ def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> N
     assert any("1,000,000/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
 
 
-def test_history_never_falls(result: TuningResult) -> None:
-    axes = plots.plot_history(result).axes[0]
-    rates = [rate for _, rate in points(axes, "best so far")]
-    assert rates == sorted(rates)
-    assert rates[-1] == max(trial.samples_per_s or 0 for trial in result.trials)
-    assert [trial for trial, _ in points(axes, "failed")] == [13, 14]
-
-
 def test_speedup_is_the_ratio_within_each_round(result: TuningResult) -> None:
     first = result.finals.rounds[0]
     assert points(plots.plot_speedup(result).axes[0], "chosen, a round")[0] == (1, first[0] / first[-1])

@@ -32,9 +32,6 @@ class FakeGpu:
     uuid: str
     name: str = "Fake GPU"
     memory_bytes: int = 16 << 30
-    used_bytes: int = 1 << 30
-    util: int | Callable[[], int] = 50
-    """Percent, or a function of the moment."""
     samples: Callable[[], Sequence[tuple[float, int]]] = tuple
     """NVML's own samples of the moment: stamps in seconds, and percent."""
     is_exclusive: bool = False
@@ -71,9 +68,6 @@ class FakeGpus:
         if not self._has_driver:
             raise NVMLErrorLibraryNotFound
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.calls.append("nvmlShutdown")
-
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         self._check("nvmlSystemGetDriverVersion")
         return "570.00"
@@ -101,21 +95,15 @@ class FakeGpus:
         self._check("nvmlDeviceGetName", gpu)
         return gpu.name
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: FakeGpu) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetMaxMigDeviceCount", gpu)
-        return len(gpu.migs)
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:  # noqa: N802
         self._check("nvmlDeviceGetMigDeviceHandleByIndex", gpu)
+        if index >= len(gpu.migs):
+            raise NVMLError("Not Found")
         return gpu.migs[index]
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
         self._check("nvmlDeviceGetMemoryInfo", gpu)
-        return SimpleNamespace(total=gpu.memory_bytes, used=gpu.used_bytes, free=gpu.memory_bytes - gpu.used_bytes)
-
-    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
-        self._check("nvmlDeviceGetUtilizationRates", gpu)
-        return SimpleNamespace(gpu=gpu.util() if callable(gpu.util) else gpu.util, memory=0)
+        return SimpleNamespace(total=gpu.memory_bytes)
 
     def nvmlDeviceGetSamples(  # noqa: N802
         self, gpu: FakeGpu, kind: int, since_us: int

@@ -26,15 +26,15 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 TAKEN_FOR_GRANTED: dict[str, list[str]] = {
     "docs/distributed.md": [
         """
-import os
+import atexit, os
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
-from autotune_loader import load_config, tune
+from autotune_loader import tune
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
 join = dist.init_process_group
 dist.init_process_group = lambda backend: join("gloo")  # no GPU is needed to read a page
-""",
-        "dist.destroy_process_group()\ntune = lambda *a, storage, **o: autotune_loader.tune(*a, **o)  # no server here",
+atexit.register(lambda: dist.destroy_process_group())
+"""
     ],
     "docs/frameworks.md": [
         """

@@ -18,10 +18,9 @@ from itertools import pairwise
 
 import psutil
 
-from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.meters.gpu import NO_GPU, use_within
-from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
-from autotune_loader.values.measurement import GpuUse, Measurement
+from autotune_loader.machine.gpus import Gpus, use_within
+from autotune_loader.machine.processes import tree, tree_pss, tree_use
+from autotune_loader.values.measurement import Measurement
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 0.25
@@ -79,7 +78,7 @@ class TreeMeter:
         self._on_memory_limit = on_memory_limit
         self._gpus = gpus
         self._gpu = next(iter(gpus.devices()), None) if gpus is not None else None
-        self._gpu_samples: tuple[tuple[float, float], ...] = ()
+        self._gpu_samples: list[tuple[float, float]] = []
         self._pss: list[PssSample] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="autotune-loader-meter", daemon=True)
@@ -94,34 +93,31 @@ class TreeMeter:
         self._thread.join()
         if self._gpus is not None and self._gpu is not None:
             now = time.monotonic()
-            self._gpu_samples = tuple((now - ago, share) for ago, share in self._gpus.recent_use(self._gpu))
+            self._gpu_samples = [(now - ago, share) for ago, share in self._gpus.recent_use(self._gpu)]
 
     def added_to(self, measured: Measurement) -> Measurement:
         """The measurement with what only this meter saw; its traces are on the same clock."""
-        memory, cpu = measured.memory, measured.cpu_share
-        if memory is not None:
-            memory = replace(memory, pss_slope_bytes_per_s=pss_slope(self._pss))
-        util = None
+        memory, cpu, util = measured.memory, measured.cpu_share, None
         if measured.traces:
             end = measured.traces[-1].step_end
             util = use_within(self._gpu_samples, end - measured.window_s, end)
-        seen = self.gpu_use(util)
-        cpu = None if cpu is None else cpu / self._usable_cores
         return replace(
-            measured, cpu_share=cpu, memory=memory, gpu=replace(measured.gpu, util=seen.util, reason=seen.reason)
+            measured,
+            cpu_share=None if cpu is None else cpu / self._usable_cores,
+            memory=None if memory is None else replace(memory, pss_slope_bytes_per_s=pss_slope(self._pss)),
+            gpu=replace(measured.gpu, util=util, reason=self._why_no_figure() if util is None else None),
         )
 
-    def gpu_use(self, util: float | None) -> GpuUse:
-        """Utilisation of the GPU, or why there is none."""
+    def _why_no_figure(self) -> str | None:
         if self._gpus is None:
-            return NO_GPU
+            return "the step does not run on an NVIDIA GPU"
         if self._gpu is None:
-            return GpuUse(reason=self._gpus.reason or "NVML does not know the device")
-        return GpuUse(util=util, reason=None if util is not None else "the burst is too short for NVML's utilisation")
+            return self._gpus.reason or "NVML does not know the device"
+        return "the burst is too short for NVML's utilisation"
 
     def _watch(self) -> None:
         begun, next_pss, quiet_until, next_members = time.monotonic(), FIRST_PSS_S, 0.0, 0.0
-        is_raised, members = self._limit_bytes is None, list[psutil.Process]()
+        members: list[psutil.Process] = []
         while not self._stopped.wait(PERIOD_S):
             try:
                 now = time.monotonic()
@@ -130,26 +126,30 @@ class TreeMeter:
                 use = tree_use(members)
                 if use is None:
                     return
-                if now - begun >= next_pss:
+                is_due = now - begun >= next_pss
+                is_suspicious = self._is_over(use.rss_bytes) and now >= quiet_until
+                if not is_due and not is_suspicious:
+                    continue
+                pss_bytes = tree_pss(members)
+                if is_due:
                     next_pss = PSS_SPACING * max(next_pss, now - begun)
-                    self._take_pss(use, tree_pss(members))
-                if not is_raised and use.rss_bytes > (self._limit_bytes or 0) and now >= quiet_until:
+                    if pss_bytes is not None:
+                        self._pss.append(PssSample(at=now, pss_bytes=pss_bytes, processes=use.processes))
+                if is_suspicious:
                     quiet_until = now + SUSPICION_S
-                    is_raised = self._alarmed(tree_pss(members) or use.rss_bytes)
+                    self._guard(pss_bytes or use.rss_bytes)
             except Exception as error:
                 logger.warning("A meter stopped: %s", error, exc_info=True)
                 return
 
-    def _alarmed(self, used: int) -> bool:
-        if self._limit_bytes is None or used <= self._limit_bytes:
-            return False
-        logger.warning("Memory guard: %d bytes in use, %d allowed", used, self._limit_bytes)
-        self._on_memory_limit()
-        return True
+    def _is_over(self, used: int) -> bool:
+        return self._limit_bytes is not None and used > self._limit_bytes
 
-    def _take_pss(self, use: TreeUse, pss_bytes: int | None) -> None:
-        if pss_bytes is not None:
-            self._pss.append(PssSample(at=time.monotonic(), pss_bytes=pss_bytes, processes=use.processes))
+    def _guard(self, used: int) -> None:
+        if self._is_over(used):
+            logger.warning("Memory guard: %d bytes in use, %d allowed", used, self._limit_bytes)
+            self._limit_bytes = None
+            self._on_memory_limit()
 
 
 def pss_slope(pss: Sequence[PssSample]) -> float | None:

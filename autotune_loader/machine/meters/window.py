@@ -7,77 +7,67 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from autotune_loader.machine.host import HostCpu, host_cpu
+import psutil
+
+from autotune_loader.machine.host import host_cpu
 from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
 from autotune_loader.values.measurement import Measurement, MemoryUse
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    at: float
-    """Seconds."""
-    tree: TreeUse | None
-    host: HostCpu | None
 
 
 class Window:
     """Watches this process and its descendants between two moments."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
         self._cpus = affinity()
         self._shm_before = _shm_in_use()
-        self._opened = self._look()
         self._most: MemoryUse | None = None
         """Memory as it was noted while the window was open."""
+        self.open()
 
     def open(self) -> None:
         """The window begins: what start-up took is not counted."""
-        self._opened = self._look()
+        use, self._host = tree_use(tree(os.getpid())), host_cpu(self._cpus)
+        self._opened, self._cpu_s = time.monotonic(), None if use is None else use.cpu_s
 
     def note_memory(self) -> None:
         """Read memory now, where workers may have ended before the window closes."""
-        self._most = _larger(self._most, self._memory(tree_use(tree(self._pid))))
+        members = tree(os.getpid())
+        self._note(members, tree_use(members))
 
     def closed(self, measured: Measurement) -> Measurement:
         """The measurement with what the machine gave meanwhile; called while the workers live. CPU is a share of one core."""
-        now, before = self._look(), self._opened
-        elapsed_s = now.at - before.at
-        own_s = now.tree.cpu_s - before.tree.cpu_s if now.tree is not None and before.tree is not None else None
-        share = own_s / elapsed_s if own_s is not None and elapsed_s > 0 else None
-        measured = replace(measured, memory=_larger(self._most, self._memory(now.tree)), cpu_share=share)
-        if now.host is None or before.host is None or not now.host.cpus or elapsed_s <= 0:
+        elapsed_s, members = max(1e-9, time.monotonic() - self._opened), tree(os.getpid())
+        use, host = tree_use(members), host_cpu(self._cpus)
+        self._note(members, use)
+        own_s = None if use is None or self._cpu_s is None else use.cpu_s - self._cpu_s
+        measured = replace(measured, memory=self._most, cpu_share=None if own_s is None else own_s / elapsed_s)
+        if host is None or self._host is None or not host.cpus:
             return measured
-        capacity_s = elapsed_s * now.host.cpus
+        capacity_s = elapsed_s * host.cpus
         # Ticks of the host and of the tree are counted apart and may differ by one: no foreign load is not less than none.
-        foreign_s = None if own_s is None else max(0.0, now.host.busy_s - before.host.busy_s - own_s)
+        foreign_s = None if own_s is None else max(0.0, host.busy_s - self._host.busy_s - own_s)
         return replace(
             measured,
             foreign_cpu_share=None if foreign_s is None else foreign_s / capacity_s,
-            steal_share=(now.host.steal_s - before.host.steal_s) / capacity_s,
+            steal_share=(host.steal_s - self._host.steal_s) / capacity_s,
         )
 
-    def _look(self) -> _Look:
-        return _Look(time.monotonic(), tree_use(tree(self._pid)), host_cpu(self._cpus))
-
-    def _memory(self, use: TreeUse | None) -> MemoryUse | None:
+    def _note(self, members: Sequence[psutil.Process], use: TreeUse | None) -> None:
+        """Keep the most memory that was seen."""
         if use is None:
-            return None
+            return
         shm, before = _shm_in_use(), self._shm_before
-        return MemoryUse(
+        now = MemoryUse(
             rss_bytes=use.rss_bytes,
-            pss_bytes=tree_pss(tree(self._pid)),
+            pss_bytes=tree_pss(members),
             shm_bytes=None if shm is None or before is None else max(0, shm - before),
         )
-
-
-def _larger(one: MemoryUse | None, other: MemoryUse | None) -> MemoryUse | None:
-    if one is None or other is None:
-        return one or other
-    return one if one.taken_bytes > other.taken_bytes else other
+        if self._most is None or now.taken_bytes > self._most.taken_bytes:
+            self._most = now
 
 
 def _shm_in_use() -> int | None:

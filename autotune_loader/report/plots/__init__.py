@@ -5,7 +5,6 @@ show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
 """
 
 from autotune_loader.report.plots.heatmap import plot_heatmap
-from autotune_loader.report.plots.history import plot_history
 from autotune_loader.report.plots.speedup import plot_speedup
 from autotune_loader.report.plots.stages import plot_stages
 from autotune_loader.report.plots.timeline import plot_timeline
@@ -13,7 +12,6 @@ from autotune_loader.report.plots.workers import plot_workers
 
 __all__ = [
     "plot_heatmap",
-    "plot_history",
     "plot_speedup",
     "plot_stages",
     "plot_timeline",

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from autotune_loader.machine.gpus import Gpus
 from autotune_loader.machine.host import HostCpu
 from autotune_loader.machine.meters import process_tree, window
 from autotune_loader.machine.meters.process_tree import PssSample, TreeMeter, pss_slope
@@ -22,7 +20,6 @@ from autotune_loader.machine.meters.window import Window
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
-from tests.support import FakeGpus
 
 MIB = 2**20
 
@@ -93,14 +90,11 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
     monkeypatch.setattr(process_tree, "tree_pss", lambda _members: pss_bytes)
     raised: list[bool] = []
     # WHEN it may have 100 bytes
-    with TreeMeter(
-        os.getpid(), usable_cores=1, memory_budget_bytes=100, on_memory_limit=lambda: raised.append(True)
-    ) as meter:
+    with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=100, on_memory_limit=lambda: raised.append(True)):
         while len(looks) < 5:
             time.sleep(0.005)
     # THEN
     assert len(raised) == alarms
-    assert meter.gpu_use(None).reason == "the step does not run on an NVIDIA GPU"
 
 
 @pytest.mark.process
@@ -108,18 +102,6 @@ def test_a_real_tree_over_its_budget_raises_the_alarm() -> None:
     alarm = threading.Event()
     with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=MIB, on_memory_limit=alarm.set):
         assert alarm.wait(20.0)
-
-
-@pytest.mark.parametrize(
-    ("nvml", "reason"),
-    [
-        (FakeGpus(has_driver=False), "nvmlInit: NVML Shared Library Not Found"),
-        (FakeGpus([]), "NVML does not know the device"),
-    ],
-)
-def test_a_gpu_that_cannot_be_watched_has_a_reason(nvml: FakeGpus, reason: str) -> None:
-    gpu = TreeMeter(os.getpid(), usable_cores=1, gpus=Gpus(nvml, environ={})).gpu_use(None)
-    assert (gpu.util, gpu.reason) == (None, reason)
 
 
 # The window
@@ -140,23 +122,26 @@ def a_measurement() -> Measurement:
     return Measurement(samples_per_s=rate, samples=1, **dict.fromkeys(names, 0.0))
 
 
-def looking(monkeypatch: pytest.MonkeyPatch, *looks: window._Look) -> None:
-    answers: Iterator[window._Look] = iter(looks)
-    monkeypatch.setattr(Window, "_look", lambda self: next(answers))
+def looking(monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, float | None, HostCpu | None]) -> None:
+    """The machine at several moments: seconds, CPU seconds of the tree, and those of the host."""
+    moments, trees, hosts = (iter(column) for column in zip(*looks, strict=True))
 
+    def use(_members: Any) -> TreeUse | None:
+        cpu_s = next(trees)
+        return None if cpu_s is None else TreeUse(processes=1, cpu_s=cpu_s, rss_bytes=5)
 
-def a_look(at: float, tree_cpu_s: float | None, host: HostCpu | None) -> window._Look:
-    use = None if tree_cpu_s is None else TreeUse(processes=1, cpu_s=tree_cpu_s, rss_bytes=5)
-    return window._Look(at, use, host)
+    monkeypatch.setattr(window, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(window, "tree_use", use)
+    monkeypatch.setattr(window, "host_cpu", lambda _cpus: next(hosts))
 
 
 def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s, the machine 5 s, the hypervisor 0.8 s
     looking(
         monkeypatch,
-        a_look(0.0, 0.0, HostCpu(cpus=4, busy_s=0.0, steal_s=0.0)),
-        a_look(6.0, 7.0, HostCpu(cpus=4, busy_s=10.0, steal_s=1.0)),
-        a_look(8.0, 10.0, HostCpu(cpus=4, busy_s=15.0, steal_s=1.8)),
+        (0.0, 0.0, HostCpu(cpus=4, busy_s=0.0, steal_s=0.0)),
+        (6.0, 7.0, HostCpu(cpus=4, busy_s=10.0, steal_s=1.0)),
+        (8.0, 10.0, HostCpu(cpus=4, busy_s=15.0, steal_s=1.8)),
     )
     watched = Window()
     watched.open()
@@ -169,13 +154,13 @@ def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatc
 
 def test_ticks_that_disagree_make_no_negative_foreign_load(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [HostCpu(cpus=1, busy_s=busy_s, steal_s=0.0) for busy_s in (0.0, 0.99)]
-    looking(monkeypatch, a_look(0.0, 0.0, hosts[0]), a_look(1.0, 1.0, hosts[1]))
+    looking(monkeypatch, (0.0, 0.0, hosts[0]), (1.0, 1.0, hosts[1]))
     assert Window().closed(a_measurement()).foreign_cpu_share == 0.0
 
 
 def test_what_the_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    looking(monkeypatch, a_look(0.0, None, None), a_look(1.0, None, None))
-    assert Window().closed(a_measurement()) == replace(a_measurement(), memory=None)
+    looking(monkeypatch, (0.0, None, None), (1.0, None, None))
+    assert Window().closed(a_measurement()) == a_measurement()
 
 
 @pytest.mark.process
