@@ -116,8 +116,28 @@ def _raising(dataset: Any, keys: list[Any]) -> list[Any]:
     return []
 
 
+_END = object()
 _keys: list[Any] = []
 """Of the batch that this process is making; a collate function is not told them."""
+
+
+class _Naming:
+    """Within the block, what is the fault of a sample is raised as a `SampleError`.
+
+    Args:
+        tell: makes it of what was raised.
+    """
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[Exception], SampleError]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (StoppedError, MemoryError)):
+            raise self._tell(error) from error
 
 
 class NamingDataset(Wrapped):
@@ -129,27 +149,21 @@ class NamingDataset(Wrapped):
         object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
 
     def __getitem__(self, key: Any) -> Any:
-        try:
+        with _Naming(lambda error: SampleError.of(SAMPLE + written(key), error)):
             return self._inner[key]
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            raise SampleError.of(SAMPLE + written(key), error) from error
 
     def __getitems__(self, keys: list[Any]) -> Any:
-        inner, _keys[:] = self._inner, keys
+        inner, fetch_many, _keys[:] = self._inner, self._fetch_many, keys
         key: Any = None
-        try:
-            if self._fetch_many:
-                return self._fetch_many(keys)
-            return [inner[key := each] for each in keys]
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            raising = [key] if not self._fetch_many else _raising(inner, keys)
+
+        def tell(error: Exception) -> SampleError:
+            raising = [key] if not fetch_many else _raising(inner, keys)
             if not raising:
-                raise SampleError.of("__getitems__", error, keys) from error
-            raise SampleError.of(SAMPLE + written(raising[0]), error) from error
+                return SampleError.of("__getitems__", error, keys)
+            return SampleError.of(SAMPLE + written(raising[0]), error)
+
+        with _Naming(tell):
+            return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -174,17 +188,17 @@ class NamingStream(Wrapped, IterableDataset[Any]):
         delivered = 0
         _keys.clear()
         samples = iter(self._inner)
+        naming = _Naming(lambda error: SampleError.of(f"the sample after {delivered:,} of a process's stream", error))
         while True:
             try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            except (StoppedError, MemoryError):
-                raise
-            except Exception as error:
+                with naming:
+                    sample = next(samples, _END)
+            except SampleError:
                 if self._ends and delivered:
                     return
-                raise SampleError.of(f"the sample after {delivered:,} of a process's stream", error) from error
+                raise
+            if sample is _END:
+                return
             delivered += 1
             yield sample
 
@@ -196,14 +210,10 @@ class NamingCollate:
         self._collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Any:
-        try:
+        if not _keys:
             return self._collate_fn(samples)
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            if not _keys:
-                raise
-            raise SampleError.of("collate_fn", error, _keys) from error
+        with _Naming(lambda error: SampleError.of("collate_fn", error, _keys)):
+            return self._collate_fn(samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn)),)

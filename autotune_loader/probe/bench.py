@@ -17,7 +17,7 @@ from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts
-from autotune_loader.probe.burst import run_burst, run_step_ceiling
+from autotune_loader.probe.burst import Cached, run_burst
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of, uuid_of
 from autotune_loader.probe.failures import failure_of, is_of_dataset
@@ -160,7 +160,8 @@ class Bench:
         if (failure := self._warm_again()) is not None:
             return failure
         assert self._step is not None
-        return run_step_ceiling(batch, samples, self._step, consumer_threads, plan, self._timeline)
+        config = LoaderConfig(consumer_threads=consumer_threads)
+        return run_burst(Cached(batch, samples), self._step, config, plan, timeline=self._timeline)
 
     def close(self) -> None:
         """Let go of model, optimizer and batch, and of the device memory that they took."""

@@ -20,7 +20,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +29,6 @@ from autotune_loader.machine.meters.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.epoch_throughput import are_enough_epochs
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError
@@ -47,8 +47,22 @@ SHUTDOWN_GRACE_S = 1.0
 NEWS_OF_DEATH_S = 0.3
 
 
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A batch that lies ready, stepped on again and again in place of loading."""
+
+    batch: Any
+    samples: int
+    num_workers: ClassVar[int] = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            now = time.monotonic()
+            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
+
+
 def run_burst(
-    data: DataSide,
+    data: DataSide | Cached,
     step: TrainingStep,
     config: LoaderConfig,
     plan: BurstPlan,
@@ -61,7 +75,8 @@ def run_burst(
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
 
     Args:
-        data: what is loaded.
+        data: what is loaded, or a batch that lies ready: its rate is what no loader can exceed, and the g of the twin without
+            contention. It is on the device beforehand: a loader that copies ahead of the step can hide the copy.
         step: what is done with a batch.
         config: the loader's configuration.
         plan: how long, and which samples.
@@ -86,7 +101,9 @@ def run_burst(
                 enter("start")
                 outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad)
                 # What the driver has to be asked for anew slows the next burst down; other batches took more than it needs.
-                keeps_memory = isinstance(outcome, Measurement) and config.batch_size is None
+                keeps_memory = (
+                    isinstance(outcome, Measurement) and config.batch_size is None and plan.batch_size is None
+                )
                 return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
@@ -110,7 +127,7 @@ def run_burst(
 
 def _measure(
     open_loader: OpenLoader,
-    data: DataSide,
+    data: DataSide | Cached,
     step: TrainingStep,
     config: LoaderConfig,
     plan: BurstPlan,
@@ -124,7 +141,10 @@ def _measure(
         if config.device_prefetch:
             lane = timeline.make_lane()
             open_loader.ahead = lambda batches: prefetched(batches, lane, config.device_prefetch)
-    loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
+    if isinstance(data, Cached):
+        loader: Any = replace(data, batch=step.move(data.batch))
+    else:
+        loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
     run = Run(plan, config.num_workers, time.monotonic(), enter, timeline, lane, bad)
     open_loader.open(loader)
     if plan.prefill_s:
@@ -134,7 +154,7 @@ def _measure(
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")
     if plan.whole_epochs:
-        return window.closed(run.measurement(run_epochs(open_loader, loader, run, step, plan, window.note_memory)))
+        return window.closed(run.measurement(*run_epochs(open_loader, loader, run, step, plan, window.note_memory)))
     del loader
     window.open()
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
@@ -142,87 +162,43 @@ def _measure(
     return window.closed(run.measurement())
 
 
-class Holder(Protocol):
-    """The owner of the running iterator."""
-
-    iterator: Any
-
-    def open(self, loader: Any) -> None:
-        """Begin an epoch."""
-
-
 def run_epochs(
-    holder: Holder,
+    open_loader: OpenLoader,
     loader: Any,
     run: Run,
     step: TrainingStep,
     plan: BurstPlan,
     note_memory: Callable[[], None] = lambda: None,
-) -> list[int]:
-    """Train to the end of the epoch whose first batch has been delivered, and on for some more: batches by each end.
+) -> tuple[list[int], float]:
+    """Train to the end of the epoch whose first batch has been delivered, and on for some more.
+
+    Returns the batches by the end of each, and when memory was last read: that is no part of the window.
 
     Args:
-        holder: holds the first epoch's iterator, and then the others.
+        open_loader: has the first epoch's iterator, and then the others.
         loader: whose epochs end.
         run: takes the batches.
         step: what is done with them.
         plan: how long.
         note_memory: reads memory, now and then in the first epoch, which is not timed: workers end with their epoch.
     """
-    begun, ends, batches, count = run.now(), list[float](), list[int](), 1
-    note_memory()
+    begun, ends, batches, count, noted = run.now(), list[float](), list[int](), 1, 0.0
     while not are_enough_epochs(ends, plan, begun):
         if ends:
-            holder.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
-            holder.open(loader)
-        while run.deliver(holder.iterator, step):
-            count += 1
+            open_loader.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
+            open_loader.open(loader)
+        while True:
             if not ends and count.bit_count() == 1:
                 note_memory()
+                noted = run.now()
+            if not run.deliver(open_loader.iterator, step):
+                break
+            count += 1
         if ends and count == batches[-1]:
             raise ValueError("an epoch ended before it delivered a batch")
         ends.append(run.now())
         batches.append(count)
-    return batches
-
-
-def run_step_ceiling(
-    batch: Any,
-    samples: int,
-    step: TrainingStep,
-    consumer_threads: int | None,
-    plan: BurstPlan,
-    timeline: Timeline | None = None,
-) -> Measurement | Failure:
-    """Step on one batch again and again: the rate no loader can exceed, and the g of the twin without contention.
-
-    The batch is on the device beforehand: a loader that copies ahead of the step can hide the copy.
-    """
-    keeps_memory = False
-    try:
-        if timeline is not None:
-            timeline.open()
-        run, cached = Run(plan, 0, time.monotonic(), timeline=timeline), _again_and_again(step.move(batch), samples)
-        with as_configured(LoaderConfig(consumer_threads=consumer_threads)):
-            window = Window()
-            run.deliver(cached, step)
-            while not run.knows_enough():
-                run.deliver(cached, step)
-            measured = window.closed(run.measurement())
-            keeps_memory = plan.batch_size is None
-            return measured
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        return failure_of(error, "step")
-    finally:
-        if timeline is not None and not keeps_memory:
-            timeline.release()
-
-
-def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:
-    while True:
-        now = time.monotonic()
-        yield batch, (MAIN_PROCESS, now, now, now, 0.0, samples)
+    return batches, noted
 
 
 class OpenLoader:

@@ -119,11 +119,12 @@ class Run:
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         return enough
 
-    def measurement(self, epochs: Sequence[int] = ()) -> Measurement:
+    def measurement(self, epochs: Sequence[int] = (), opened: float = 0.0) -> Measurement:
         """What the run amounts to, once the device has finished what it was given.
 
         Args:
             epochs: how many batches had been delivered at the end of each epoch, where whole ones are measured.
+            opened: when their window began, should that be behind the end of the first.
         """
         if self._timeline is not None:
             self._timeline.synchronize()
@@ -132,7 +133,8 @@ class Run:
         measured, end = summarise(traces, workers=self._workers, started=self._started), traces[-1].step_end
         if epochs:
             samples = sum(trace.samples for trace in traces[epochs[0] : epochs[-1]])
-            measured = over_epochs(measured, [traces[count - 1].step_end for count in epochs], samples)
+            first, *others = (traces[count - 1].step_end for count in epochs)
+            measured = over_epochs(measured, [max(first, opened), *others], samples)
         use = None if self._passages is None else self._passages.use(end - measured.window_s, end)
         return replace(
             measured,

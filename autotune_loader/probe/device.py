@@ -142,11 +142,6 @@ def uuid_of(device: torch.device) -> str | None:
     return None if uuid is None else str(uuid)
 
 
-def held_bytes(device: str) -> int:
-    """What torch has allocated on a CUDA device in this process; asks for nothing that would open CUDA."""
-    return torch.cuda.memory_allocated(device) if device.startswith("cuda") and torch.cuda.is_initialized() else 0
-
-
 class Passage(NamedTuple):
     """One batch as the host saw it, with the marks that the device passes later."""
 

@@ -27,6 +27,7 @@ from autotune_loader.probe.losses import (
     customary_loss,
     first_tensor,
     is_distribution,
+    is_name,
     own_loss,
     part_of,
 )
@@ -98,8 +99,6 @@ def infer(side: TrainingSide, batch: Any) -> Form:
         return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=notes)
     if is_lightning_module(model):
         return _lightning_form(side, batch)
-    if loss_fn is not None:
-        _check_loss(loss_fn, Parameters.of(model), batch)
     call = _call_for(model, batch, wants_output=loss_fn is not None)
     return _Inferred(model, call, loss_fn, batch).form
 
@@ -145,7 +144,7 @@ class _Inferred:
         )
 
     def _value_of(self, code: str, **values: Any) -> Any:
-        # The code is made here, of names of fields that are quoted or identifiers.
+        # The code is made here: of what the user's data hold there are but literals, and names that are identifiers.
         return eval(compile(code, "<inferred step>", "eval"), {**self._names, **values})  # noqa: S307
 
     def _learn(self, batch: Any) -> Any:
@@ -171,24 +170,6 @@ class _Inferred:
             return customary_loss(output, self._value_of(target, batch=batch), target), None
         found = first_tensor(*answer_in(output))
         return (OUT, None) if found is None else (f"{found[0]}.float().mean()", STAND_IN_LOSS)
-
-
-def _check_loss(loss_fn: Callable[..., Any], parameters: Parameters, batch: Any) -> None:
-    """What takes neither an output nor an output and a target."""
-    takes = Parameters.of(loss_fn)
-    if takes.required == 2 and takes.names[0] in ("model", "net", "module"):
-        raise StepInferenceError(
-            f"loss_fn={_name(loss_fn)} takes {takes.names[0]} and {takes.names[1]}, where output and target are given; "
-            "passed as train_step=, it would work"
-        )
-    if takes.required > 2:
-        taken = "..."
-        if len(_several(batch)) == takes.required:
-            taken = "*model(*batch)" if parameters.required == takes.required else "*map(model, batch)"
-        raise StepInferenceError(
-            f"loss_fn={_name(loss_fn)} takes {takes.required} arguments, where output and target are given; "
-            f"pass train_step=lambda model, batch: loss_fn({taken}), for {described(batch)}"
-        )
 
 
 def _with_floats(example: str, batch: Any) -> str:
@@ -254,7 +235,13 @@ def _call_with_fields(
         taken = {name: each for name, each in taken.items() if each != key or name in parameters.required_names}
     if taken:
         is_all = by_key and list(taken) == list(taken.values()) == list(fields)
-        given = f"**{at}" if is_all else ", ".join(f"{name}={part_of(at, batch, each)}" for name, each in taken.items())
+        parts = {name: part_of(at, batch, each) for name, each in taken.items()}
+        if is_all:
+            given = f"**{at}"
+        elif all(map(is_name, parts)):
+            given = ", ".join(f"{name}={part}" for name, part in parts.items())
+        else:
+            given = f"**{{{', '.join(f'{name!r}: {part}' for name, part in parts.items())}}}"
         return Call(f"model({given})", target)
     if is_whole or not (by_key or dataclasses.is_dataclass(batch)):
         return Call(f"model({at})", target)

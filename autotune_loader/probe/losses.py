@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +21,16 @@ MASK_OF_NOTHING = 255
 """What VOC, Cityscapes and others write into masks where there is no class."""
 
 
+def is_name(key: Any) -> bool:
+    """Whether code may name something so; names come from the user's data, and anything else is quoted."""
+    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
+
+
 def part_of(text: str, whole: Any, key: Any) -> str:
     """A part of a mapping, or of an object with attributes, as code."""
-    return f"{text}[{key!r}]" if isinstance(whole, Mapping) else f"{text}.{key}"
+    if isinstance(whole, Mapping):
+        return f"{text}[{key!r}]"
+    return f"{text}.{key}" if is_name(key) else f"getattr({text}, {key!r})"
 
 
 def customary_loss(output: Any, target: Any, of: str, out: str = OUT) -> str:

@@ -72,8 +72,8 @@ OWN_LOSS = torch.nn.CrossEntropyLoss()
         ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(batch[0]), batch[1])"),
         ("pair", torch.nn.Linear(3, 2), {"loss_fn": OWN_LOSS}, "CrossEntropyLoss(model(batch[0]), batch[1])"),
         ("pair", torch.nn.Linear(3, 2), {"train_step": own_step}, "train_step(model, batch)"),
-        ("dict", WithLoss(), {}, "model(**batch).loss"),
-        ("plain", torch.nn.Linear(3, 2), {}, "mean of model(batch)"),
+        ("dict", WithLoss(), {}, "model(**batch)['loss']"),
+        ("plain", torch.nn.Linear(3, 2), {}, "model(batch).float().mean()"),
         ("pair", None, {}, "no model"),
     ],
 )
