@@ -16,7 +16,7 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.bench import SLOW_FETCH_S
+from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.progress import Progress

@@ -20,7 +20,7 @@ from autotune_loader.decision.policy import Goal, Stop, explore
 from autotune_loader.decision.race import MIN_ROUNDS
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.decision.variants import count_variants, faster_variants, may_grow_to, right_sized, variants
-from autotune_loader.probe.bench import SLOW_FETCH_S
+from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import Finals

@@ -64,14 +64,17 @@ def quick(dataset: Any, model: Any = None, **options: Any) -> TuningResult:
     return tune(dataset, model, **{"budget": 4, "max_trials": 2, "max_workers": 1, "isolation": "inline", **options})
 
 
+OWN_LOSS = torch.nn.CrossEntropyLoss()
+
+
 @pytest.mark.parametrize(
     ("form", "model", "options", "step"),
     [
-        ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(x), y)"),
-        ("pair", torch.nn.Linear(3, 2), {"loss_fn": torch.nn.CrossEntropyLoss()}, "CrossEntropyLoss(model(x), y)"),
+        ("pair", torch.nn.Linear(3, 2), {}, "cross_entropy(model(batch[0]), batch[1])"),
+        ("pair", torch.nn.Linear(3, 2), {"loss_fn": OWN_LOSS}, "CrossEntropyLoss(model(batch[0]), batch[1])"),
         ("pair", torch.nn.Linear(3, 2), {"train_step": own_step}, "train_step(model, batch)"),
-        ("dict", WithLoss(), {}, "model(**batch).loss"),
-        ("plain", torch.nn.Linear(3, 2), {}, "mean of model(batch)"),
+        ("dict", WithLoss(), {}, "model(**batch)['loss']"),
+        ("plain", torch.nn.Linear(3, 2), {}, "model(batch).float().mean()"),
         ("pair", None, {}, "no model"),
     ],
 )
