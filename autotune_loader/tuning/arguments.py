@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.report.units import counted
-from autotune_loader.tuning.unwrapping import answer_for, makes_batches, own_iteration_notes, parts_of_type, unwrapped
+from autotune_loader.tuning.unwrapping import makes_batches, neither, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_bool, require_count
 
@@ -295,10 +295,7 @@ def _data_of_dataset(dataset: Any, batch_size: int | None, parts: dict[str, Any]
     for name in ("sampler", "batch_sampler"):
         _check_again(name, parts[name])
     if not is_iterable_dataset(dataset) and not _is_map_style(dataset, parts):
-        raise TypeError(
-            f"dataset_or_loader={dataset!r} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
-            f"__getitem__ and __len__; {answer_for(dataset)} would work"
-        )
+        raise neither(dataset)
     if not is_iterable_dataset(dataset):
         _check_map_style(dataset, parts)
     for name in ("sampler", "batch_sampler"):

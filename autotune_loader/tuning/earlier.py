@@ -81,7 +81,7 @@ class EarlierResult:
             log.warning("%s; tuning anew", text)
             self.objections = (text,)
             return None
-        study = study_of(entry.result, context.space, options, context.warmup.default_threads)
+        study = study_of(entry.result, context.space, options)
         return assemble_reused(entry, seen, context, baseline, time.monotonic() - started, study)
 
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
@@ -98,7 +98,7 @@ class EarlierResult:
             cache.remember(cache.job_key(self.context.workload.data, self.context.fingerprint), result.best)
 
 
-def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_threads: int) -> optuna.Study:
+def study_of(result: TuningResult, space: Space, settings: TuneOptions) -> optuna.Study:
     """The Optuna study of an earlier result's trials, in memory."""
     study = OptunaStudy(
         storage=None,
@@ -106,7 +106,6 @@ def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_
         space=space,
         search=settings.search,
         seed=settings.seed,
-        default_threads=default_threads,
     )
     for trial in result.trials:
         study.tell(study.ask(trial.config), trial)

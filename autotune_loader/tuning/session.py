@@ -96,7 +96,6 @@ class TuningSession:
             space=space,
             search=options.search,
             seed=options.seed,
-            default_threads=job.default_threads,
         )
         self.state.study = self._study.study
 
