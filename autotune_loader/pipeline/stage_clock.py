@@ -1,0 +1,304 @@
+"""Clocks in a worker: how long a batch is in the user's functions, the members of their transforms, known readers, collating.
+
+    batch begins                                                        fetched        whole
+    Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
+
+Time belongs to the innermost of them. They are clocked where they are called from, by name, in workers only, whose objects are
+copies: nothing of the training process is touched. Short samples are clocked in some batches only, and what is called so often
+that clocks would cost a percent of a batch is let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune_loader.pipeline.look import is_users, names_of
+from autotune_loader.pipeline.workload import wrapped_datasets
+
+MOST_COST = 0.005
+"""Of a batch's time, which clocks may take: two readings at each end of a stage, and a call more where none is read."""
+CLOCKED_S, PASSED_S = 2e-6, 3e-7
+"""What they take, in seconds."""
+MOST_DEPTH, MOST_MEMBERS = 4, 100
+"""Containers of transforms within each other, and members of one."""
+REPORT_S = 0.1
+"""What was seen travels with a batch, this often."""
+FIRST_BATCH_S = 0.25
+"""A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
+ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
+"""Methods of a dataset that name what a sample is made by."""
+KNOWN = {
+    **dict.fromkeys(
+        ("PIL.Image:open", "numpy:load", "numpy:fromfile", "torch:load", "h5py:Dataset.__getitem__"), "read"
+    ),
+    **dict.fromkeys(("pathlib:Path.read_bytes", "pathlib:Path.read_text", "torchvision.io:read_file"), "read"),
+    **dict.fromkeys(
+        ("PIL.ImageFile:ImageFile.load", "cv2:imread", "cv2:imdecode", "torchvision.io:decode_image"), "decode"
+    ),
+    **dict.fromkeys(("torchaudio:load", "soundfile:read", "json:loads", "json:load", "zlib:decompress"), "decode"),
+}
+"""What reads and decodes, by module and name, where it is loaded."""
+
+Line = tuple[str, str]
+"""stage, where"""
+Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
+"""(stage, where, wall_s, cpu_s) of the batches that were clocked; of all batches since the last report: samples, wall_s, cpu_s,
+crowded_s, queue_cpu_s"""
+
+
+class StageClock:
+    """Clocks the thread that makes it, the main thread of a worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._thread = threading.get_ident()
+        self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._fetch, self._collate = _base(dataset), ("", "")
+        self._seen: dict[Line, list[float]] = {}
+        self._stack: list[Line] = []
+        self._wall = self._cpu = 0.0
+        self._readings = self._skip = 0
+        self._every = 1
+        """Of so many batches one is clocked."""
+        self._totals = [0.0, 0.0, 0.0]
+        self._outside = (_crowded_s(self._schedule), 0.0)
+        self._is_first, self._due = True, 0.0
+        self._hooks: list[_Hook] = []
+
+    @classmethod
+    def begin(cls, dataset: Any) -> StageClock:
+        """Clock what a dataset's samples are made by, from now on in this process."""
+        clock, known = cls(dataset), set[tuple[int, Any]]()
+        for owner, name, line in _found(dataset):
+            with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
+                if (id(owner), name) not in known:
+                    known.add((id(owner), name))
+                    clock._hooks.append(_Hook(clock, owner, name, line))
+        return clock
+
+    def fetch(self) -> None:
+        """A batch begins."""
+        self._stack = []
+        if self._skip:
+            self._skip -= 1
+            return
+        self._stack, self._readings = [self._fetch], 0
+        self._wall, self._cpu = time.monotonic(), time.thread_time()
+
+    def collate(self, collate_fn: Any) -> None:
+        """Its samples are there, and this function joins them."""
+        if self._stack:
+            self._turn()
+            if not self._collate[0]:
+                self._collate = ("collate", _where(collate_fn))
+            self._stack = [self._collate]
+
+    def batch(self, wall_s: float, cpu_s: float, samples: int) -> Report | None:
+        """It is whole; returns what was seen since the last report, now and then."""
+        if self._stack:
+            self._turn()
+            self._stack = []
+            for hook in self._hooks:
+                hook.let_go_beyond(MOST_COST * wall_s / PASSED_S * self._every)
+            self._skip = int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
+            self._every = self._skip + 1
+        if self._is_first:
+            self._is_first = False
+            if wall_s < FIRST_BATCH_S:
+                self._seen, self._skip = {}, 0
+                return None
+        self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
+        return self._report() if self._wall >= self._due else None
+
+    def _report(self) -> Report:
+        self._due = self._wall + REPORT_S
+        before, self._outside = self._outside, (_crowded_s(self._schedule), _queue_cpu_s())
+        rows = tuple((*line, *seconds) for line, seconds in self._seen.items())
+        totals = (*self._totals, *(after - earlier for after, earlier in zip(self._outside, before, strict=True)))
+        self._seen, self._totals = {}, [0.0, 0.0, 0.0]
+        return rows, totals  # type: ignore[return-value]
+
+    def end(self) -> None:
+        """Put back what was there before."""
+        for hook in self._hooks:
+            hook.let_go_beyond(-1)
+
+    def is_on(self) -> bool:
+        """Whether this thread is making a batch that is clocked."""
+        return bool(self._stack) and threading.get_ident() == self._thread
+
+    def enter(self, line: Line) -> None:
+        """A stage begins within another."""
+        self._turn()
+        self._stack.append(line)
+
+    def leave(self) -> None:
+        """It ends."""
+        if len(self._stack) > 1:
+            self._turn()
+            self._stack.pop()
+
+    def _turn(self) -> None:
+        wall, cpu = time.monotonic(), time.thread_time()
+        seconds = self._seen.setdefault(self._stack[-1], [0.0, 0.0])
+        seconds[0] += wall - self._wall
+        seconds[1] += cpu - self._cpu
+        self._wall, self._cpu = wall, cpu
+        self._readings += 1
+
+
+class _Hook:
+    """A clock around a function, in the place in which it is looked up.
+
+    Args:
+        clock: of this worker.
+        owner: a class, a module, a list, or the dict of an object's attributes.
+        name: of it there.
+        line: of the stage; without a place it is that of the user's line that calls. None is the class of the first argument.
+    """
+
+    def __init__(self, clock: StageClock, owner: Any, name: Any, line: Line | None) -> None:
+        is_container = isinstance(owner, (dict, list))
+        self._put: Callable[[Any, Any], None] = owner.__setitem__ if is_container else functools.partial(setattr, owner)
+        self._name = name
+        self._function = owner[name] if is_container else getattr(owner, name)
+        self._calls = 0
+        inner = self._function
+        if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
+            raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
+
+        @functools.wraps(inner)
+        def clocked(*arguments: Any, **named: Any) -> Any:
+            self._calls += 1
+            if not clock.is_on():
+                return inner(*arguments, **named)
+            stage = line or _of_class(type(arguments[0]), inner)
+            clock.enter(stage if stage[1] else (stage[0], _caller(sys._getframe(1), inner)))
+            try:
+                return inner(*arguments, **named)
+            finally:
+                clock.leave()
+
+        self._put(name, clocked)
+
+    def let_go_beyond(self, calls: float) -> None:
+        """Put the function itself back where it is called more often in a batch: its time is then its caller's."""
+        if self._calls > calls:
+            self._put(self._name, self._function)
+        self._calls = 0
+
+
+def _found(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
+    """What is clocked: owner, name and line, as `_Hook` wants them."""
+    for each in wrapped_datasets(dataset):
+        kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
+        methods = [vars(kind).get(name) for kind in kinds for name in ENTRIES]
+        entries = [method for method in methods if isinstance(method, types.FunctionType)]
+        names = {name for entry in entries for name in names_of(entry.__code__)} - {*ENTRIES}
+        spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
+        spaces += [(entry.__globals__, entry.__globals__) for entry in entries]
+        for owner, held in spaces:
+            functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
+            yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
+        for name, value in list(getattr(each, "__dict__", {}).items()):
+            if callable(value) or (isinstance(value, (list, tuple)) and len(value) <= MOST_MEMBERS):
+                yield from _of_value(vars(each), name, value, MOST_DEPTH)
+    for path, stage in KNOWN.items():
+        module, *outer, last = path.split(":")[0], *path.split(":")[1].split(".")
+        holder: Any = sys.modules.get(module)
+        for name in outer:
+            holder = getattr(holder, name, None)
+        if hasattr(holder, last):
+            yield holder, last, (stage, "")
+
+
+def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
+    """A function, an object that is called, or the members of a container of them."""
+    members = list(value) if isinstance(value, (list, tuple)) else _members(value)
+    if members is not None:
+        places = value if isinstance(value, list) else getattr(value, "transforms", None)
+        if depth and all(map(callable, members)):
+            for index, member in enumerate(members):
+                yield from _of_value(places if isinstance(places, list) else None, index, member, depth - 1)
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
+        if owner is not None:
+            yield owner, name, (_name(value), _where(value))
+    elif not isinstance(value, type):
+        entry = "forward" if isinstance(value, torch.nn.Module) else "__call__"
+        kind = next(
+            (kind for kind in type(value).__mro__ if isinstance(vars(kind).get(entry), types.FunctionType)), None
+        )
+        if kind is not None:
+            yield kind, entry, None
+
+
+def _members(value: Any) -> list[Any] | None:
+    """Those of a container of transforms; None where it is none."""
+    if isinstance(value, torch.nn.Sequential):
+        return list(value)
+    members = getattr(value, "transforms", None)
+    return list(members) if isinstance(members, (list, tuple, torch.nn.ModuleList)) else None
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return "lambda" if name == "<lambda>" else name
+
+
+def _where(function: Any) -> str:
+    """The line of a function of the user's, or the name of a library's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    if code is not None:
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
+
+
+def _of_class(kind: type, method: Any) -> Line:
+    return kind.__name__, _where(method) if is_users(kind.__module__) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _base(dataset: Any) -> Line:
+    """The stage of what is in no other: the method by which the user's own class is asked for samples."""
+    for each in wrapped_datasets(dataset):
+        for kind in type(each).__mro__:
+            entry = next((name for name in ENTRIES if name in vars(kind)), None)
+            if entry is not None and is_users(kind.__module__):
+                return f"{type(each).__name__}.{entry}", _where(vars(kind)[entry])
+    return type(dataset).__name__, f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+
+
+def _caller(frame: types.FrameType | None, function: Any) -> str:
+    """The user's line that called a library's function, and its name."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    while frame is not None and not is_users(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    return name if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {name}"
+
+
+def _crowded_s(schedule: Path) -> float:
+    """Seconds in which a thread was ready and had no core, by its schedstat; 0 from a kernel that does not tell."""
+    try:
+        return int(schedule.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _queue_cpu_s() -> float:
+    """CPU seconds of the thread that writes batches to the queue."""
+    queue = next((each for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
+    ident = None if queue is None or not queue.is_alive() else queue.ident
+    return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
