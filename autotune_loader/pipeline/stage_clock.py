@@ -17,41 +17,21 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from autotune_loader.pipeline.look import is_users, names_of
-from autotune_loader.pipeline.workload import wrapped_datasets
+from autotune_loader.pipeline.look import is_users
+from autotune_loader.pipeline.stage_places import Line, base, of_class, places, where
 
 MOST_COST = 0.005
 """Of a batch's time, which clocks may take: two readings at each end of a stage, and a call more where none is read."""
 CLOCKED_S, PASSED_S = 2e-6, 3e-7
 """What they take, in seconds."""
-MOST_DEPTH, MOST_MEMBERS = 4, 100
-"""Containers of transforms within each other, and members of one."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
 FIRST_BATCH_S = 0.25
 """A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
-ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
-"""Methods of a dataset that name what a sample is made by."""
-KNOWN = {
-    **dict.fromkeys(
-        ("PIL.Image:open", "numpy:load", "numpy:fromfile", "torch:load", "h5py:Dataset.__getitem__"), "read"
-    ),
-    **dict.fromkeys(("pathlib:Path.read_bytes", "pathlib:Path.read_text", "torchvision.io:read_file"), "read"),
-    **dict.fromkeys(
-        ("PIL.ImageFile:ImageFile.load", "cv2:imread", "cv2:imdecode", "torchvision.io:decode_image"), "decode"
-    ),
-    **dict.fromkeys(("torchaudio:load", "soundfile:read", "json:loads", "json:load", "zlib:decompress"), "decode"),
-}
-"""What reads and decodes, by module and name, where it is loaded."""
-
-Line = tuple[str, str]
-"""stage, where"""
 Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
 """(stage, where, wall_s, cpu_s) of the batches that were clocked; of all batches since the last report: samples, wall_s, cpu_s,
 crowded_s, queue_cpu_s"""
@@ -63,7 +43,7 @@ class StageClock:
     def __init__(self, dataset: Any) -> None:
         self._thread = threading.get_ident()
         self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._fetch, self._collate = _base(dataset), ("", "")
+        self._fetch, self._collate = base(dataset), ("", "")
         self._seen: dict[Line, list[float]] = {}
         self._stack: list[Line] = []
         self._wall = self._cpu = 0.0
@@ -79,7 +59,7 @@ class StageClock:
     def begin(cls, dataset: Any) -> StageClock:
         """Clock what a dataset's samples are made by, from now on in this process."""
         clock, known = cls(dataset), set[tuple[int, Any]]()
-        for owner, name, line in _found(dataset):
+        for owner, name, line in places(dataset):
             with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
                 if (id(owner), name) not in known:
                     known.add((id(owner), name))
@@ -100,7 +80,7 @@ class StageClock:
         if self._stack:
             self._turn()
             if not self._collate[0]:
-                self._collate = ("collate", _where(collate_fn))
+                self._collate = ("collate", where(collate_fn))
             self._stack = [self._collate]
 
     def batch(self, wall_s: float, cpu_s: float, samples: int) -> Report | None:
@@ -182,7 +162,7 @@ class _Hook:
             self._calls += 1
             if not clock.is_on():
                 return inner(*arguments, **named)
-            stage = line or _of_class(type(arguments[0]), inner)
+            stage = line or of_class(type(arguments[0]), inner)
             clock.enter(stage if stage[1] else (stage[0], _caller(sys._getframe(1), inner)))
             try:
                 return inner(*arguments, **named)
@@ -196,89 +176,6 @@ class _Hook:
         if self._calls > calls:
             self._put(self._name, self._function)
         self._calls = 0
-
-
-def _found(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
-    """What is clocked: owner, name and line, as `_Hook` wants them."""
-    for each in wrapped_datasets(dataset):
-        kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
-        methods = [vars(kind).get(name) for kind in kinds for name in ENTRIES]
-        entries = [method for method in methods if isinstance(method, types.FunctionType)]
-        names = {name for entry in entries for name in names_of(entry.__code__)} - {*ENTRIES}
-        spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
-        spaces += [(entry.__globals__, entry.__globals__) for entry in entries]
-        for owner, held in spaces:
-            functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
-            yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
-        for name, value in list(getattr(each, "__dict__", {}).items()):
-            if callable(value) or (isinstance(value, (list, tuple)) and len(value) <= MOST_MEMBERS):
-                yield from _of_value(vars(each), name, value, MOST_DEPTH)
-    for path, stage in KNOWN.items():
-        module, *outer, last = path.split(":")[0], *path.split(":")[1].split(".")
-        holder: Any = sys.modules.get(module)
-        for name in outer:
-            holder = getattr(holder, name, None)
-        if hasattr(holder, last):
-            yield holder, last, (stage, "")
-
-
-def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
-    """A function, an object that is called, or the members of a container of them."""
-    members = list(value) if isinstance(value, (list, tuple)) else _members(value)
-    if members is not None:
-        places = value if isinstance(value, list) else getattr(value, "transforms", None)
-        if depth and all(map(callable, members)):
-            for index, member in enumerate(members):
-                yield from _of_value(places if isinstance(places, list) else None, index, member, depth - 1)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
-        if owner is not None:
-            yield owner, name, (_name(value), _where(value))
-    elif not isinstance(value, type):
-        entry = "forward" if isinstance(value, torch.nn.Module) else "__call__"
-        kind = next(
-            (kind for kind in type(value).__mro__ if isinstance(vars(kind).get(entry), types.FunctionType)), None
-        )
-        if kind is not None:
-            yield kind, entry, None
-
-
-def _members(value: Any) -> list[Any] | None:
-    """Those of a container of transforms; None where it is none."""
-    if isinstance(value, torch.nn.Sequential):
-        return list(value)
-    members = getattr(value, "transforms", None)
-    return list(members) if isinstance(members, (list, tuple, torch.nn.ModuleList)) else None
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = str(getattr(function, "__name__", type(function).__name__))
-    return "lambda" if name == "<lambda>" else name
-
-
-def _where(function: Any) -> str:
-    """The line of a function of the user's, or the name of a library's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    if code is not None:
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
-
-
-def _of_class(kind: type, method: Any) -> Line:
-    return kind.__name__, _where(method) if is_users(kind.__module__) else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _base(dataset: Any) -> Line:
-    """The stage of what is in no other: the method by which the user's own class is asked for samples."""
-    for each in wrapped_datasets(dataset):
-        for kind in type(each).__mro__:
-            entry = next((name for name in ENTRIES if name in vars(kind)), None)
-            if entry is not None and is_users(kind.__module__):
-                return f"{type(each).__name__}.{entry}", _where(vars(kind)[entry])
-    return type(dataset).__name__, f"{type(dataset).__module__}.{type(dataset).__qualname__}"
 
 
 def _caller(frame: types.FrameType | None, function: Any) -> str:
