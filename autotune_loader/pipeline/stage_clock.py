@@ -24,10 +24,10 @@ from typing import Any
 from autotune_loader.pipeline.look import is_users
 from autotune_loader.pipeline.stage_places import Line, base, of_class, places, where
 
-MOST_COST = 0.005
-"""Of a batch's time, which clocks may take: two readings at each end of a stage, and a call more where none is read."""
+MOST_COST = 0.002
+"""Of a batch's time, which clocks may take, and calls that go through them where none is read."""
 CLOCKED_S, PASSED_S = 2e-6, 3e-7
-"""What they take, in seconds."""
+"""What a reading and such a call take, in seconds."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
 FIRST_BATCH_S = 0.25
