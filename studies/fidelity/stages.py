@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -98,18 +98,17 @@ def made(data: Known, clock: StageClock | None, tally: StageTally) -> float:
 
 def main(seconds: float) -> None:
     torch.set_num_threads(1)
-    data, tally, by_hand = Known(), StageTally(), ByHand()
-    plain, clocked = list[float](), list[float]()
-    for _ in range(BLOCK):
-        made(data, None, tally)
+    data, tally, by_hand, costs = Known(), StageTally(), ByHand(), list[float]()
     begun = time.perf_counter()
     while time.perf_counter() - begun < seconds:
-        for _ in range(BLOCK):
-            plain.append(made(data, None, tally))
-            by_hand.batch(data)
+        plain_s = sum(made(data, None, tally) for _ in range(BLOCK))
         clock = StageClock.begin(data)
-        clocked += [made(data, clock, tally) for _ in range(3 * BLOCK)]
+        clocked_s = sum(made(data, clock, tally) for _ in range(2 * BLOCK)) / 2
         clock.end()
+        plain_s += sum(made(data, None, tally) for _ in range(BLOCK))
+        costs.append(clocked_s / plain_s * 2 - 1)
+        for _ in range(BLOCK):
+            by_hand.batch(data)
     shares = {each.stage: each for each in stage_times(tally.samples())}
     shares["unpack"] = shares.pop("decode")  # zlib's is known to decode
     wall_s, cpu_s = sum(by_hand.wall_s.values()), sum(by_hand.cpu_s.values())
@@ -117,8 +116,10 @@ def main(seconds: float) -> None:
     for stage in STAGES:
         told, wall, cpu = shares[stage], by_hand.wall_s[stage] / wall_s, by_hand.cpu_s[stage] / cpu_s
         print(f"{stage:10}{told.wall_share:8.1%}{wall:9.1%}{told.cpu_share:8.1%}{cpu:9.1%}  {told.where}")
-    cost = median(clocked) / median(plain) - 1
-    print(f"CPU of a batch: {median(plain) * 1e3:.2f} ms, clocked {cost:+.1%} ({len(clocked)} batches)")
+    spread = 1.96 * stdev(costs) / len(costs) ** 0.5
+    print(
+        f"clocks cost {mean(costs):+.1%} ± {spread:.1%} of the CPU, median {median(costs):+.1%}, in {len(costs)} turns"
+    )
 
 
 if __name__ == "__main__":
