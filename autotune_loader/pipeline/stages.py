@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autotune_loader.pipeline.stage_clock import Report
 from autotune_loader.values.stages import HAND_OVER, Seen, StageSamples, StageTime
@@ -65,18 +65,30 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     computed_s = math.fsum(each.cpu_s for each in burst.seen)
     if clocked_s < FEWEST_S:
         return ()
-    # Some batches only are clocked; and who computes waits for a core, which would say more of the burst than of the sample.
-    scale = burst.wall_s / clocked_s
-    crowded = burst.crowded_s / (computed_s * scale) if computed_s else 0.0
+    scale = burst.wall_s / clocked_s  # some batches only are clocked
+    waited = _without_crowding(burst.seen, burst.crowded_s / scale)
     rows = [
-        Seen(each.stage, each.where, max(each.wall_s - crowded * each.cpu_s, each.cpu_s) * scale, each.cpu_s * scale)
-        for each in burst.seen
+        Seen(each.stage, each.where, (each.cpu_s + waited_s) * scale, each.cpu_s * scale)
+        for each, waited_s in zip(burst.seen, waited, strict=True)
     ]
     rows.append(Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s))
     others_s = burst.cpu_s - computed_s * scale - burst.queue_cpu_s
     if others_s > OTHERS_SHARE * burst.cpu_s:
         rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
     return _by_stage(rows, burst.samples)
+
+
+def _without_crowding(seen: Sequence[Seen], crowded_s: float) -> list[float]:
+    """Seconds without the CPU of each stage, but for those of waiting for a core, which would say more of the burst than of it.
+
+    They are of stages that compute, as far as these were without the CPU, and otherwise of all.
+    """
+    idle = [max(each.wall_s - each.cpu_s, 0.0) for each in seen]
+    computed_s = math.fsum(each.cpu_s for each in seen) or 1.0
+    crowded = [min(crowded_s * each.cpu_s / computed_s, idle_s) for each, idle_s in zip(seen, idle, strict=True)]
+    left = [idle_s - part_s for idle_s, part_s in zip(idle, crowded, strict=True)]
+    share = max(0.0, 1 - (crowded_s - math.fsum(crowded)) / (math.fsum(left) or 1.0))
+    return [share * left_s for left_s in left]
 
 
 def _by_stage(rows: list[Seen], samples: float) -> tuple[StageTime, ...]:

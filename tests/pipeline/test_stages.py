@@ -289,11 +289,11 @@ def test_shares_add_up_to_one_and_the_longest_comes_first(queue_cpu_s: float) ->
 
 
 def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() -> None:
-    # GIVEN 1 of the 8 s was spent waiting for a core, by who computes, and as much was computed by other threads
+    # GIVEN 2 of the 8 s were spent waiting for a core, half of it by who computes, and as much was computed by other threads
     crowded = (Seen("decode", "a.py:2", 2.5, 2.0), Seen("read", "a.py:1", 1.5, 0.0))
-    found = by_name(replace(BURST, seen=crowded, crowded_s=1.0, cpu_s=8.0))
+    found = by_name(replace(BURST, seen=crowded, crowded_s=2.0, cpu_s=8.0))
     assert found["decode"].wall_s == pytest.approx(4 / 1000)
-    assert found["read"].wall_s == pytest.approx(3 / 1000)
+    assert found["read"].wall_s == pytest.approx(2 / 1000)
     assert (found[OTHER_THREADS].cpu_share, found[OTHER_THREADS].wall_share) == (pytest.approx(0.5), 0)
 
 
