@@ -298,7 +298,7 @@ def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() 
 
 
 def test_too_little_says_nothing_and_small_stages_are_told_together() -> None:
-    few = tuple(seen._replace(wall_s=seen.wall_s / 100, cpu_s=seen.cpu_s / 100) for seen in SEEN)
+    few = tuple(seen._replace(wall_s=seen.wall_s / 1000, cpu_s=seen.cpu_s / 1000) for seen in SEEN)
     assert stage_times(replace(BURST, seen=few)) == stage_times(None) == stage_times(replace(BURST, samples=0.0)) == ()
     found = by_name(replace(BURST, seen=(*SEEN, Seen("tiny", "a.py:7", 0.001, 0.001))))
     assert "tiny" not in found
