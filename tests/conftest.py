@@ -19,10 +19,12 @@ import multiprocessing.process
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,10 @@ from preloaded import FRAMEWORKS, PreloadedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
+ASK_HOW_PROBES_BEGIN = (
+    *("test_as_in_training", "test_destroys_nothing", "test_large_data", "test_max_cores", "test_measured"),
+    *("test_opening", "test_resource_limits", "test_security", "test_torch_state"),
+)
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
@@ -66,6 +72,21 @@ def preloaded() -> Iterator[PreloadedPython]:
     python = PreloadedPython()
     yield python
     python.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Probe processes that a test starts begin in a Python that has imported torch, unless it asks how they begin."""
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        return request.getfixturevalue("preloaded").Popen(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if (
+            runner := sys.modules.get("autotune_loader.probe.runner")
+        ) and request.path.stem not in ASK_HOW_PROBES_BEGIN:
+            patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,14 @@ script's time is its imports.
     python.start("job.py") ─────► fork ───────────────────────► `__main__`, with its own folder, environment and output,
     run.wait() ◄───────────────── exit status ◄───────────────  and an interpreter's ordinary end
 
-What a test shows of a fresh interpreter (its start, what it imports) is not for this. The parent has run nothing in torch,
-so that what it forks may.
+A probe process may be such a script, too (`PreloadedPython.Popen`): its start is most of a short `tune()`. What a test shows
+of a fresh interpreter (its start, its memory, what it imports) is not for this. The parent has run nothing in torch, so that
+what it forks may.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -24,7 +26,7 @@ import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 # What nearly every script imports, what its first optimizer imports, and what tune() imports when it is called.
@@ -32,6 +34,8 @@ MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
     *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.session"),
 )
+MOST_DESCRIPTORS = 8
+"""Beside its two streams a script may be given so many."""
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 
 
@@ -95,10 +99,19 @@ class PreloadedPython:
     def start(self, *argv: str, folder: Path, environ: dict[str, str] | None = None) -> Run:
         """Run a script with its arguments in a folder, in a session of its own."""
         stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        report, reported = os.pipe()
         request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **(environ or {})}}
+        return self._fork(request, stream, ())
+
+    def Popen(self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any) -> Run:  # noqa: N802
+        """In place of `subprocess.Popen` for `python ... -c CODE` with descriptors of its own and all output in one file."""
+        stream = os.fdopen(os.dup(stdout.fileno()), "r+", encoding="utf-8", errors="replace")
+        request = {"argv": ["-c"], "code": command[-1], "folder": os.getcwd(), "environ": dict(os.environ)}  # noqa: PTH109
+        return self._fork({**request, "descriptors": pass_fds}, stream, pass_fds)
+
+    def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
+        report, reported = os.pipe()
         message = json.dumps(request).encode()
-        socket.send_fds(self._ours, [len(message).to_bytes(8, "big")], [stream.fileno(), reported])
+        socket.send_fds(self._ours, [len(message).to_bytes(8, "big")], [stream.fileno(), reported, *more])
         self._ours.sendall(message)
         os.close(reported)
         self._started.append(Run(int.from_bytes(self._ours.recv(8), "big"), report, stream))
@@ -125,10 +138,10 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             os.close(ended)
         if connection.fileno() not in ready:
             continue
-        size, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
+        size, descriptors, _, _ = socket.recv_fds(connection, 8, 2 + MOST_DESCRIPTORS)
         if not size:
             end(list(running.values()))
-        stream, report = descriptors
+        stream, report, *more = descriptors
         request = receive(connection, int.from_bytes(size, "big"))
         pid = os.fork()
         if pid == 0:
@@ -138,10 +151,22 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             os.dup2(stream, 1)
             os.dup2(stream, 2)
             os.close(stream)
+            place(more, request.pop("descriptors", ()))
             return request
-        os.close(stream)
+        for descriptor in (stream, *more):
+            os.close(descriptor)
         running[os.pidfd_open(pid)] = (pid, report)
         connection.sendall(pid.to_bytes(8, "big"))
+
+
+def place(received: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors the numbers that they had where they come from."""
+    beyond = [fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(received + list(numbers))) for each in received]
+    for each in received:
+        os.close(each)
+    for each, number in zip(beyond, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
 
 
 def receive(connection: socket.socket, size: int) -> dict[str, Any]:
@@ -160,14 +185,17 @@ def end(running: Sequence[tuple[int, int]]) -> NoReturn:
     os._exit(0)
 
 
-def become(argv: Sequence[str], folder: str, environ: dict[str, str]) -> None:
-    """Be the process in which a fresh Python runs the script."""
+def become(argv: Sequence[str], folder: str, environ: dict[str, str], code: str | None = None) -> None:
+    """Be the process in which a fresh Python runs the script, or this code."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
-    path = os.path.abspath(argv[0])  # noqa: PTH100 - as Python itself does
     sys.argv[:] = argv
+    if code is not None:
+        exec(code, vars(sys.modules["__main__"]))
+        return
+    path = os.path.abspath(argv[0])  # noqa: PTH100 - as Python itself does
     sys.path[0] = os.path.dirname(path)  # noqa: PTH120
     if "OMP_NUM_THREADS" in environ:
         sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
 import platform
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -81,6 +83,7 @@ class OptunaStudy:
         default_threads: int,
         disposable: bool = False,
     ) -> None:
+        _import_optuna()
         self._name = name
         self._space = space
         self._knobs = Knobs(space, default_threads)
@@ -260,6 +263,13 @@ def _is_lost(attributes: Mapping[str, Any]) -> bool:
     if _is_here(attributes):
         return _is_dead(attributes)
     return time.time() - float(attributes.get(SINCE, 0.0)) > LOST_S
+
+
+def _import_optuna() -> None:
+    """In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model."""
+    thread = threading.Thread(target=importlib.import_module, args=("optuna",))
+    thread.start()
+    thread.join()
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:

@@ -20,7 +20,7 @@ from autotune_loader.twin import Observation, Prediction, Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import CEILING_BURST, BurstPlan
-from studies.regret.quantiles import at
+from studies.regret import at
 from studies.workloads import WORKLOADS, workload_of
 
 WORKLOAD_NAMES = (

@@ -79,7 +79,7 @@ class Use:
         after = [loop.train(config).samples_per_s for config in fixed]
         best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
         record(
-            "resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=str(loader.result)
+            "resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report()
         )
 
     def lightning(self) -> None:

@@ -1,6 +1,17 @@
-"""Regret against wall seconds: how far from the best configuration each strategy ends, and what it spent to get there."""
+"""How far is what is chosen from the best there is? See README.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 OURS = "autotune_loader"
-"""What tables and records call `tune()` itself."""
 PLAIN_RULE = "plain rule"
-"""What they call the rule that needs one look."""
+NEAR = 0.02
+"""A regret up to this counts as having found the best."""
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """The quantile that is itself one of the values, the larger of two."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from autotune_loader.decision.space import Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.values.config import LoaderConfig
-from studies.regret.plateaus import PLATEAU_LOSS
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
@@ -102,8 +101,8 @@ class Oracle:
     def __init__(self, machine: SimulatedMachine, space: Space) -> None:
         self._machine = machine
         self._warm = 2 * space.max_workers * (max(space.prefetch_factors) + 1) + 1
-        self._glances = {config: self._run(config, GLANCE_BATCHES) for config in space.configs()}
-        first = sorted(self._glances, key=lambda config: -self._glances[config])[:LONG_LOOKS]
+        glances = {config: self._run(config, GLANCE_BATCHES) for config in space.configs()}
+        first = sorted(glances, key=lambda config: -glances[config])[:LONG_LOOKS]
         self._truths = {config: self._run(config, TRUTH_BATCHES) for config in first}
         self.fastest = max(self._truths, key=lambda config: self._truths[config])
 
@@ -113,11 +112,6 @@ class Oracle:
         if plain not in self._truths:
             self._truths[plain] = self._run(plain, TRUTH_BATCHES)
         return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
-
-    def fewest_workers(self) -> int:
-        """Fewest workers of a configuration at most `PLATEAU_LOSS` slower than the fastest, by the first looks."""
-        enough = (1 - PLATEAU_LOSS) * self._glances[self.fastest]
-        return min(config.num_workers for config, rate in self._glances.items() if rate >= enough)
 
     def _run(self, config: LoaderConfig, batches: int) -> float:
         # A fresh probe: the event simulation itself, without noise, drift and spikes.

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round, log_ratios, paired_ratio
+from studies.regret import NEAR
 from studies.regret.bench import Bench, BenchError, Timing
-from studies.regret.over_time import NEAR
 from studies.regret.strategies import Lattice
 
 SURVEY_S, ROUND_S = 0.5, 1.2

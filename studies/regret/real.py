@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune_loader.machine.limits import usable_cores
-from studies.regret import OURS, oracle
+from studies.regret import NEAR, OURS, at, oracle
 from studies.regret.bench import Bench, BenchError, regret_workload
-from studies.regret.over_time import NEAR
-from studies.regret.quantiles import at
 from studies.regret.strategies import STRATEGIES, Lattice, lattice_of
 from studies.workloads import DOCUMENTS, WORKLOADS
 

@@ -3,7 +3,7 @@
 Every strategy searches the same space on the same simulated machine through the same `Probe` interface; the truth is the
 machine's own long-run rate without noise. Simulated seconds are counted by the fake clock: bursts, worker start-up and
 the start of the probe process (`START_S`) included. A rival that searches goes on until it has had so many times the seconds
-that `autotune_loader` took on that machine (`PATIENCE`); what it held at each moment is kept.
+that `autotune_loader` took on that machine (`PATIENCE`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
-from studies.regret import OURS, PLAIN_RULE
+from studies.regret import NEAR, OURS, PLAIN_RULE, at
 from studies.regret.machines import WIDE, few_cores_machine, oracle_of, random_machine, space_of
-from studies.regret.over_time import NEAR, held_at
-from studies.regret.plateaus import plateaus
-from studies.regret.quantiles import at
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
@@ -53,27 +50,17 @@ class Outcome:
     """1 - truth of the chosen configuration / truth of the best one."""
     seconds: float
     workers: int
-    fastest_workers: int
-    """Workers of the truly fastest configuration."""
-    fewest_workers: int
-    """Fewest workers that are at most 1 % slower, by the oracle's first look."""
-    history: tuple[tuple[float, float], ...] = ()
-    """Seconds, and the regret of what was held from then on; empty for rules."""
 
 
 class _Watcher:
-    """Keeps what a search held and when; ends it, as Ctrl-C would, when its time is up or, if so told, at the finals."""
+    """Ends a search, as Ctrl-C would, when its time is up or, if so told, at the finals."""
 
     def __init__(self, clock: FakeClock, limit_s: float, finals: bool) -> None:
         self._clock, self._limit_s, self._finals = clock, limit_s, finals
-        self.held: list[tuple[float, LoaderConfig]] = []
         self.searched_s = 0.0
 
     def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
-        best = state.fastest()
         self.searched_s = self._clock()
-        if best is not None and (not self.held or self.held[-1][1] != best.config):
-            self.held.append((self.searched_s, best.config))
         if self.searched_s >= self._limit_s:
             raise KeyboardInterrupt
 
@@ -84,11 +71,10 @@ class _Watcher:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A strategy's choice, its seconds, and what it held before."""
+    """A strategy's choice, and its seconds."""
 
     config: LoaderConfig
     seconds: float = 0.0
-    held: Sequence[tuple[float, LoaderConfig]] = ()
 
 
 Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
@@ -129,9 +115,9 @@ def by_search(
         fastest = found.fastest()
         assert fastest is not None
         if search != "auto":
-            return Chosen(fastest.config, watcher.searched_s, watcher.held)
+            return Chosen(fastest.config, watcher.searched_s)
         chosen = found.finals.winner if found.finals is not None else fastest.config
-        return Chosen(chosen, clock(), watcher.held)
+        return Chosen(chosen, clock())
 
     return run
 
@@ -146,15 +132,14 @@ def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed)
     clock.advance(START_S)
-    best, best_rate, held = LoaderConfig(), 0.0, []
+    best, best_rate = LoaderConfig(), 0.0
     for workers in range(space.max_workers + 1):
         config = LoaderConfig(num_workers=workers)
         outcome = probe.burst(config, replace(SEARCH_BURST, seed=workers))
         if not isinstance(outcome, Measurement) or outcome.samples_per_s.value < 1.03 * best_rate:
             break
         best, best_rate = config, outcome.samples_per_s.value
-        held.append((clock(), best))
-    return Chosen(best, clock(), held)
+    return Chosen(best, clock())
 
 
 def plain(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
@@ -182,7 +167,6 @@ STRATEGIES: dict[str, Strategy] = {
 }
 # Rivals that search may take so many times our seconds; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
-SHOWN_MULTIPLES = (0.5, 1, 2, 5, 10, 20)
 
 
 def study_machine(
@@ -198,20 +182,15 @@ def study_machine(
         chosen = STRATEGIES[name](machine, space, kind, seed, limits.get(name, math.inf))
         if name == OURS:
             limits = {rival: times * chosen.seconds for rival, times in PATIENCE.items()}
-        held = [(seconds, oracle.regret(config)) for seconds, config in chosen.held]
-        regret = oracle.regret(chosen.config)
         outcomes.append(
             Outcome(
                 machine=seed,
                 kind=kind,
                 cores=machine.cores,
                 strategy=name,
-                regret=regret,
+                regret=oracle.regret(chosen.config),
                 seconds=chosen.seconds,
                 workers=chosen.config.num_workers,
-                fastest_workers=oracle.fastest.num_workers,
-                fewest_workers=oracle.fewest_workers(),
-                history=(*held, (chosen.seconds, regret)) if held else (),
             )
         )
     return outcomes
@@ -231,24 +210,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
             f"| {sum(r <= NEAR for r in regrets) / len(mine):.0%} | {at(seconds, 0.5):.0f} | {at(seconds, 0.9):.0f} "
             f"| {statistics.fmean(o.workers for o in mine):.1f} |"
         )
-    return "\n".join(lines)
-
-
-def multiples(outcomes: Sequence[Outcome]) -> str:
-    """How many machines each rival has within 2 % after so many times the seconds that we took there, as a table."""
-    ours = {outcome.machine: outcome for outcome in outcomes if outcome.strategy == OURS}
-    lines = [
-        "| strategy | " + " | ".join(f"{times:g}x" for times in SHOWN_MULTIPLES) + " |",
-        "|---" * (len(SHOWN_MULTIPLES) + 1) + "|",
-    ]
-    for name in dict.fromkeys(outcome.strategy for outcome in outcomes if outcome.history):
-        mine = [outcome for outcome in outcomes if outcome.strategy == name and outcome.machine in ours]
-        cells = []
-        for times in SHOWN_MULTIPLES:
-            held = [held_at(outcome.history, times * ours[outcome.machine].seconds) for outcome in mine]
-            patient = times <= PATIENCE.get(name, 1.0)
-            cells.append(f"{sum(regret <= NEAR for regret in held) / len(held):.0%}" if patient else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -273,9 +234,6 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     print(table(outcomes))
-    if OURS in names:
-        print("\nwithin 2 %, given so many times our seconds\n" + multiples(outcomes))
-        print("\n" + plateaus([outcome for outcome in outcomes if outcome.strategy == OURS]))
     groups = [(kind, [o for o in outcomes if o.kind == kind]) for kind in sorted({o.kind for o in outcomes})]
     groups += [
         (f"{cores} cores", [o for o in outcomes if o.cores == cores]) for cores in sorted({o.cores for o in outcomes})

@@ -112,12 +112,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
 @pytest.mark.parametrize(
     "body", [LIGHTNING, TRAINER, ACCELERATE, STATEFUL], ids=["lightning", "trainer", "accelerate", "stateful"]
 )
 def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
-    preloaded_frameworks: PreloadedPython, tmp_path: Path, body: str, verb: str
+    preloaded_frameworks: PreloadedPython, tmp_path: Path, body: str
 ) -> None:
     # GIVEN a script of a framework's users, and what it prints by itself
     text = COMMON + textwrap.dedent(body)
@@ -125,21 +124,22 @@ def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
     (tmp_path / "command.py").write_text(COMMAND)
     plain = run(preloaded_frameworks, tmp_path, "train.py")
 
-    # WHEN it is run by the command line
-    output = run(preloaded_frameworks, tmp_path, "command.py", verb, "--json", "train.py")
-
-    # THEN it trains the same, and each of its loaders is told of
-    assert said(output) == said(plain)
-    told: dict[str, Any] = json.loads(output.splitlines()[-1])
     lines = [
         (number, line.split("# HERE")[1].split())
         for number, line in enumerate(text.splitlines(), 1)
         if "# HERE" in line
     ]
     wanted = {f"Points[{size}]": f"train.py:{number}" for number, sizes in lines for size in sizes}
-    found = {each["contents"].split(",")[0]: each["name"].split(" ")[0] for each in told["loaders"]}
-    assert found == wanted
-    assert all(each["batches"] for each in told["loaders"])
+    for verb in ("watch", "run"):
+        # WHEN it is run by the command line
+        output = run(preloaded_frameworks, tmp_path, "command.py", verb, "--json", "train.py")
+
+        # THEN it trains the same, and each of its loaders is told of
+        assert said(output) == said(plain)
+        told: dict[str, Any] = json.loads(output.splitlines()[-1])
+        found = {each["contents"].split(",")[0]: each["name"].split(" ")[0] for each in told["loaders"]}
+        assert found == wanted
+        assert all(each["batches"] for each in told["loaders"])
 
 
 def run(python: PreloadedPython, folder: Path, *argv: str) -> str:

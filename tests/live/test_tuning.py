@@ -51,8 +51,8 @@ def trained_until(make: Callable[[], Any], is_done: Callable[[Any], Any], sample
 
 def test_it_begins_as_asked_tunes_in_mid_epoch_and_tells_what_it_found(tmp_path: Path) -> None:
     told: list[Any] = []
-    loader = AutoLoader(Waiting(1600), batch_size=8, on_change=told.append)
-    trained_until(lambda: loader, lambda _: told)
+    loader = AutoLoader(Waiting(800), batch_size=8, on_change=told.append)
+    trained_until(lambda: loader, lambda _: told, samples=800)
 
     assert loader.traces.changes[0].config == LoaderConfig()
     assert any(change.reason == "change" for change in loader.traces.changes)
@@ -67,9 +67,9 @@ def test_it_begins_as_asked_tunes_in_mid_epoch_and_tells_what_it_found(tmp_path:
     assert (result.origin, result.best) == ("live", loader.best)
     assert load_config(tmp_path / "loader.json") == loader.best
     # WHEN the next job finds the file THEN it begins as asked, and tries what it says first
-    again = AutoLoader(Waiting(1600), batch_size=8)
+    again = AutoLoader(Waiting(800), batch_size=8)
     assert again.config == LoaderConfig()
-    trained_until(lambda: again, lambda loader: len(loader.traces.changes) > 1)
+    trained_until(lambda: again, lambda loader: len(loader.traces.changes) > 1, samples=800)
     changed = [change.config.num_workers for change in again.traces.changes if change.reason == "change"]
     assert changed[0] == loader.best.num_workers
 
@@ -97,12 +97,12 @@ def test_loaders_that_are_made_anew_for_each_epoch_settle_as_one_does() -> None:
 
 
 def test_what_was_learnt_is_part_of_the_state_and_tried_first() -> None:
-    first = AutoLoader(Waiting(1600), batch_size=8, num_workers=3, tune=False)
+    first = AutoLoader(Waiting(800), batch_size=8, num_workers=3, tune=False)
     next(iter(first))
-    second = AutoLoader(Waiting(1600), batch_size=8, num_workers=1)
+    second = AutoLoader(Waiting(800), batch_size=8, num_workers=1)
     second.load_state_dict(first.state_dict())
-    assert len(list(second)) == 199
-    trained_until(lambda: second, lambda loader: len(loader.traces.changes) > 2)
+    assert len(list(second)) == 99
+    trained_until(lambda: second, lambda loader: len(loader.traces.changes) > 2, samples=800)
 
     changed = [change.config.num_workers for change in second.traces.changes if change.reason == "change"]
     assert changed[0] == 3
@@ -180,7 +180,7 @@ def test_the_number_of_workers_stays_where_samples_may_depend_on_it(
     loader = AutoLoader(dataset(1600), batch_size=8, num_workers=2, worker_init_fn=init)
     begun, found = time.monotonic(), set()
     with caplog.at_level(logging.INFO, "autotune_loader"):
-        while time.monotonic() - begun < 6:
+        while time.monotonic() - begun < 2:
             found |= {int(value) for batch in stepping(loader) for value in batch[:, 1]}
 
     assert found == seen

@@ -26,25 +26,25 @@ def study(*arguments: str) -> str:
 def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
     tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Seven runs, each of which would otherwise begin with importing torch.
-    (tmp_path / "run.py").write_text(kills.RUN)
+    # Five short runs, each of which would otherwise begin with importing torch.
+    (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
 
     def start(folder: Path, storage: str) -> Run:
         environ = {"PYTHONPATH": str(ROOT), kills.MARK: str(folder)}
         return preloaded.start(str(tmp_path / "run.py"), storage, folder=folder, environ=environ)
 
     monkeypatch.setattr(kills, "start", start)
-    monkeypatch.setattr(sys, "argv", ["kills", "--kills", "3", "--seed", "5"])
+    monkeypatch.setattr(sys, "argv", ["kills", "--kills", "2", "--seed", "5"])
 
     assert kills.main() == 0
 
     figures = {line[:20].strip(): int(line[20:]) for line in capsys.readouterr().out.splitlines()}
-    assert figures["kills"] == 3
+    assert figures["kills"] == 2
     assert figures["leftover processes"] == 0
 
 
 def test_trial_after_trial_in_trouble_leaves_nothing_and_loses_nothing() -> None:
-    said = study("studies.endurance", "--trials", "20", "--seed", "3")
+    said = study("studies.endurance", "--trials", "12", "--seed", "3")
 
     for what in ("hangs", "leftovers", "lost studies", "studies not well at end", "escaped exceptions"):
         line = next(line for line in said.splitlines() if line.startswith(what))

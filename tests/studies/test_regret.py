@@ -10,10 +10,9 @@ import pytest
 
 from autotune_loader.values.config import LoaderConfig
 from studies.fidelity import compare
-from studies.regret import real, simulated
+from studies.regret import real
 from studies.regret.bench import BenchError, Timed
 from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, ROUNDS, config_of, judge, key, race, survey
-from studies.regret.plateaus import plateaus
 from studies.regret.strategies import Lattice
 
 FAST, NEAR, WORSE, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1))
@@ -86,24 +85,6 @@ def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
     assert "| autotune_loader | 1 of 1 | 0.0% | 0.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in table
     assert "| loadtune | 0 of 1 | 100.0% |" in table
     assert "failed: ValueError: no" in real.details(runs)
-
-
-def test_a_plateau_counts_by_fewer_workers_and_by_what_they_lose() -> None:
-    def outcome(workers: int, regret: float, fewest: int = 4) -> Any:
-        return simulated.Outcome(
-            machine=0, kind="wait", cores=8, strategy=simulated.OURS, regret=regret, seconds=20.0, workers=workers,
-            fastest_workers=10, fewest_workers=fewest,
-        )  # fmt: skip
-
-    # GIVEN machines whose fastest has 10 workers: few that are fast, few that are slower, too many, and no plateau at all
-    seen = [outcome(5, 0.0), outcome(4, 0.03, fewest=6), outcome(8, 0.0), outcome(10, 0.0, fewest=9)]
-    told = plateaus(seen)
-    # THEN three of them have a plateau, and on one the choice is as few and as fast as it should be
-    assert told.startswith(
-        "3 plateaus: on 1 at least 30 % fewer workers than the fastest, at most 1 % slower; on 1 more"
-    )
-    assert plateaus(seen[3:]) == "no plateau"
-    assert told.endswith("where half the workers would do: on 1 of 2")
 
 
 def test_what_is_compared_takes_turns_and_is_held_against_its_own_round() -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.system
 
 # No `if __name__` guard, classes in the script itself, workers started by the method that the environment names.
 SCRIPT = """
-import os, signal, sys, time, torch
+import gc, os, signal, sys, time, torch, weakref
 from torch.utils.data import DataLoader, Dataset
 from autotune_loader import tune
 
@@ -46,6 +46,10 @@ loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_cont
 result = tune(loader, Net(), output="loader.json", max_workers=1, progress=True,
               budget=float(os.environ.get("BUDGET", "2")), max_trials=int(os.environ.get("TRIALS", "2")))
 print("STATUS", result.status, [t.failure.kind if t.failure else "ok" for t in result.trials])
+dataset = weakref.ref(loader.dataset)
+del loader
+gc.collect()
+print("KEPT", dataset())
 """
 DEADLINE_S = 90
 
@@ -73,7 +77,10 @@ def run_fresh(arguments: list[str], folder: Path, text: str | None = None, **var
 def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    assert " ['ok'" in run_fresh(["train.py"], tmp_path)
+    said = run_fresh(["train.py"], tmp_path)
+
+    assert " ['ok'" in said
+    assert "KEPT None" in said
 
 
 def test_classes_of_the_script_reach_workers_that_are_spawned(tmp_path: Path, preloaded: PreloadedPython) -> None:
@@ -169,7 +176,7 @@ class Squares(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
-    result = tune(Squares(), batch_size=4, max_workers=1, budget=4, max_trials=2, progress=False)
+    result = tune(Squares(), batch_size=4, max_workers=1, budget=2, max_trials=2, progress=False)
     print(result.status, result.fingerprint.start_method, [t.failure.kind if t.failure else "ok" for t in result.trials])
     loader = AutoLoader(Squares(), batch_size=4, shuffle=True, max_workers=2)
     for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
@@ -195,7 +202,7 @@ from autotune_loader import tune
 
 def work(queue):
     loader = torch.utils.data.DataLoader([torch.zeros(3)] * 64, batch_size=4, num_workers=1)
-    first = tune(loader, budget=4, max_trials=1, max_workers=1, progress=False).trials[0]
+    first = tune(loader, budget=2, max_trials=1, max_workers=1, progress=False).trials[0]
     queue.put((first.config.num_workers, first.failure))
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ DDP = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_change_at_the_same_batches(ranks: int, tmp_path: Path, preloaded: PreloadedPython) -> None:
+def test_all_ranks_change_at_the_same_batches(tmp_path: Path, preloaded: PreloadedPython) -> None:
+    ranks = 3
     said = run_ranks(DDP, tmp_path, preloaded, ranks=ranks)
 
     assert said[0]["changes"]

@@ -19,7 +19,7 @@ BRIEFLY = """
 import functools
 import autotune_loader, autotune_loader.tuning.tune as tuner
 whole = tuner.tune
-tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 4, "max_trials": 4}))
+tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 2, "max_trials": 3}))
 """
 
 
