@@ -33,8 +33,7 @@ REPORT_S = 0.1
 FIRST_BATCH_S = 0.25
 """A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
 Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
-"""(stage, where, wall_s, cpu_s) of the batches that were clocked; of all batches since the last report: samples, wall_s, cpu_s,
-crowded_s, queue_cpu_s"""
+"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s: of the batches that were clocked"""
 
 
 class StageClock:
@@ -50,7 +49,7 @@ class StageClock:
         self._readings = self._skip = 0
         self._every = 1
         """Of so many batches one is clocked."""
-        self._totals = [0.0, 0.0, 0.0]
+        self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
         self._outside = (_crowded_s(self._schedule), 0.0)
         self._is_first, self._due = True, 0.0
         self._hooks: list[_Hook] = []
@@ -85,7 +84,8 @@ class StageClock:
 
     def batch(self, wall_s: float, cpu_s: float, samples: int) -> Report | None:
         """It is whole; returns what was seen since the last report, now and then."""
-        if self._stack:
+        is_clocked = bool(self._stack)
+        if is_clocked:
             self._turn()
             self._stack = []
             for hook in self._hooks:
@@ -97,16 +97,22 @@ class StageClock:
             if wall_s < FIRST_BATCH_S:
                 self._seen, self._skip = {}, 0
                 return None
-        self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
-        return self._report() if self._wall >= self._due else None
+        self._all_s += wall_s
+        if is_clocked:
+            self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
+        return self._report() if is_clocked and self._wall >= self._due else None
 
     def _report(self) -> Report:
         self._due = self._wall + REPORT_S
         before, self._outside = self._outside, (_crowded_s(self._schedule), _queue_cpu_s())
+        share = (
+            self._totals[1] / self._all_s
+        )  # what is counted without a stop is taken for the batches that are clocked
+        outside = [(after - earlier) * share for after, earlier in zip(self._outside, before, strict=True)]
         rows = tuple((*line, *seconds) for line, seconds in self._seen.items())
-        totals = (*self._totals, *(after - earlier for after, earlier in zip(self._outside, before, strict=True)))
-        self._seen, self._totals = {}, [0.0, 0.0, 0.0]
-        return rows, totals  # type: ignore[return-value]
+        totals = (*self._totals, *outside)
+        self._seen, self._totals, self._all_s = {}, [0.0, 0.0, 0.0], 0.0
+        return rows, totals
 
     def end(self) -> None:
         """Put back what was there before."""

@@ -61,18 +61,16 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
     if burst is None or burst.samples <= 0:
         return ()
-    clocked_s = math.fsum(each.wall_s for each in burst.seen)
     computed_s = math.fsum(each.cpu_s for each in burst.seen)
-    if clocked_s < FEWEST_S:
+    if burst.wall_s < FEWEST_S:
         return ()
-    scale = burst.wall_s / clocked_s  # some batches only are clocked
-    waited = _without_crowding(burst.seen, burst.crowded_s / scale)
+    waited = _without_crowding(burst.seen, burst.crowded_s)
     rows = [
-        Seen(each.stage, each.where, (each.cpu_s + waited_s) * scale, each.cpu_s * scale)
+        Seen(each.stage, each.where, each.cpu_s + waited_s, each.cpu_s)
         for each, waited_s in zip(burst.seen, waited, strict=True)
     ]
     rows.append(Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s))
-    others_s = burst.cpu_s - computed_s * scale - burst.queue_cpu_s
+    others_s = burst.cpu_s - computed_s - burst.queue_cpu_s
     if others_s > OTHERS_SHARE * burst.cpu_s:
         rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
     return _by_stage(rows, burst.samples)

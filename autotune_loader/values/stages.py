@@ -43,10 +43,9 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSamples:
-    """What the clocks in a burst's workers saw."""
+    """What the clocks in a burst's workers saw, of the batches that were clocked."""
 
     seen: tuple[Seen, ...]
-    """Of the batches that were clocked; what follows is of all."""
     samples: float
     wall_s: float
     """Seconds from fetch to collated batch."""

@@ -256,12 +256,12 @@ def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_an
 
 # From seconds to shares
 
-# 8 s of which 4 s were computed, by one thread on a quiet machine, and half of the batches were clocked
+# 8 s of which 4 s were computed, by one thread on a quiet machine
 SEEN = (
-    Seen("read", "a.py:1, open", 1.5, 0.0),
-    Seen("decode", "a.py:2, PIL.Image.convert", 1.5, 1.5),
-    Seen("decode", "a.py:3, PIL.Image.convert", 0.25, 0.25),
-    Seen("crop", "a.py:9", 0.75, 0.25),
+    Seen("read", "a.py:1, open", 3.0, 0.0),
+    Seen("decode", "a.py:2, PIL.Image.convert", 3.0, 3.0),
+    Seen("decode", "a.py:3, PIL.Image.convert", 0.5, 0.5),
+    Seen("crop", "a.py:9", 1.5, 0.5),
 )
 BURST = StageSamples(seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=4.0, crowded_s=0.0, queue_cpu_s=0.0)
 
@@ -270,12 +270,12 @@ def by_name(burst: StageSamples) -> dict[str, StageTime]:
     return {each.stage: each for each in stage_times(burst)}
 
 
-def test_seconds_of_the_batches_that_were_clocked_stand_for_all() -> None:
+def test_seconds_become_shares_of_a_samples_time() -> None:
     found = by_name(BURST)
-    assert found["decode"].wall_s == pytest.approx(2 * 1.75 / 1000)
-    assert found["decode"].cpu_share == pytest.approx(1.75 / 2)
+    assert found["decode"].wall_s == pytest.approx(3.5 / 1000)
+    assert found["decode"].cpu_share == pytest.approx(3.5 / 4)
     assert found["decode"].where == "a.py:2, PIL.Image.convert"
-    assert found["read"].wall_share == pytest.approx(1.5 / 4)
+    assert found["read"].wall_share == pytest.approx(3 / 8)
     assert (found["read"].cpu_share, found["read"].waited_s) == (0, found["read"].wall_s)
 
 
@@ -290,7 +290,7 @@ def test_shares_add_up_to_one_and_the_longest_comes_first(queue_cpu_s: float) ->
 
 def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() -> None:
     # GIVEN 2 of the 8 s were spent waiting for a core, half of it by who computes, and as much was computed by other threads
-    crowded = (Seen("decode", "a.py:2", 2.5, 2.0), Seen("read", "a.py:1", 1.5, 0.0))
+    crowded = (Seen("decode", "a.py:2", 5.0, 4.0), Seen("read", "a.py:1", 3.0, 0.0))
     found = by_name(replace(BURST, seen=crowded, crowded_s=2.0, cpu_s=8.0))
     assert found["decode"].wall_s == pytest.approx(4 / 1000)
     assert found["read"].wall_s == pytest.approx(2 / 1000)
@@ -298,11 +298,12 @@ def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() 
 
 
 def test_too_little_says_nothing_and_small_stages_are_told_together() -> None:
-    few = tuple(seen._replace(wall_s=seen.wall_s / 1000, cpu_s=seen.cpu_s / 1000) for seen in SEEN)
-    assert stage_times(replace(BURST, seen=few)) == stage_times(None) == stage_times(replace(BURST, samples=0.0)) == ()
-    found = by_name(replace(BURST, seen=(*SEEN, Seen("tiny", "a.py:7", 0.001, 0.001))))
+    assert (
+        stage_times(replace(BURST, wall_s=0.01)) == stage_times(None) == stage_times(replace(BURST, samples=0.0)) == ()
+    )
+    found = by_name(replace(BURST, seen=(*SEEN, Seen("tiny", "a.py:7", 0.002, 0.002))))
     assert "tiny" not in found
-    assert found[REST].cpu_share == pytest.approx(0.001 / 2.001)
+    assert found[REST].cpu_share == pytest.approx(0.002 / 4.002)
 
 
 def test_bursts_and_reports_of_workers_add_up() -> None:
