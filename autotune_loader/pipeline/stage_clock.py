@@ -33,7 +33,7 @@ REPORT_S = 0.1
 FIRST_BATCH_S = 0.25
 """A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
 Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
-"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s: of the batches that were clocked"""
+"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s of the batches that were clocked"""
 
 
 class StageClock:
@@ -109,7 +109,7 @@ class StageClock:
             self._totals[1] / self._all_s
         )  # what is counted without a stop is taken for the batches that are clocked
         outside = [(after - earlier) * share for after, earlier in zip(self._outside, before, strict=True)]
-        rows = tuple((*line, *seconds) for line, seconds in self._seen.items())
+        rows = tuple((*line, wall_s, cpu_s) for line, (wall_s, cpu_s) in self._seen.items())
         totals = (*self._totals, *outside)
         self._seen, self._totals, self._all_s = {}, [0.0, 0.0, 0.0], 0.0
         return rows, totals
