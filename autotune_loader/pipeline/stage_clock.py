@@ -33,7 +33,7 @@ REPORT_S = 0.1
 FIRST_BATCH_S = 0.25
 """A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
 Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
-"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s of the batches that were clocked"""
+"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s of batches that were clocked"""
 
 
 class StageClock:
