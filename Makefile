@@ -13,7 +13,7 @@ help: ## show this list
 
 venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=python3.x chooses the interpreter)
 
-demo: $(INSTALLED) ## make 1,200 JPEG files once, watch a plain script that trains on them, tune the job, write loader.json, use it
+demo: $(INSTALLED) ## make 1,200 JPEG files once, watch a plain script that trains on them, tune the job, write loader.json
 	@$(BIN)/autotune-loader watch examples/train.py
 	@$(BIN)/autotune-loader demo
 

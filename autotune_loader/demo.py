@@ -1,15 +1,11 @@
 """A real training job in small: JPEG files on disk, decoded and augmented with Pillow and numpy, and a CNN.
 
-`autotune-loader demo` tunes it. Then `python -m autotune_loader.demo loader.json`, a process of its own as a training
-job is one, loads the result and trains epochs with torch's defaults and with the tuned loader by turns.
+`autotune-loader demo` tunes it, and `examples/train.py` is a plain script that trains on it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from autotune_loader.pipeline.build import build_loader
-from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import MissingExtraError, TunerError
+from autotune_loader.values.errors import MissingExtraError
 
 try:
     from PIL import Image
 except ImportError as error:
     raise MissingExtraError("the demo", "Pillow", "demo") from error
 BATCH_SIZE, CLASSES, CROP = 32, 10, 160  # small enough that an epoch takes seconds on two cores
-TURNS = 2
-"""Epochs of each loader; the faster one of each counts, as other work only slows."""
 # Mean and deviation of each colour, as ImageNet training pipelines have them.
 MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
 
@@ -107,61 +98,3 @@ def demo_factory() -> dict[str, Any]:
     """Keyword arguments for `tune()`: what `autotune-loader tune autotune_loader.demo:demo_factory` tunes."""
     make_jpegs(cache_folder())
     return {"dataset_or_loader": JpegFolder(cache_folder()), "model": SmallCnn(), "batch_size": BATCH_SIZE}
-
-
-def train_one_epoch(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], model: nn.Module) -> float:
-    """Train `model` on every batch of `loader`, and return the samples per second, the loader's start-up included."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    samples, start = 0, time.perf_counter()
-    for pictures, labels in loader:
-        optimizer.zero_grad()
-        pictures, labels = move((pictures, labels), device)
-        loss = nn.functional.cross_entropy(model(pictures), labels)
-        loss.backward()
-        optimizer.step()
-        samples += len(labels)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return samples / (time.perf_counter() - start)
-
-
-def compare_epochs(config: LoaderConfig, dataset: JpegFolder, device: str = "cpu") -> tuple[float, float]:
-    """Samples per second of an epoch with torch's defaults and with `config`, by turns; the fastest of each.
-
-    For a process of its own: torch's number of threads stays as tuned.
-    """
-    model = SmallCnn().to(device)
-    default = build_loader(dataset, batch_size=BATCH_SIZE, shuffle=True)
-    tuned = prefetched_as_tuned(build_loader(dataset, config, batch_size=BATCH_SIZE, shuffle=True), config, device)
-    train_one_epoch([next(iter(default))] * 4, model)  # allocators and thread pools settle
-    threads, before, after = torch.get_num_threads(), 0.0, 0.0
-    for _ in range(TURNS):
-        torch.set_num_threads(threads)
-        before = max(before, train_one_epoch(default, model))
-        config.apply()
-        after = max(after, train_one_epoch(tuned, model))
-    return before, after
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m autotune_loader.demo loader.json`: print the rate of an epoch by default and of one as tuned."""
-    from autotune_loader import load_config
-
-    if len(arguments) != 1:
-        print("usage: python -m autotune_loader.demo loader.json", file=sys.stderr)
-        return 2
-    try:
-        config = load_config(arguments[0])
-    except TunerError as error:
-        print(error, file=sys.stderr)
-        return 2
-    make_jpegs(cache_folder())
-    default, tuned = compare_epochs(config, JpegFolder(cache_folder()), "cuda" if torch.cuda.device_count() else "cpu")
-    print(f"one epoch with torch's defaults   {default:7.0f} samples/s")
-    print(f"one epoch with {arguments[0]:<18} {tuned:7.0f} samples/s   {tuned / default:.2f}x   ({config})")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

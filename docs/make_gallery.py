@@ -65,7 +65,7 @@ def what_is_shown(result: TuningResult, again: TuningResult) -> dict[str, str]:
         "reused": again.summary[0],
         "parts": "\n".join(map(str, parts)),
         "report": result.report(),
-        "table": result.report().split("\n\nChosen: ")[0],
+        "table": result.report().split("\n\nUse ")[0],
         "predictions": "\n".join(str(each.samples_per_s) for each in asked),
     }
 

@@ -55,6 +55,30 @@ dataset = Photos()
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
 """
 
+BATCHED = """
+from torch.utils.data import DataLoader
+
+from autotune_loader import compare
+
+
+class Batched(Photos):
+    \"\"\"The same samples with one request for a whole batch.\"\"\"
+
+    def __getitems__(self, indices):
+        time.sleep(0.010)
+        seeded = [torch.Generator().manual_seed(index) for index in indices]
+        return [(torch.rand(3, 32, 32, generator=each), index % 10) for each, index in zip(seeded, indices)]
+
+
+sides = {
+    "a request a sample": DataLoader(dataset, batch_size=32, num_workers=2),
+    "a request a batch": DataLoader(Batched(), batch_size=32, num_workers=2),
+}
+found = compare(sides, model, budget="20s", progress=False)
+print(found)
+found.plot()
+"""
+
 WAITING = """
 import time
 
@@ -136,7 +160,10 @@ LIVE = (
         "        optimizer.step()\n"
         "        time.sleep(0.006)  # what a larger model would take on a GPU, while the CPU is free"
     ),
-    MARKDOWN("It begins with two workers, tries what the first batches suggest, and is silent from then on."),
+    MARKDOWN(
+        "It begins without workers, as `DataLoader` does, proves that workers give the same batches, tries some, and is silent "
+        "once it has settled."
+    ),
     CODE("loader.plot()"),
     MARKDOWN("Each block of batches that was looked at, and what was decided."),
     CODE("loader.history.round(2)"),
@@ -147,8 +174,8 @@ LIVE = (
 
 INSPECT = (
     MARKDOWN(
-        "# Inspect a study\n\nEverything that a tuning run has seen stays open to questions; here of a job whose server "
-        "refuses a seventh worker. The class is defined right here: it travels to the measuring process by value."
+        "# Inspect a study\n\nWhat a tuning run has seen, and how to ask about it. The job here reads from a server that "
+        "refuses a seventh worker. The class is defined right here: it is sent to the measuring process."
     ),
     CODE(SERVER.strip()),
     CODE(
@@ -158,8 +185,8 @@ INSPECT = (
         "result.verdict"
     ),
     MARKDOWN(
-        "## Why this one\n\nEvery configuration once: its burst in the search, its mean in the paired rounds, what the twin "
-        "makes of all bursts, and why it was not chosen. Bursts of the search chose who raced: reported are the rounds."
+        "## Why this one\n\nEvery configuration once: its rate in the search, its mean in the paired rounds, its prediction, and "
+        "why it was not chosen. The report's rates are those of the rounds."
     ),
     CODE(
         'import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.to_dataframe(per="configuration").round(0)'
@@ -182,6 +209,11 @@ INSPECT = (
     ),
     MARKDOWN("It answers from the file too, from means instead of single batches."),
     CODE('TuningResult.load("loader.json").predict(num_workers=8).samples_per_s'),
+    MARKDOWN(
+        "## Does a change help?\n\n`compare()` runs loaders in turns and tells which is faster. It needs no search: each side is "
+        "as you made it."
+    ),
+    CODE(BATCHED.strip()),
     MARKDOWN(
         "## Optuna's own plots\n\n`result.study` is an ordinary Optuna study. Importances of a dozen trials are noise, so they "
         "are shown only from twenty on."

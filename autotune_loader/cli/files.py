@@ -36,8 +36,8 @@ def make_loader(dataset, **arguments):
 def show_command(path: str, page: str | None) -> None:
     """Print what was found, and whether this machine fits.
 
-    The machine of the tuning is shown beside this one. With --html the result is written as one page that needs nothing
-    else and can be opened anywhere.
+    It says how this machine differs from the one of the tuning. With --html the result is written as one page that needs
+    nothing else and can be opened anywhere.
 
     \b
     Examples:

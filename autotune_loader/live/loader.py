@@ -28,7 +28,7 @@ from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces, continuous
 from autotune_loader.live.trust import Trust
 from autotune_loader.live.tuner import Event
-from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame, not_tried
+from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.stages import StageTally, stage_times
 from autotune_loader.pipeline.workload import length_of
@@ -174,8 +174,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
 
     def report(self) -> str:
         """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
-        text, refusal = self._result().report(), self._state.refusal
-        return text if refusal is None else f"{text}\n\n{not_tried(refusal)}"
+        return self._result().report()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json` with the best configuration known: the next job begins where this one ended."""

@@ -17,6 +17,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.machine.ranks import RankLostError, is_one_of_many, job_link
 from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.report.summary import speedup_sentence
 from autotune_loader.results.cache import job_key, recall, remember
 from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.results.result import TuningResult
@@ -72,9 +73,7 @@ class LiveTuning:
         gain = tuner.gain if tuner.gain is not None and tuner.gain.config.key() == best.key() else None
         said = [self._standing()]
         if gain is not None:
-            ratio = gain.ratio
-            interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
-            said.append(f"{ratio.value:.2f}x {interval} as fast as asked for, from {ratio.count} pairs of blocks.")
+            said.append(speedup_sentence(best, self.job.start, gain.ratio))
         if self._state.refusal is not None:
             said.append(not_tried(self._state.refusal))
         return result_of(
@@ -95,7 +94,7 @@ class LiveTuning:
             return f"Not settled yet: {self._state.config} runs now."
         shifts = f"; the rate has shifted {kinds.count('shift')} time(s)" if "shift" in kinds else ""
         return (
-            f"{self.tuner.best}, settled after {settled.seconds:.0f} s of training ({kinds.count('block')} blocks "
+            f"Chosen: {self.tuner.best}, settled after {settled.seconds:.0f} s of training ({kinds.count('block')} blocks "
             f"observed{shifts})."
         )
 

@@ -88,22 +88,21 @@ class Comparison:
     def ratios(self) -> dict[str, Interval]:
         """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
         first = self.sides[0].name
-        others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
-        return {name: paired_ratio(self.rounds, name, first, self._confidence) for name in others}
+        found = {name: self._ratio(name, first) for name in self.rates if name != first}
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     @property
     def fastest(self) -> str | None:
         """The side that is shown to be faster than every other one that worked; None where none is."""
         for name in self.rates:
-            others = [other for other in self.rates if other != name]
-            shown = [
-                log_ratios(self.rounds, name, other)
-                and paired_ratio(self.rounds, name, other, self._confidence).low > 1
-                for other in others
-            ]
-            if others and all(shown):
+            ratios = [self._ratio(name, other) for other in self.rates if other != name]
+            if ratios and all(ratio is not None and ratio.low > 1 for ratio in ratios):
                 return name
         return None
+
+    def _ratio(self, name: str, other: str) -> Interval | None:
+        shared = log_ratios(self.rounds, name, other)
+        return paired_ratio(self.rounds, name, other, self._confidence) if shared else None
 
     @property
     def _confidence(self) -> float:

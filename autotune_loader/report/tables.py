@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Sequence
 
 from autotune_loader.report.standings import Standing, standings
-from autotune_loader.report.summary import speedup_sentence
 from autotune_loader.report.units import (
     UNKNOWN,
     bytes_text,
@@ -35,7 +34,7 @@ BEST, TIE, BASELINE, FAILED = ">", "=", "b", "x"
 
 def render_report(result: TuningResult, width: int = 100) -> str:
     """The whole result as text of at most `width` columns: table, speed-up, verdict, advice, warnings."""
-    doubt = f"{_wrapped(result.summary[0], width)}\n\n" if result.status == "undecided" else ""
+    doubt = f"{_wrapped(result.summary[0], width)}\n\n" if result.status == "undecided" and result.summary else ""
     return f"{doubt}{render_trials(result, width)}\n\n{render_findings(result, width)}"
 
 
@@ -119,20 +118,9 @@ def stage_lines(times: Sequence[StageTime], most: int = SHOWN_STAGES) -> list[st
 
 
 def _facts(result: TuningResult) -> list[str]:
-    facts = []
-    if result.status == "fallback":
-        facts.append("Nothing worked, so torch's defaults are given.")
-    elif result.status == "partial" and result.origin == "tune":  # the summary says what an AutoLoader is at
-        facts.append("Interrupted: this is the best so far.")
-    facts.append(f"{'The safest guess' if result.status == 'undecided' else 'Chosen'}: {result.best}.")
-    if sentence := speedup_sentence(
-        result.best, result.baseline, result.speedup, is_decided=result.status == "complete"
-    ):
-        facts.append(sentence)
-    elif result.finals.rounds:
-        facts.append(
-            f"Nothing is proven: only {counted(len(result.finals.rounds), 'paired round')} fitted into the budget."
-        )
+    """The summary, without what stands elsewhere, and the figures beside it."""
+    elsewhere = (result.verdict.sentence, *(result.summary[:1] if result.status == "undecided" else ()))
+    facts = [sentence for sentence in result.summary or (str(result),) if sentence not in elsewhere]
     if result.ceiling is not None:
         facts.append(f"Ceiling: {rate_text(result.ceiling.value)}, the training step alone on a batch that is there.")
     elif result.measured.ceiling_doubt is not None:

@@ -55,7 +55,7 @@ def faster_words(subject: str, ratio: Interval, other: str) -> str:
     """
     rounds = counted(ratio.count, "paired round")
     if not ratio.is_telling:
-        return f"{subject} was {ratio_text(ratio)} as fast as {other} in {rounds}, too few for an interval"
+        return f"{subject} was {ratio_text(ratio)} as fast as {other} in {rounds}, too few or too noisy for an interval"
     if is_claimed(ratio) or ratio.high < 1:
         return f"{subject} is {ratio_text(ratio)} as fast as {other} in {rounds}"
     return f"{subject} is not shown to be faster than {other}: {ratio_text(ratio)} as fast in {rounds}"

@@ -13,12 +13,9 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
-import re
 import stat
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,7 +27,7 @@ from autotune_loader.results.load import SCHEMA_VERSION, read_json
 from autotune_loader.results.loader_file import ENDED, LoaderFile, checked
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.serialization import to_plain, write_json
+from autotune_loader.values.serialization import from_plain, to_plain, write_json
 
 log = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind")
@@ -52,35 +49,23 @@ def result_key(
         step: what is done with a batch, in words.
         ranks: of the job, on all nodes.
     """
-    data, training, own = workload.data, workload.training, workload.own_config
+    training, own = workload.training, workload.own_config
     return _key_of(
-        {
-            "machine": to_plain(replace(machine, driver=None)),
-            "options": dict(options),
-            "samples": data.samples_per_epoch(),
-            "batch_size": data.batch_size,
-            "drop_last": data.drop_last,
-            "step": step,
-            "device": training.device,
-            "parameters": _parameters(training.model),
-            "ranks": ranks,
-            "multiprocessing_context": own.multiprocessing_context if own else None,
-            **_names_of(data, ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")),
-            **_names_of(training, ("model", "train_step", "loss_fn", "optimizer")),
-        }
+        **_facts(workload.data, replace(machine, driver=None), "collate_fn"),
+        **_names_of(training, "model", "train_step", "loss_fn", "optimizer"),
+        options=dict(options),
+        drop_last=workload.data.drop_last,
+        step=step,
+        device=training.device,
+        parameters=_parameters(training.model),
+        ranks=ranks,
+        multiprocessing_context=own.multiprocessing_context if own else None,
     )
 
 
 def job_key(data: DataSide, machine: Fingerprint) -> str:
     """Equal for the same data, loaded in the same way on the same kind of machine; a loader does not know the step."""
-    return _key_of(
-        {
-            "machine": to_plain(replace(machine, driver=None, dataset="", storage="")),
-            "samples": data.samples_per_epoch(),
-            "batch_size": data.batch_size,
-            **_names_of(data, ("dataset", "sampler", "batch_sampler", "worker_init_fn")),
-        }
-    )
+    return _key_of(**_facts(data, replace(machine, driver=None, dataset="", storage="")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +96,6 @@ class Entry:
         return not self.note.was_cut_short or (budget_s <= self.note.budget_s and has_trials)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EntryFile(LoaderFile):
-    """`loader.json` as a kept result has it; other readers ignore the key that they do not know."""
-
-    cache: Note | None = None
-
-
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder that `AUTOTUNE_LOADER_CACHE` names, else one in the user's cache; None where it is turned off."""
     named = environ.get(CACHE_VARIABLE)
@@ -133,12 +111,11 @@ def find(key: str) -> Entry | None:
     """The result of this key; None where there is none that can be used."""
 
     def parse(raw: Any) -> Entry:
-        file = checked(raw, _EntryFile, key)
-        if file.cache is None or file.status not in ENDED or file.measured.samples_per_s is None:
-            raise ValueError("it is no complete result of a cache")
-        if file.cache.key != key:
-            raise ValueError("it describes another workload")
-        return Entry(result=TuningResult.from_file(file), note=file.cache)
+        note = from_plain(raw.pop("cache"), Note)
+        file = checked(raw, LoaderFile, key)
+        if note.key != key or file.status not in ENDED or file.measured.samples_per_s is None:
+            raise ValueError("it is no complete result of this workload")
+        return Entry(result=TuningResult.from_file(file), note=note)
 
     return _read("results", key, parse)
 
@@ -155,16 +132,10 @@ def keep(
         max_trials: trials that it had; None for any number.
         cut_short: whether it ended for want of these.
     """
-    if result.status not in ENDED:
-        return
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    note = Note(key=key, tuned_at=now, budget_s=budget_s, max_trials=max_trials, was_cut_short=cut_short)
-    file = result.to_file()
-    _write(
-        "results",
-        key,
-        _EntryFile(**{name: getattr(file, name) for name in LoaderFile.__dataclass_fields__}, cache=note),
-    )
+    if result.status in ENDED:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        note = Note(key=key, tuned_at=now, budget_s=budget_s, max_trials=max_trials, was_cut_short=cut_short)
+        _write("results", key, to_plain(result.to_file()) | {"cache": note})
 
 
 def remember(key: str, config: LoaderConfig) -> None:
@@ -200,34 +171,34 @@ def _read(kind: str, key: str, parse: Callable[[Any], _Kind]) -> _Kind | None:
 
 def _write(kind: str, key: str, record: Any) -> None:
     """Put a file into a folder of which only the last used are kept; nothing where the cache is off or cannot be written."""
-    folder = cache_folder()
-    if folder is None:
+    cache = cache_folder()
+    if cache is None:
         return
+    folder = cache / kind
     try:
-        (folder / kind).mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(record, folder / kind / f"{key}.json", private=True)
-        _remove_oldest(folder / kind)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(record, folder / f"{key}.json", private=True)
+        by_age = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_age[MOST_ENTRIES:]:
+            path.unlink(missing_ok=True)
     except OSError as error:  # whoever tunes waits for a search again; an AutoLoader begins where it would have begun
         level = logging.WARNING if kind == "results" else logging.INFO
         log.log(level, "what was found is not kept for the next run: %s", error)
 
 
-def _remove_oldest(folder: Path) -> None:
-    """Keep the files that were used last, and none that was left half written."""
-    changed = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
-    entries = [path for path in changed if re.fullmatch(r"[0-9a-f]{32}\.json", path.name)]
-    # A temporary file an hour old was left by a run that was killed while it wrote.
-    leftovers = [path for path in folder.glob(".*.tmp") if time.time() - changed.get(path, math.inf) > 3600]
-    for path in sorted(entries, key=lambda path: changed[path], reverse=True)[MOST_ENTRIES:] + leftovers:
-        path.unlink(missing_ok=True)
-
-
-def _key_of(facts: Any) -> str:
+def _key_of(**facts: Any) -> str:
     """A file's name for plain JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _names_of(owner: Any, attributes: Sequence[str]) -> dict[str, str | None]:
+def _facts(data: DataSide, machine: Fingerprint, *more: str) -> dict[str, Any]:
+    """What decides how data are loaded, and where."""
+    names = _names_of(data, "dataset", "sampler", "batch_sampler", "worker_init_fn", *more)
+    known = {"machine": to_plain(machine), "samples": data.samples_per_epoch(), "batch_size": data.batch_size}
+    return {**known, **names}
+
+
+def _names_of(owner: Any, *attributes: str) -> dict[str, str | None]:
     """What parts of a workload are called: a function's own name, an object's class; the script's for `__main__`."""
     return {each: _name_of(getattr(owner, each)) for each in attributes}
 

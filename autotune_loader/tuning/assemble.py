@@ -193,19 +193,10 @@ def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> E
         trials=state.trials,
         has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
         twin=_twin(state),
-        cached_steps=_cached_steps(best, state),
         space=context.space,
         stage_times=found.stage_times,
         held=largest_held(data.dataset),
     )
-
-
-def _cached_steps(best: LoaderConfig, state: SearchState) -> tuple[Measurement, ...]:
-    """The step on cached batches of the best configuration's size."""
-    if best.batch_size is None:
-        return tuple(state.ceilings.values())
-    measured = state.ceilings_by_batch.get(best.batch_size)
-    return () if measured is None else (measured,)
 
 
 def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: RateUnit) -> Measured:

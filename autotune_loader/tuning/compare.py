@@ -351,7 +351,6 @@ def _verdict(entrant: _Entrant, measurement: Measurement, rate: Interval) -> Ver
             trials=entrant.trials,
             has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
             twin=fit_twin(measured, context),
-            cached_steps=() if step is None else (step,),
         )
     )
 

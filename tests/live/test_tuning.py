@@ -60,7 +60,7 @@ def test_it_begins_as_asked_tunes_in_mid_epoch_and_tells_what_it_found(tmp_path:
     assert loader.num_workers == 0  # what was asked for
     history = loader.history
     assert history["samples_per_s"].iloc[1] > history["samples_per_s"].iloc[0]
-    assert "Chosen" in loader.report()
+    assert str(loader.best) in loader.report()
 
     loader.save(tmp_path / "loader.json")
     result = TuningResult.load(tmp_path / "loader.json")
@@ -124,7 +124,7 @@ def test_the_tuner_may_fail_and_training_may_not(fails: bool, caplog: pytest.Log
         assert firsts(loader) == list(range(0, 800, 8))
 
     assert ("tuning has ended" in caplog.text) == fails
-    assert "Chosen" in loader.report()
+    assert str(loader.best) in loader.report()
 
 
 def test_a_frozen_loader_stays_as_it_is() -> None:

@@ -161,7 +161,10 @@ def synthetic_result() -> TuningResult:
                 expected_gain=0.1,
             ),
         ),
-        summary=("4 workers, prefetch 4 is 3.4 times as fast as torch's defaults.",),
+        summary=(
+            "Use 4 workers, prefetch 4, 1 step thread: 1,307 samples/s (1,294 to 1,320).",
+            "It is 3.36x (3.31x to 3.41x) as fast as 0 workers (before tuning) in 9 paired rounds.",
+        ),
         stage_times=STAGES,
         warnings=("The dataset's order <was> not shuffled & read twice.",),
         finals=Finals(configs=last, rounds=rounds),

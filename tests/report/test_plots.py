@@ -3,7 +3,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import itertools
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from report.example import BASELINE, BEST, synthetic_result
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.timeline import MAX_BATCHES
-from autotune_loader.report.standings import final_ratios, rate_of, standings
+from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.units import number_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -84,15 +83,6 @@ def test_what_is_missing_is_said_instead_of_drawn(draw: Callable, make: Callable
     assert figure._repr_png_()
 
 
-def test_the_same_figure_gives_the_same_svg(result: TuningResult) -> None:
-    assert svg_bytes(plots.plot_workers(result)) == svg_bytes(plots.plot_workers(result))
-
-
-def test_figures_can_be_pickled(result: TuningResult) -> None:
-    figure = pickle.loads(pickle.dumps(plots.plot_workers(result)))
-    assert figure._repr_png_().startswith(b"\x89PNG")
-
-
 def test_drawing_leaves_the_users_style_and_pyplot_alone(result: TuningResult) -> None:
     import matplotlib
 
@@ -125,11 +115,6 @@ def test_workers_shows_the_fastest_at_each_number_of_workers_as_the_table_has_it
         if row.rate is not None:
             rates.setdefault(row.config.num_workers, []).append(row.rate.value)
     assert drawn == [(w, max(r)) for w, r in sorted(rates.items())]
-
-
-def test_workers_marks_the_chosen_one_with_its_rate_from_the_finals(result: TuningResult) -> None:
-    drawn = points(plots.plot_workers(result).axes[0], CHOSEN)
-    assert drawn == [(BEST.num_workers, rate_of(BEST, result.finals, (), is_best=True).value)]
 
 
 def chosen_in_the_finals_alone() -> TuningResult:
@@ -269,15 +254,3 @@ def test_a_speed_up_of_too_few_rounds_has_no_band_and_its_points_can_be_seen(sur
     assert axes.get_ylim()[1] < 50
     assert not axes.patches
     assert "chosen, mean 3.20x" in [line.get_label() for line in axes.lines]
-
-
-def test_what_ran_in_one_round_only_has_its_cell(result: TuningResult) -> None:
-    late = LoaderConfig(num_workers=5, prefetch_factor=8)
-    rounds = tuple((*rates, None if number else 1234.0) for number, rates in enumerate(result.finals.rounds))
-    finals = replace(result.finals, configs=(*result.finals.configs, late), rounds=rounds)
-    assert cells(plots.plot_heatmap(replace(result, finals=finals)).axes[0])["5", "8"] == "1,234"
-
-
-def test_the_band_is_called_what_it_is(result: TuningResult) -> None:
-    labels = [patch.get_label() for patch in plots.plot_workers(result).axes[0].patches]
-    assert "within 2 % of the chosen one" in labels

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report.example import BASELINE, BEST, synthetic_result
+from report.example import BASELINE, synthetic_result
 
 from autotune_loader.report.plots.workers import plot_workers
 from autotune_loader.report.standings import standings
@@ -97,13 +97,9 @@ def test_no_interval_is_made_up_of_one_round(small_result: TuningResult) -> None
     assert "1,000              -  1 round " in render_trials(replace(small_result, finals=finals))
 
 
-def test_says_when_the_speed_up_was_not_proven(small_result: TuningResult) -> None:
-    assert "Nothing is proven: only 2 paired rounds fitted into the budget." in render_report(small_result)
-
-
 def test_says_speed_up_verdict_advice_and_warnings() -> None:
     text = render_report(synthetic_result())
-    assert "Chosen: 4 workers, prefetch 4, 1 step thread." in text
+    assert "Use 4 workers, prefetch 4, 1 step thread: 1,307 samples/s" in text
     assert "It is 3.36x (3.31x to 3.41x) as fast as 0 workers (before tuning) in 9 paired rounds." in text
     assert "Verdict: Decoding binds" in text
     assert "- Implement __getitems__ to decode a batch at once (about +10 %): 10 % of a worker's time" in text
@@ -131,10 +127,10 @@ def test_many_trials_are_cut_but_never_the_chosen_one_and_the_baseline() -> None
 
 
 def test_a_run_without_trials_says_so() -> None:
-    result = TuningResult(best=BEST, status="fallback", baseline=BASELINE)
+    result = TuningResult(best=BASELINE, status="fallback", baseline=BASELINE)
     text = render_report(result)
     assert "No configuration was tried." in text
-    assert "Nothing worked, so torch's defaults are given." in text
+    assert "fallback: 0 workers" in text
 
 
 def test_a_finalist_that_never_ran_is_not_called_failed() -> None:

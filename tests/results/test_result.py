@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
+import re
 import stat
 import warnings
 from dataclasses import replace
@@ -14,11 +14,11 @@ from unittest import mock
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.results.load import MAX_FILE_BYTES, clamp, load_config
 from autotune_loader.results.loader_file import (
     Advice,
@@ -37,7 +37,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.serialization import to_plain
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
@@ -116,45 +115,44 @@ def written(folder, **changes):
 # Saving and loading
 
 
-def test_what_is_saved_comes_back(tmp_path):
-    # GIVEN a finished run whose failure's message holds no odd bytes
+UNBOUNDED = interval(100.0, low=-math.inf, high=math.inf, count=1)
+
+
+def with_failure(message):
     result = finished_run()
-    failed = replace(result.trials[2], failure=replace(result.trials[2].failure, message="plain"))
-    result = replace(result, trials=(*result.trials[:2], failed))
-    # WHEN it is saved and loaded
-    loaded = TuningResult.load(saved(result, tmp_path))
-    # THEN all but the traces is the same
+    failed = replace(result.trials[2], failure=replace(result.trials[2].failure, message=message))
+    return replace(result, trials=(*result.trials[:2], failed))
+
+
+def with_unbounded_intervals():
+    # of which nothing is known beyond the value
+    result = with_failure("plain")
+    wide = replace(result.trials[0].measurement, samples_per_s=UNBOUNDED)
+    trials = (replace(result.trials[0], measurement=wide), *result.trials[1:])
+    return replace(
+        result, trials=trials, measured=Measured(samples_per_s=UNBOUNDED, speedup=interval(2.0, high=math.inf))
+    )
+
+
+@pytest.mark.parametrize(
+    "result",
+    [with_failure("plain"), with_unbounded_intervals(), simulated_result(SimulatedMachine(noise_sd=0.03))],
+    ids=["whole", "unbounded", "simulated"],
+)
+def test_what_is_saved_comes_back_without_traces(tmp_path, result):
+    # WHEN a result is saved and loaded
+    path = saved(result, tmp_path)
+    loaded = TuningResult.load(path)
+    # THEN all but the traces is the same, and the file is strict JSON that fits the schema
     assert loaded == without_traces(result)
-    assert loaded.best == BEST
+    assert all(trial.measurement.traces == () for trial in loaded.trials if trial.measurement)
+    strict = json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(constant))
+    jsonschema.validate(strict, json.loads(SCHEMA_FILE.read_text()))
 
 
 def test_bytes_that_are_no_text_are_written_readably(tmp_path):
     loaded = TuningResult.load(saved(finished_run(), tmp_path))
     assert loaded.trials[2].failure.message == "cannot open 'bad-\\udcff.jpg'"
-
-
-def test_an_unbounded_interval_comes_back(tmp_path):
-    # GIVEN an interval of which nothing is known beyond its value
-    unbounded = interval(800.0, low=-math.inf, high=math.inf, count=1)
-    result = replace(finished_run(), measured=Measured(samples_per_s=unbounded, speedup=interval(2.0, high=math.inf)))
-    # WHEN it goes through a file
-    path = saved(result, tmp_path)
-    # THEN the file is strict JSON that fits the schema, and nothing is lost
-    strict = json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(constant))
-    jsonschema.validate(strict, loader_schema())
-    assert TuningResult.load(path).measured == result.measured
-
-
-def test_a_trial_with_an_unbounded_rate_comes_back(tmp_path):
-    result = finished_run()
-    wide = replace(result.trials[0].measurement, samples_per_s=interval(100.0, low=-math.inf, high=math.inf))
-    result = replace(result, trials=(replace(result.trials[0], measurement=wide),))
-    assert TuningResult.load(saved(result, tmp_path)) == without_traces(result)
-
-
-def test_traces_are_not_written(tmp_path):
-    loaded = TuningResult.load(saved(finished_run(), tmp_path))
-    assert all(trial.measurement.traces == () for trial in loaded.trials if trial.measurement)
 
 
 def test_a_tuned_batch_size_comes_back_in_the_config(tmp_path):
@@ -222,7 +220,8 @@ def test_unknown_keys_are_ignored_at_every_depth(tmp_path):
 
 
 def test_the_least_file_is_enough(tmp_path):
-    assert TuningResult.load(written(tmp_path)).verdict.binding == "unknown"
+    result = TuningResult.load(written(tmp_path))
+    assert (result.verdict.binding, result.tolerance, result.reused) == ("unknown", None, None)
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.7", "1.2"])
@@ -236,11 +235,6 @@ def test_a_newer_major_version_is_refused_with_the_way_out(tmp_path):
         load_config(path)
     for part in (str(path), "schema_version='3.0'", "'2.0'", "pip install -U autotune-loader"):
         assert part in str(caught.value)
-
-
-def test_a_file_of_before_the_tolerance_was_kept_tells_none(tmp_path):
-    result = TuningResult.load(written(tmp_path))
-    assert (result.tolerance, result.reused) == (None, None)
 
 
 @pytest.mark.parametrize("version", [None, 1, "", "one", "-1.0", [], "9" * 5000])
@@ -299,19 +293,18 @@ def test_a_wrong_value_is_named_with_a_way_out(tmp_path, changes, named):
         assert part in str(caught.value)
 
 
-def test_a_missing_file_is_answered_with_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigFileError, match=r"missing\.json' cannot be read .*output='loader\.json'"):
-        load_config(tmp_path / "missing.json")
-
-
-def test_a_folder_is_not_a_file(tmp_path):
-    with pytest.raises(ConfigFileError, match="cannot be read"):
-        load_config(tmp_path)
-
-
-def test_a_name_with_a_null_byte_is_no_file():
-    with pytest.raises(ConfigFileError, match="cannot be read"):
-        load_config("loader\0.json")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing.json", r"cannot be read .*output='loader\.json'"),
+        (".", "cannot be read"),
+        ("a\0.json", "cannot be read"),
+    ],
+    ids=["missing", "a folder", "a null byte"],
+)
+def test_what_is_no_file_is_answered_with_how_to_make_one(tmp_path, name, told):
+    with pytest.raises(ConfigFileError, match=told):
+        load_config(tmp_path / name)
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
@@ -323,81 +316,6 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
         pytest.raises(ConfigFileError, match="bytes"),
     ):
         load_config(path)
-
-
-def base_values():
-    """The values of a full file, as JSON has them."""
-    result = finished_run()
-    return to_plain(result.to_file())
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def places(value, path=()):
-    """The path of every value in a JSON document."""
-    yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in children:
-        yield from places(child, (*path, key))
-
-
-VALUES = base_values()
-PLACES = [path for path in places(VALUES) if path]
-
-
-@given(st.lists(st.tuples(st.sampled_from(PLACES), st.none() | st.just("gone") | json_values), min_size=1, max_size=3))
-@settings(max_examples=300)
-def test_any_mutation_of_a_file_loads_or_is_refused_as_a_config_file(tmp_path_factory, mutations):
-    # GIVEN a whole file in which a few values were replaced or removed
-    values = copy.deepcopy(VALUES)
-    for path, replacement in mutations:
-        mutate(values, path, replacement)
-    file = tmp_path_factory.getbasetemp() / "mutated.json"
-    file.write_text(json.dumps(values))
-    # THEN it loads, or it is a ConfigFileError
-    assert isinstance(outcome_of_loading(file), (LoaderConfig, ConfigFileError))
-
-
-@given(st.binary(max_size=60), st.integers(0, 4000), st.integers(0, 50))
-@settings(max_examples=100)
-def test_any_damage_to_the_bytes_loads_or_is_refused_as_a_config_file(tmp_path_factory, noise, start, length):
-    data = json.dumps(VALUES).encode()
-    file = tmp_path_factory.getbasetemp() / "damaged.json"
-    file.write_bytes(data[:start] + noise + data[start + length :])
-    assert isinstance(outcome_of_loading(file), (LoaderConfig, ConfigFileError))
-
-
-def mutate(values, path, replacement):
-    *way, last = path
-    for key in way:
-        try:
-            values = values[key]
-        except (KeyError, IndexError, TypeError):
-            return
-    if isinstance(values, list) and last in range(len(values)):
-        values[last] = replacement
-    if isinstance(values, dict):
-        values.pop(last, None)
-        if replacement != "gone":
-            values[last] = replacement
-
-
-def outcome_of_loading(file):
-    with (
-        mock.patch("autotune_loader.machine.facts.inspect_machine", return_value=FakeMachine(HERE)),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            TuningResult.load(file)
-            return load_config(file, on_mismatch="clamp")
-        except ConfigFileError as error:
-            return error
 
 
 # The machine
@@ -420,62 +338,55 @@ def on_machine(monkeypatch):
     return set_machine
 
 
-def test_the_same_machine_loads_in_silence(tmp_path, on_machine):
-    on_machine(HERE)
-    assert load_config(saved(finished_run(), tmp_path)) == BEST
+EIGHT = replace(HERE, usable_cores=8, gpus=("A100",))
+ALL = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=True, device_prefetch=2, consumer_threads=4)
+
+
+@pytest.mark.parametrize(
+    ("here", "on_mismatch", "told", "changes"),
+    [
+        (EIGHT, "raise", None, {}),
+        (replace(EIGHT, usable_cores=64), "raise", None, {}),
+        (replace(EIGHT, usable_cores=9), "warn", None, {}),
+        (
+            replace(EIGHT, usable_cores=2),
+            "warn",
+            r"usable cores: 8 then, 2 here.*; clamped to 2 workers",
+            {"num_workers": 2, "consumer_threads": 2},
+        ),
+        (replace(EIGHT, gpus=()), "warn", "A100 then, none here; the step takes another time$", {}),
+        (
+            replace(EIGHT, gpus=()),
+            "clamp",
+            "none here.*; clamped to 8 workers",
+            {"pin_memory": False, "device_prefetch": 0},
+        ),
+        (replace(EIGHT, usable_cores=2), "raise", r"8 then, 2 here.*on_mismatch='clamp'", None),
+    ],
+    ids=["the same", "more cores", "one more", "fewer cores", "no GPU", "no GPU, clamped", "refused"],
+)
+def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
+    tmp_path, on_machine, here, on_mismatch, told, changes
+):
+    path = saved(replace(finished_run(), best=ALL, fingerprint=EIGHT), tmp_path)
+    on_machine(here)
+    if changes is None:
+        with pytest.raises(MachineMismatchError, match=told):
+            load_config(path, on_mismatch=on_mismatch)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert load_config(path, on_mismatch=on_mismatch) == replace(ALL, **changes)
+    assert len(caught) == (told is not None)
+    for warning in caught:
+        assert re.search(told, str(warning.message))
+        assert str(path) in str(warning.message)
+        assert warning.filename == __file__
 
 
 def test_this_very_machine_loads_in_silence(tmp_path):
-    from autotune_loader.machine.facts import inspect_machine
-
     here = inspect_machine().fingerprint(dataset="my dataset", storage="ext4")
     assert load_config(saved(replace(finished_run(), fingerprint=here), tmp_path), on_mismatch="raise") == BEST
-
-
-def test_another_machine_is_warned_about_with_both_values(tmp_path, on_machine):
-    on_machine(replace(HERE, usable_cores=3))
-    path = saved(finished_run(), tmp_path)
-    with pytest.warns(UserWarning, match="tuned on another machine: usable cores: 4 then, 3 here") as caught:
-        assert load_config(path) == BEST
-    assert str(path) in str(caught[0].message)
-    assert caught[0].filename == __file__
-
-
-def test_fewer_cores_than_workers_clamp_with_a_warning_and_nothing_else_does(tmp_path, on_machine):
-    # GIVEN a configuration for eight cores and a GPU, with a worker for each core and four threads of the step
-    eight = replace(HERE, usable_cores=8, gpus=("A100",))
-    tuned = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=True, consumer_threads=4)
-    path = saved(replace(finished_run(), best=tuned, fingerprint=eight), tmp_path)
-
-    # WHEN a container with two of the cores loads it
-    on_machine(replace(eight, usable_cores=2))
-    with pytest.warns(UserWarning, match=r"8 then, 2 here.*; clamped to 2 workers"):
-        config = load_config(path)
-    # THEN it gets as many workers and threads as it has cores
-    assert config == replace(tuned, num_workers=2, consumer_threads=2)
-
-    # WHEN a machine without the GPU loads it THEN it is warned, and the configuration stays as it was
-    on_machine(replace(eight, gpus=()))
-    with pytest.warns(UserWarning, match=r"A100 then, none here; the step takes another time$"):
-        assert load_config(path) == tuned
-
-
-def test_another_machine_can_be_refused(tmp_path, on_machine):
-    on_machine(replace(HERE, usable_cores=2))
-    with pytest.raises(MachineMismatchError, match=r"4 then, 2 here.*on_mismatch='clamp'"):
-        load_config(saved(finished_run(), tmp_path), on_mismatch="raise")
-
-
-def test_another_machine_can_be_clamped_to(tmp_path, on_machine):
-    on_machine(replace(HERE, usable_cores=2))
-    with pytest.warns(UserWarning, match="clamped to 2 workers"):
-        config = load_config(saved(finished_run(), tmp_path), on_mismatch="clamp")
-    assert config == replace(BEST, num_workers=2)
-
-
-def test_a_machine_with_more_cores_is_no_reason_for_a_warning(tmp_path, on_machine):
-    on_machine(replace(HERE, usable_cores=64))
-    assert load_config(saved(finished_run(), tmp_path), on_mismatch="raise") == BEST
 
 
 def test_a_mistyped_on_mismatch_is_refused(tmp_path):
@@ -506,28 +417,9 @@ def test_the_schema_in_docs_is_the_one_of_the_code():
     )
 
 
-def test_the_schema_is_a_schema():
+def test_the_schema_is_one_and_refuses_what_loading_refuses(tmp_path):
     jsonschema.Draft202012Validator.check_schema(loader_schema())
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        finished_run(),
-        TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig()),
-        replace(finished_run(), status="partial", finals=Finals()),
-    ],
-    ids=lambda result: result.status,
-)
-def test_every_saved_file_fits_the_schema(tmp_path, result):
-    jsonschema.validate(json.loads(saved(result, tmp_path).read_text()), json.loads(SCHEMA_FILE.read_text()))
-
-
-def test_the_old_file_fits_the_schema():
-    jsonschema.validate(json.loads(OLD_FILE.read_text()), json.loads(SCHEMA_FILE.read_text()))
-
-
-def test_the_schema_refuses_what_loading_refuses(tmp_path):
+    jsonschema.validate(json.loads(OLD_FILE.read_text()), loader_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(written(tmp_path, status="done").read_text()), loader_schema())
 
@@ -539,36 +431,23 @@ def dataset():
     return TensorDataset(torch.arange(10))
 
 
-def test_a_loader_has_the_best_config_and_the_tuned_batch_size():
-    loader = replace(finished_run(), best=LoaderConfig()).make_loader(dataset(), shuffle=False)
-    assert [len(batch[0]) for batch in loader] == [10]
-    assert loader.batch_size == 32
-
-
-def test_arguments_of_the_caller_win():
-    loader = finished_run().make_loader(dataset(), batch_size=5, num_workers=1)
-    assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (5, 1, 4)
-
-
-def test_no_workers_can_be_asked_for():
-    # GIVEN a best configuration with workers, persistent ones
-    # WHEN the caller wants none, to debug for example
-    loader = finished_run().make_loader(dataset(), num_workers=0)
-    # THEN what needs workers is left out
-    assert (loader.num_workers, loader.persistent_workers) == (0, False)
-
-
-def test_a_batch_sampler_of_the_caller_is_used():
-    batches = [[0, 1], [2, 3, 4]]
-    result = replace(finished_run(), best=LoaderConfig(drop_last=True))
-    assert [len(batch[0]) for batch in result.make_loader(dataset(), batch_sampler=batches)] == [2, 3]
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({}, {"batch_size": 32, "num_workers": 3, "prefetch_factor": 4, "persistent_workers": True}),
+        ({"batch_size": 5, "num_workers": 1}, {"batch_size": 5, "num_workers": 1, "prefetch_factor": 4}),
+        ({"num_workers": 0}, {"num_workers": 0, "persistent_workers": False}),
+        ({"batch_sampler": [[0, 1], [2, 3, 4]]}, {"batch_sampler": [[0, 1], [2, 3, 4]]}),
+    ],
+    ids=["as tuned", "other numbers", "no workers", "a batch_sampler"],
+)
+def test_a_loader_has_the_best_configuration_and_arguments_of_the_caller_win(arguments, shown):
+    loader = finished_run().make_loader(dataset(), **arguments)
+    assert {name: getattr(loader, name) for name in shown} == shown
 
 
 def test_a_loader_takes_over_the_parts_of_the_tuned_one():
-    def collate(samples):
-        return len(samples)
-
-    result = replace(finished_run(), best=LoaderConfig(), parts={"collate_fn": collate})
+    result = replace(finished_run(), best=LoaderConfig(), parts={"collate_fn": len})
     assert list(result.make_loader(dataset(), batch_size=4)) == [4, 4, 2]
 
 
@@ -600,31 +479,17 @@ def test_a_loader_made_for_a_device_without_tuned_prefetch_is_the_plain_one():
     assert type(result.make_loader([1, 2], batch_size=1, device="cuda")) is DataLoader
 
 
-def test_a_result_prints_its_summary():
+def test_a_result_prints_as_words_in_a_line_and_its_parts_do_too() -> None:
     assert str(finished_run()) == "Use 3 workers."
     assert str(replace(finished_run(), summary=())) == f"complete: {BEST}"
-
-
-def test_a_result_prints_as_words_in_a_line_and_its_parts_do_too() -> None:
     result = simulated_result(SimulatedMachine(noise_sd=0.03))
     assert repr(result).startswith(f"<TuningResult complete: {result.best}; ")
     assert "\n" not in repr(result)
     assert " times the rate of " in repr(result)
     assert " times the rate of " not in repr(replace(result, best=result.baseline))  # of itself
-    assert str(Interval(value=4.1, low=3.89, high=4.33, count=7)) == "4.10 (3.89 to 4.33)"
-    assert str(Interval(value=1304.7, low=-math.inf, high=math.inf, count=1)) == "1,305"
     assert str(result.verdict) == result.verdict.sentence
     assert str(result.predict(num_workers=2, prefetch_factor=2)).startswith("2 workers, prefetch 2: ")
     assert str(Advice(action="Do less.", reason="it is much", expected_gain=0.5)) == "Do less (about +50 %): it is much"
-
-
-def test_what_is_loaded_equals_what_was_saved(tmp_path: Path) -> None:
-    # GIVEN the result of a search, histories of batches and all
-    result = simulated_result(SimulatedMachine(noise_sd=0.03))
-    assert any(trial.measurement and trial.measurement.traces for trial in result.trials)
-    # WHEN it is saved and loaded, THEN it is the same
-    result.save(tmp_path / "loader.json")
-    assert TuningResult.load(tmp_path / "loader.json") == result
 
 
 def test_predictions_refuse_what_makes_no_sense_and_suggest_what_does() -> None:

@@ -133,4 +133,6 @@ def test_every_figure_of_the_chosen_one_is_from_its_rounds() -> None:
 def test_a_speed_up_of_too_few_rounds_is_told_as_the_report_has_it() -> None:
     unsure = Interval(value=3.23, low=0.0026, high=4004.0, count=2)
     told = speedup_sentence(LoaderConfig(num_workers=8), LoaderConfig(), unsure, is_decided=False)
-    assert told == ("It was 3.23x as fast as 0 workers (before tuning) in 2 paired rounds, too few for an interval.")
+    assert told == (
+        "It was 3.23x as fast as 0 workers (before tuning) in 2 paired rounds, too few or too noisy for an interval."
+    )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from autotune_loader.decision.space import Space
 from autotune_loader.pipeline.held_objects import HeldObjects
-from autotune_loader.report.advice.limits import MIN_BATCHES, cpu_limit
 from autotune_loader.twin import Prediction, Twin
 from autotune_loader.twin.memory import MemoryModel
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
@@ -17,6 +16,8 @@ from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 from autotune_loader.values.trial import Trial
 
+MIN_BATCHES = 4
+"""Fewer batches say nothing of a mean."""
 # With more workers, and batches that lie ready, a rate that is higher by less than this is the same.
 FED_GAIN = 0.05
 
@@ -37,8 +38,6 @@ class Evidence:
     has_batched_fetch: bool
     ceiling_doubt: str | None = None
     twin: Twin | None = None
-    cached_steps: Sequence[Measurement] = ()
-    """The step on a cached batch, with any number of threads."""
     space: Space | None = None
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
@@ -103,11 +102,6 @@ class Evidence:
             if config.num_workers and burst.service_s > 0
         ]
         return max(shares, default=0.0)
-
-    def cores_limit(self) -> float | None:
-        """Samples/s that the cores allow: fetch and, on a CPU, the step."""
-        bursts = [burst for _, burst in self.measured_trials()]
-        return cpu_limit(bursts, self.usable_cores, () if self.on_accelerator else self.cached_steps)
 
     def hand_over_s(self) -> float:
         """Seconds that a batch costs more when a worker makes it: taking it over, and writing it into shared memory.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
 from autotune_loader.report.advice.evidence import Evidence
-from autotune_loader.report.units import bytes_text, counted, seconds_text
+from autotune_loader.report.units import bytes_text, seconds_text
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind
 
@@ -31,102 +31,74 @@ class Shortage:
     has_failed: bool
     """Whether it was tried."""
     gain: float | None
-    """Relative gain over the best that fits, as the twin has both; None where nobody can say."""
+    """Relative gain over the best that fits, as predicted; None where nobody can say."""
 
 
 def shortage(evidence: Evidence) -> Shortage | None:
     """What memory keeps away: what ran out of it, else what would; None where that is no loss, or nobody can say."""
-    return _failed(evidence) or _untried(evidence)
+    tried, untried = list(_failed(evidence)), list(_ruled_out(evidence))
+    for found in (tried, untried):
+        missed = [each for each in found if each.gain is None or each.gain > MISSED_GAIN]
+        if missed:
+            return max(missed, key=lambda each: each.gain or 0.0)
+    return None
 
 
-def _failed(evidence: Evidence) -> Shortage | None:
-    """Trials with more workers or a deeper queue that ran out of memory, and might have been faster."""
-    missed: list[tuple[LoaderConfig, FailureKind, float | None]] = []
+def _failed(evidence: Evidence) -> Iterator[Shortage]:
+    """Trials with more workers or a deeper queue that ran out of memory."""
     for each in evidence.trials:
         is_larger = each.config.batches_in_flight > evidence.best.batches_in_flight
         if each.failure is not None and each.failure.kind in MEMORY_FAILURES and is_larger:
-            gain, before = evidence.predicted_gain(each.config), each.predicted_samples_per_s
-            if gain is None and before is not None:
-                gain = before / evidence.rate.value - 1
-            if gain is None or gain > MISSED_GAIN:
-                missed.append((each.config, each.failure.kind, gain))
-    if not missed:
-        return None
-    config, kind, _ = min(missed, key=lambda each: each[0].num_workers)
-    return Shortage(
-        why=f"{config} ran out of it ({kind.replace('_', ' ')})",
-        is_shared_memory="shared_memory" in (kind for _, kind, _ in missed),
-        has_failed=True,
-        gain=max((gain for _, _, gain in missed if gain is not None), default=None),
-    )
+            gain = evidence.predicted_gain(each.config)
+            if gain is None and each.predicted_samples_per_s is not None:
+                gain = each.predicted_samples_per_s / evidence.rate.value - 1
+            kind = each.failure.kind
+            why = f"{each.config} ran out of it ({kind.replace('_', ' ')})"
+            yield Shortage(why=why, is_shared_memory=kind == "shared_memory", has_failed=True, gain=gain)
 
 
-def _untried(evidence: Evidence) -> Shortage | None:
+def _ruled_out(evidence: Evidence) -> Iterator[Shortage]:
+    """More workers than fit, each with its gain over the fastest that fits."""
     if evidence.space is None or evidence.twin is None:
-        return None
-    candidates = list(_larger(evidence.best, evidence.space))
-    lacking = {config: lack for config in candidates if (lack := _lack(config, evidence, evidence.space))}
-    if not lacking:
-        return None
-    asked = [evidence.best, *candidates]
-    predicted = evidence.twin.predict_all(asked)
-    rates = dict(zip(asked, (each.samples_per_s.value for each in predicted), strict=True))
+        return
+    candidates = [evidence.best, *_larger(evidence.best, evidence.space)]
+    predicted = evidence.twin.predict_all(candidates)
+    rates = dict(zip(candidates, (each.samples_per_s.value for each in predicted), strict=True))
+    lacking = {each: lack for each in candidates[1:] if (lack := _lack(each, evidence, evidence.space))}
     fits = max(rate for config, rate in rates.items() if config not in lacking)
-    config = max(lacking, key=lambda config: rates[config])
-    gain = rates[config] / fits - 1 if fits > 0 else 0.0
-    if gain <= MISSED_GAIN:
-        return None
-    resource, need, limit = lacking[config]
-    return Shortage(
-        why=f"{config} would take {bytes_text(need)} of {resource}, and there are {bytes_text(limit)}",
-        is_shared_memory=resource == "shared memory",
-        has_failed=False,
-        gain=gain,
-    )
+    for config, (resource, need, limit) in lacking.items():
+        yield Shortage(
+            why=f"{config} would take {bytes_text(need)} of {resource}, and there are {bytes_text(limit)}",
+            is_shared_memory=resource == "shared memory",
+            has_failed=False,
+            gain=rates[config] / fits - 1 if fits > 0 else 0.0,
+        )
 
 
 def growth_warning(evidence: Evidence) -> str | None:
     """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
 
     Pages that forked workers share with the training process are copied one by one as their samples are first touched
-    (pytorch#13246). A sample is touched once an epoch whatever the number of workers, but none of them can copy more than the
-    training process holds: so fewer workers end up with less.
+    (pytorch#13246). No worker can copy more than the training process holds: so fewer workers end up with less.
     """
-    memory, limit = (
-        evidence.measurement.memory,
-        evidence.space.limits.memory_bytes if evidence.space is not None else None,
-    )
+    memory, space = evidence.measurement.memory, evidence.space
+    limit = None if space is None else space.limits.memory_bytes
     if memory is None or not memory.pss_slope_bytes_per_s or limit is None or evidence.epoch_batches is None:
         return None
     epoch_s = evidence.epoch_batches * evidence.period_s
-    grown = memory.pss_slope_bytes_per_s * epoch_s
-    held = memory.taken_bytes
-    if held + grown <= SAFE_SHARE * limit:
+    end_bytes = memory.taken_bytes + memory.pss_slope_bytes_per_s * epoch_s
+    if end_bytes <= SAFE_SHARE * limit:
         return None
     sentence = (
         f"memory grew by {bytes_text(memory.pss_slope_bytes_per_s)} a second; if it goes on, an epoch of "
-        f"{seconds_text(epoch_s)} ends with {bytes_text(held + grown)}, and there are {bytes_text(limit)}"
+        f"{seconds_text(epoch_s)} ends with {bytes_text(end_bytes)}, and there are {bytes_text(limit)}"
     )
     if not evidence.best.num_workers:
         return sentence
-    fitting = _workers_that_fit(evidence, grown, SAFE_SHARE * limit)
-    fits = "fewer workers may not help" if fitting is None else f"{counted(fitting, 'worker')} would fit"
     return (
-        f"{sentence}: {fits}. Forked workers copy what they touch of Python objects: keep large lists and dicts as one array "
-        "or tensor (pytorch#13246)"
+        f"{sentence}: fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and "
+        "dicts as one array or tensor (pytorch#13246)"
     )
-
-
-def _workers_that_fit(evidence: Evidence, grown_bytes: float, limit_bytes: float) -> int | None:
-    """The most workers, fewer than now, that fit even when each has copied all it can."""
-    model = evidence.memory_model()
-    if model is None:
-        return None
-    for count in reversed(range(evidence.best.num_workers)):
-        config = replace(evidence.best, num_workers=count) if count else LoaderConfig()
-        if model.peak_bytes(config) + min(grown_bytes, count * model.base_bytes) <= limit_bytes:
-            return count
-    return None
 
 
 def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:
@@ -138,19 +110,13 @@ def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:
 
 def _lack(config: LoaderConfig, evidence: Evidence, space: Space) -> tuple[str, float, int] | None:
     """What there is too little of for a configuration: its name, the need, and what there is."""
-    limits = space.limits
+    limits, model = space.limits, evidence.memory_model()
     in_flight = config.batches_in_flight * evidence.measurement.batch_bytes
     if limits.shm_bytes is not None and in_flight > SAFE_SHARE * limits.shm_bytes:
         return "shared memory", in_flight, limits.shm_bytes
-    need = _memory_need(config, evidence, space)
+    # What the measurements make of it; what arithmetic does, before workers were measured.
+    is_measured = model is not None and model.worker_bytes is not None
+    need = model.peak_bytes(config) if model is not None and is_measured else float(space.memory_need(config))
     if limits.memory_bytes is not None and need > SAFE_SHARE * limits.memory_bytes:
         return "memory", need, limits.memory_bytes
     return None
-
-
-def _memory_need(config: LoaderConfig, evidence: Evidence, space: Space) -> float:
-    """What the measurements make of a configuration; what arithmetic does, before workers were measured."""
-    model = evidence.memory_model()
-    if model is None or model.worker_bytes is None:
-        return float(space.memory_need(config))
-    return model.peak_bytes(config)

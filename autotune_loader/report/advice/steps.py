@@ -13,7 +13,7 @@ from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
 from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
-from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
+from autotune_loader.report.units import bytes_text, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
 from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.stages import HAND_OVER
@@ -69,10 +69,8 @@ def _cheaper_fetching(evidence: Evidence) -> Steps:
             cheaper = evidence.twin and with_stages(evidence.twin, evidence.stage_times, {each.stage: 0.5})
             gain = _believable(evidence, evidence.predicted_gain(twin=cheaper))
             action = f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}."
-            takes = (
-                f"it takes {share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
-            )
-            found.append(Advice(action=action, reason=f"{takes}{_rise(gain)}", expected_gain=gain))
+            takes = f"{share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
+            found.append(Advice(action=action, reason=f"it takes {takes}{_for_half(gain)}", expected_gain=gain))
     yield from sorted(found, key=lambda advice: -(advice.expected_gain or 0.0))
     measured = evidence.measurement
     if not found and measured.service_cpu_s > 0:
@@ -81,15 +79,13 @@ def _cheaper_fetching(evidence: Evidence) -> Steps:
         sample_s = measured.service_cpu_s / measured.batch_size
         yield Advice(
             action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
-            reason=f"each sample takes {seconds_text(sample_s)} of CPU{_rise(gain)}",
+            reason=f"each sample takes {seconds_text(sample_s)} of CPU{_for_half(gain)}",
             expected_gain=gain,
         )
 
 
-def _rise(gain: float | None) -> str:
-    if gain is None:
-        return ""
-    return f"; with half of that the rate would rise {'by' if gain < 1 else 'to'} about {gain_words(gain)}"
+def _for_half(gain: float | None) -> str:
+    return "" if gain is None else "; the gain is for half of that"
 
 
 def _more_cores(evidence: Evidence) -> Steps:
@@ -103,7 +99,7 @@ def _more_cores(evidence: Evidence) -> Steps:
     if gain is not None:
         workers, rate = then.config.num_workers, rate_text(evidence.rate.value * (1 + gain))
         yield Advice(
-            action=f"Use more cores: with {cores} cores and {workers} workers the twin predicts {rate}.",
+            action=f"Use more cores: {rate} is predicted for {cores} cores and {workers} workers.",
             reason=f"on {evidence.usable_cores} cores the best is {rate_text(evidence.rate.value)}",
             expected_gain=gain,
         )
@@ -116,8 +112,8 @@ def _more_workers(evidence: Evidence) -> Steps:
     if gain is not None and not is_allowed and not _is_crowded(evidence):
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
-            reason=f"a fetch waits {_waits(evidence)} of its time and leaves its core alone meanwhile; the twin predicts "
-            f"{rate_text(evidence.rate.value * (1 + gain))} with {more.num_workers} workers",
+            reason=f"a fetch waits {_waits(evidence)} of its time and leaves its core alone meanwhile; "
+            f"{rate_text(evidence.rate.value * (1 + gain))} is predicted for {more.num_workers} workers",
             expected_gain=gain,
         )
 
@@ -196,7 +192,7 @@ def _more_memory(evidence: Evidence) -> Steps:
         reason = f"more workers {'ran out of memory' if short.has_failed else 'would not fit into memory'}"
         reason += "" if each is None else f"; each takes {bytes_text(each)}"
         rate = rate_text(evidence.rate.value * (1 + (gain or 0.0)))
-        reason += "" if gain is None else f"; with room for them the twin predicts {rate}"
+        reason += "" if gain is None else f"; with room for them {rate} is predicted"
     yield Advice(action=action, reason=reason, expected_gain=gain)
 
 
@@ -268,7 +264,7 @@ def _memory_growth(evidence: Evidence) -> Steps:
 
 
 def _step_on_cpu_s(evidence: Evidence) -> float:
-    return 0.0 if evidence.on_accelerator or not evidence.cached_steps else evidence.measurement.step_s
+    return 0.0 if evidence.on_accelerator else evidence.measurement.step_s
 
 
 def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -> float | None:
@@ -281,16 +277,14 @@ def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -
 
 
 def _believable(evidence: Evidence, gain: float | None) -> float | None:
-    """The gain, as far as step and cores allow it; None where that leaves little, or next to no bound."""
+    """The gain, as far as the step allows it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    bounds = [evidence.cores_limit() if evidence.computing_share() < 0.5 else None]
-    bounds += [None if evidence.ceiling is None else evidence.ceiling.value]
-    allowed = [bound / evidence.rate.value - 1 for bound in bounds if bound is not None]
-    if evidence.ceiling is None and evidence.measurement.wait_share < 1:
+    if evidence.ceiling is not None:
+        gain = min(gain, evidence.ceiling.value / evidence.rate.value - 1)
+    elif evidence.measurement.wait_share < 1:
         # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
-        allowed.append(1 / (1 - evidence.measurement.wait_share) - 1)
-    gain = min([gain, *allowed])
+        gain = min(gain, 1 / (1 - evidence.measurement.wait_share) - 1)
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None
 
 

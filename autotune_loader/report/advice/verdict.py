@@ -28,7 +28,7 @@ from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
 # A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
-# Above this share of the usable cores in use, or of the rate that they allow, there is no core left to gain with.
+# Above this share of the usable cores in use there is no core left to gain with.
 CORES_FULL_SHARE = 0.85
 # Receiving a batch costs more than this share of the loop: transport binds.
 TRANSPORT_SHARE = 0.3
@@ -106,9 +106,7 @@ def _without_workers(evidence: Evidence) -> Binding:
 
 
 def _cpu_or_wait(evidence: Evidence) -> Binding:
-    limit = evidence.cores_limit()
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    full = full or (limit is not None and evidence.rate.value >= CORES_FULL_SHARE * limit)
     if not full and evidence.measurement.wait_share > 2 * HARDLY_WAITS and evidence.fetching_share() < RARELY_FETCHES:
         return "unknown"
     if full or evidence.computing_share() > COMPUTING_SHARE:
