@@ -138,7 +138,7 @@ def _of_script(
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:
-    from autotune_loader.tuning.listener import NOT_WRITTEN
+    from autotune_loader.tuning.assemble import NOT_WRITTEN
 
     if as_json:
         click.echo(result_json(result))

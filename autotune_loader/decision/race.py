@@ -65,6 +65,8 @@ BASELINE_PRECISION = 0.03
 NEAR_CEILING, ABOVE_CEILING = 0.95, 1.08
 """As fast as the step alone, within noise: a loader has nothing left to gain. Beyond the second the ceiling is none: means of
 rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
+LEVELLINGS = 20
+"""So many turns tell apart what a round and a configuration have in common; each halves what is left of it, or more."""
 MAX_FAILURES = 2
 """A candidate that failed this often in the race is out ..."""
 OUT_AT_ONCE = ("deadline",)
@@ -386,17 +388,37 @@ def _completed(
 
 
 def _by_rounds(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> Posterior:
-    """What the rounds alone tell, each relative to its own level."""
+    """What the rounds alone tell, each relative to its own level: whatever slowed a round slowed all who ran in it."""
+    paired = _levelled([each for each in rounds if len(each.rates) > 1] or rounds)
     before = Posterior(
         configs=tuple(configs),
         mean=np.zeros(len(configs)),
         covariance=UNKNOWN_SD**2 * np.eye(len(configs)),
         noise_sd=typical_sd,
     )
-    seen = [(configs.index(config), math.log(rate)) for each in rounds for config, rate in each.rates.items()]
+    seen = [(configs.index(config), math.log(rate)) for each in paired for config, rate in each.rates.items()]
     level = fmean(log for _, log in seen) if seen else 0.0
     noise = _noise_sd(configs, rounds, typical_sd)
     return before.updated([index for index, _ in seen], [log - level for _, log in seen], [noise**2] * len(seen))
+
+
+def _levelled(rounds: Sequence[Round]) -> list[Round]:
+    """The rounds without what each has in common, by means of rounds and of configurations in turns."""
+    common = [0.0] * len(rounds)
+    for _ in range(LEVELLINGS):
+        logs: dict[LoaderConfig, list[float]] = {}
+        for each, shift in zip(rounds, common, strict=True):
+            for config, rate in each.rates.items():
+                logs.setdefault(config, []).append(math.log(rate) - shift)
+        means = {config: fmean(values) for config, values in logs.items()}
+        common = [
+            fmean(math.log(rate) - means[config] for config, rate in each.rates.items()) if each.rates else 0.0
+            for each in rounds
+        ]
+    return [
+        replace(each, rates={config: rate * math.exp(-shift) for config, rate in each.rates.items()})
+        for each, shift in zip(rounds, common, strict=True)
+    ]
 
 
 def _noise_sd(configs: Sequence[LoaderConfig], rounds: Sequence[Round], typical_sd: float) -> float:

@@ -8,16 +8,15 @@ from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
-from autotune_loader.report.advice import Evidence as AdviceEvidence
-from autotune_loader.report.advice import advise, judge
-from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Measured, Spent, Verdict
+from autotune_loader.report.assembly import judged
+from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Spent
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial, role_of
 
-NOTHING = Verdict(binding="unknown", sentence="Too few batches were trained to say anything.")
+NOTHING = "Too few batches were trained to say anything."
 
 
 def result_of(  # noqa: PLR0913 - what is known, and what it is known of
@@ -48,43 +47,29 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
         stage_times: where the time of a sample goes, where that was watched.
     """
     blocks = [] if beliefs is None else list(beliefs.log)
-    trials = tuple(_trial(number, block, asked) for number, block in enumerate(blocks))
     own = [each.measurement for each in blocks if each.key == best.key() and each.measurement is not None]
-    verdict, advice, measured = NOTHING, tuple[Advice, ...](), Measured()
-    if own and beliefs is not None:
-        context = beliefs.context
-        about = AdviceEvidence(
+    context = None if beliefs is None else beliefs.context
+    return judged(
+        TuningResult(
             best=best,
-            measurement=own[-1],
-            rate=own[-1].samples_per_s,
-            ceiling=None,
-            usable_cores=context.usable_cores,
-            on_accelerator=context.consumer_cores < 0.5,
-            epoch_batches=context.epoch_batches,
-            trials=trials,
-            has_batched_fetch=has_batched_fetch,
-            twin=beliefs.twin(),
-            space=beliefs.space,
-            stage_times=stage_times,
-        )
-        verdict = judge(about)
-        advice = advise(about, verdict)
-        measured = Measured(samples_per_s=about.rate, speedup=speedup, wait_share=own[-1].wait_share)
-    return TuningResult(
-        best=best,
-        status="complete" if is_settled else "partial",
-        baseline=asked,
-        trials=trials,
-        batch_size=BatchSizeChoice(value=site.batch_size),
-        measured=measured,
-        verdict=verdict,
-        advice=advice,
-        stage_times=tuple(stage_times),
-        summary=(*said, verdict.sentence),
-        spent=Spent(seconds=round(seconds, 3), bursts=len(blocks)),
-        fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
-        twin=None if beliefs is None else beliefs.context,
-        origin="live",
+            status="complete" if is_settled else "partial",
+            baseline=asked,
+            trials=tuple(_trial(number, block, asked) for number, block in enumerate(blocks)),
+            batch_size=BatchSizeChoice(value=site.batch_size),
+            measured=Measured(samples_per_s=own[-1].samples_per_s, speedup=speedup, wait_share=own[-1].wait_share)
+            if own
+            else Measured(),
+            stage_times=tuple(stage_times),
+            spent=Spent(seconds=round(seconds, 3), bursts=len(blocks)),
+            fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
+            twin=context,
+            origin="live",
+        ),
+        before=said,
+        nothing=NOTHING,
+        on_accelerator=context is not None and context.consumer_cores < 0.5,
+        has_batched_fetch=has_batched_fetch,
+        space=None if beliefs is None else beliefs.space,
     )
 
 

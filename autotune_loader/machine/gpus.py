@@ -18,7 +18,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
-GPU_UTILIZATION_SAMPLES, COMPUTEMODE_EXCLUSIVE_PROCESS = 1, 3
+GPU_UTILIZATION_SAMPLES = 1
 COVERED_SHARE = 0.5
 """Of a window that samples must tell of."""
 
@@ -97,10 +97,6 @@ class Gpus:
         newest = samples[-1][0]
         now = min((clock() for clock in STAMP_CLOCKS), key=lambda now: abs(now - newest))
         return [(now - moment, share) for moment, share in samples]
-
-    def is_exclusive(self, device: GpuDevice) -> bool:
-        """Whether one process at a time may use one of `devices()` (nvidia-smi -c EXCLUSIVE_PROCESS)."""
-        return bool(self._ask("nvmlDeviceGetComputeMode", self._handle(device.uuid)) == COMPUTEMODE_EXCLUSIVE_PROCESS)
 
     def _visible(self) -> list[str | None]:
         """UUIDs of what `CUDA_VISIBLE_DEVICES` leaves, in CUDA's order, as the CUDA driver reads the mask.

@@ -28,6 +28,8 @@ POLL_S = 0.01
 """Whoever waits asks this often."""
 LOOK_S = 0.2
 """This often it looks whether the other is still there."""
+LEAVING_S = 2.0
+"""Whoever leaves waits so long for a store that does not answer."""
 _begun: Counter[str] = Counter()
 """Conversations of each topic that have begun; they begin in the same order on all ranks."""
 
@@ -51,11 +53,14 @@ class Place:
         pid = os.getpid()
         return cls(node=platform.node(), init=str(process_start(1)), pid=pid, began=str(process_start(pid)))
 
+    @property
+    def is_seen_from_here(self) -> bool:
+        """Whether it is known here if its process lives."""
+        return (self.node, self.init) == (platform.node(), str(process_start(1)))
+
     def has_ended(self) -> bool:
-        """Whether its process is known to be gone; of another machine's, nothing is known."""
-        here = Place.here()
-        is_seen = (self.node, self.init) == (here.node, here.init)
-        return is_seen and process_start(self.pid) != self.began
+        """Whether its process is known to be gone."""
+        return self.is_seen_from_here and process_start(self.pid) != self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,10 @@ class Link:
     def leave(self, why: str = "") -> None:
         """Say that this rank says no more, and why where others need what it would have said."""
         with contextlib.suppress(Exception):  # a store that is gone tells the others itself
-            _within(LOOK_S, lambda: self.say("left", why))
+            _within(LEAVING_S, lambda: self.say("left", why))
 
     def _next(self, what: str, rank: int, kind: Any, is_over: threading.Event) -> Any:
-        why, look_at = None, time.monotonic()
+        why, look_at = None, time.monotonic() + POLL_S
         while not is_over.is_set():
             if time.monotonic() >= look_at:
                 # Looked at before the store: what a rank said in its last moment counts.
@@ -135,7 +140,8 @@ class Link:
         if left is not None:
             return f"rank {rank} gave up: {left or 'it came to its end'}"
         place = self.places.get(rank)
-        if place is not None and place.has_ended():
+        # Whether it began when it said is not asked: that is told by clocks, which are set.
+        if place is not None and place.is_seen_from_here and process_start(place.pid) is None:
             return f"rank {rank} is gone (seen from rank {self.rank}); look at its log for the reason"
         return None
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import ast
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, default_collate
 
 from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.tracing import Wrapped
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.failures import StoppedError
-from autotune_loader.values.measurement import BadSample
+from autotune_loader.probe.failures import StoppedError, failure_of, user_traceback, with_advice
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import BadSample, Failure
 
+T = TypeVar("T")
 MOST_BAD = 3
 """So many different ones end a run."""
 MOST_NAMED = 4
@@ -113,8 +116,28 @@ def _raising(dataset: Any, keys: list[Any]) -> list[Any]:
     return []
 
 
+_END = object()
 _keys: list[Any] = []
 """Of the batch that this process is making; a collate function is not told them."""
+
+
+class _Naming:
+    """Within the block, what is the fault of a sample is raised as a `SampleError`.
+
+    Args:
+        tell: makes it of what was raised.
+    """
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[Exception], SampleError]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (StoppedError, MemoryError)):
+            raise self._tell(error) from error
 
 
 class NamingDataset(Wrapped):
@@ -126,27 +149,21 @@ class NamingDataset(Wrapped):
         object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
 
     def __getitem__(self, key: Any) -> Any:
-        try:
+        with _Naming(lambda error: SampleError.of(SAMPLE + written(key), error)):
             return self._inner[key]
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            raise SampleError.of(SAMPLE + written(key), error) from error
 
     def __getitems__(self, keys: list[Any]) -> Any:
-        inner, _keys[:] = self._inner, keys
+        inner, fetch_many, _keys[:] = self._inner, self._fetch_many, keys
         key: Any = None
-        try:
-            if self._fetch_many:
-                return self._fetch_many(keys)
-            return [inner[key := each] for each in keys]
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            raising = [key] if not self._fetch_many else _raising(inner, keys)
+
+        def tell(error: Exception) -> SampleError:
+            raising = [key] if not fetch_many else _raising(inner, keys)
             if not raising:
-                raise SampleError.of("__getitems__", error, keys) from error
-            raise SampleError.of(SAMPLE + written(raising[0]), error) from error
+                return SampleError.of("__getitems__", error, keys)
+            return SampleError.of(SAMPLE + written(raising[0]), error)
+
+        with _Naming(tell):
+            return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -171,17 +188,17 @@ class NamingStream(Wrapped, IterableDataset[Any]):
         delivered = 0
         _keys.clear()
         samples = iter(self._inner)
+        naming = _Naming(lambda error: SampleError.of(f"the sample after {delivered:,} of a process's stream", error))
         while True:
             try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            except (StoppedError, MemoryError):
-                raise
-            except Exception as error:
+                with naming:
+                    sample = next(samples, _END)
+            except SampleError:
                 if self._ends and delivered:
                     return
-                raise SampleError.of(f"the sample after {delivered:,} of a process's stream", error) from error
+                raise
+            if sample is _END:
+                return
             delivered += 1
             yield sample
 
@@ -193,14 +210,10 @@ class NamingCollate:
         self._collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Any:
-        try:
+        if not _keys:
             return self._collate_fn(samples)
-        except (StoppedError, MemoryError):
-            raise
-        except Exception as error:
-            if not _keys:
-                raise
-            raise SampleError.of("collate_fn", error, _keys) from error
+        with _Naming(lambda error: SampleError.of("collate_fn", error, _keys)):
+            return self._collate_fn(samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn)),)
@@ -251,3 +264,52 @@ def for_bursts(data: DataSide, without: Collection[str]) -> DataSide:
     if data.batch_sampler is not None:
         return replace(data, batch_sampler=Order(data.batch_sampler, without))
     return replace(data, sampler=Order(data.sampler, without))
+
+
+class BadSamples:
+    """Those of one run: named, left out from then on, and the run's end once there are too many."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, BadSample] = {}
+        self.left_out: set[str] = set()
+        """Keys of the samples that are left out, as they are written."""
+        self.ends_run: WorkloadError | None = None
+        """What is raised once too many samples raise, or none is left."""
+
+    def gone_without(self, run: Callable[[], T | Failure], again: Callable[[], DataSide] | None) -> T | Failure:
+        """What `run` returns once no sample raises in it.
+
+        Args:
+            run: a burst, or the first batch.
+            again: what this process may read a sample from, to see whether it raises here, too; None where it read it itself.
+
+        Raises:
+            WorkloadError: so many raise that training would hardly begin.
+        """
+        while True:
+            try:
+                return run()
+            except SampleError as error:
+                traceback.clear_frames(error.__traceback__)
+                failure = self._leave_out(error, again)
+            if failure is not None:
+                return failure
+
+    def _leave_out(self, error: SampleError, again: Callable[[], DataSide] | None) -> Failure | None:
+        """Go without a sample from now on; a failure where it is not the sample's fault, or cannot be left out."""
+        bad = error.sample
+        failure = replace(failure_of(error, "batches"), traceback=user_traceback(error.__cause__ or error))
+        if bad.name in self.by_name:
+            return failure
+        if again is not None and not error.raises_in(again()):
+            message = f"{bad.name} raises {bad.error} in a worker, and not when it is read again alone"
+            return replace(failure, message=message, retryable=True)
+        self.by_name[bad.name] = bad
+        self.left_out |= error.left_out
+        first, *others = self.by_name.values()
+        also = f", and so do {' and '.join(each.name for each in others)}" if others else ""
+        told = with_advice(f"{first.name} raises {first.error}{also}", error)
+        self.ends_run = WorkloadError(told, failure.traceback or "")
+        if len(self.by_name) >= MOST_BAD:
+            raise self.ends_run from None  # its text has all, without secrets
+        return None

@@ -3,6 +3,11 @@
 iter(loader) ── start ── first batch ──┬── window ──────────────────────────┬── shutdown (not timed)
                                        └ opens when every worker delivered  └ closes when the rate is known
                                                                               well enough, or time is up
+
+Where epochs are so short that their beginnings and ends are much of them, whole ones are run:
+
+    start-up │ epoch 1 │ gap │ epoch 2 │ gap │ epoch 3 │        gap: the iterator ends (workers are joined, unless they
+             not timed └───── window, epoch by epoch ──┘        persist), a new one begins, the first batch is fetched
 """
 
 from __future__ import annotations
@@ -14,25 +19,25 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
 from autotune_loader.machine.meters.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.epoch_throughput import are_enough_epochs
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError
-from autotune_loader.probe.burst_loop import Announce, DeviceRun, Run
+from autotune_loader.probe.burst_loop import Announce, Run
 from autotune_loader.probe.device import Timeline
-from autotune_loader.probe.epoch_burst import measure_epochs
 from autotune_loader.probe.failures import deaths_of, failure_of, is_of_dataset
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
 
@@ -42,25 +47,42 @@ SHUTDOWN_GRACE_S = 1.0
 NEWS_OF_DEATH_S = 0.3
 
 
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A batch that lies ready, stepped on again and again in place of loading."""
+
+    batch: Any
+    samples: int
+    num_workers: ClassVar[int] = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            now = time.monotonic()
+            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
+
+
 def run_burst(
-    data: DataSide,
+    data: DataSide | Cached,
     step: TrainingStep,
     config: LoaderConfig,
     plan: BurstPlan,
     announce: Announce = lambda phase: None,
     timeline: Timeline | None = None,
+    bad: dict[str, BadSample] | None = None,
 ) -> Measurement | Failure:
     """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`, but for a bad sample.
 
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
 
     Args:
-        data: what is loaded.
+        data: what is loaded, or a batch that lies ready: its rate is what no loader can exceed, and the g of the twin without
+            contention. It is on the device beforehand: a loader that copies ahead of the step can hide the copy.
         step: what is done with a batch.
         config: the loader's configuration.
         plan: how long, and which samples.
         announce: told which phase begins.
         timeline: of the device that the step runs on, where that works behind the host; None for a CPU.
+        bad: samples that have raised before, by name; what the step raises for is added.
 
     Raises:
         SampleError: a sample of the dataset raised, by no fault of the configuration.
@@ -75,11 +97,13 @@ def run_burst(
     open_loader, keeps_memory = OpenLoader(), False
     try:
         try:
-            with step_threads(config.consumer_threads), _sharing_strategy(config.sharing_strategy):
+            with as_configured(config):
                 enter("start")
-                outcome = _measure(open_loader, data, step, config, plan, enter, timeline)
+                outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad)
                 # What the driver has to be asked for anew slows the next burst down; other batches took more than it needs.
-                keeps_memory = isinstance(outcome, Measurement) and config.batch_size is None
+                keeps_memory = (
+                    isinstance(outcome, Measurement) and config.batch_size is None and plan.batch_size is None
+                )
                 return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
@@ -103,81 +127,78 @@ def run_burst(
 
 def _measure(
     open_loader: OpenLoader,
-    data: DataSide,
+    data: DataSide | Cached,
     step: TrainingStep,
     config: LoaderConfig,
     plan: BurstPlan,
     enter: Announce,
     timeline: Timeline | None,
+    bad: dict[str, BadSample] | None,
 ) -> Measurement | Failure:
-    window = Window()
+    window, lane = Window(), None
     if timeline is not None:
         timeline.open()
-    loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
-    started = time.monotonic()
+        if config.device_prefetch:
+            lane = timeline.make_lane()
+            open_loader.ahead = lambda batches: prefetched(batches, lane, config.device_prefetch)
+    if isinstance(data, Cached):
+        loader: Any = replace(data, batch=step.move(data.batch))
+    else:
+        loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
+    run = Run(plan, config.num_workers, time.monotonic(), enter, timeline, lane, bad)
     open_loader.open(loader)
-    if not plan.whole_epochs:
-        del loader
     if plan.prefill_s:
         time.sleep(plan.prefill_s)
     enter("first_batch")
-    run, lane = Run(plan, config.num_workers, started, enter), None
-    if timeline is not None:
-        lane = timeline.make_lane() if config.device_prefetch else None
-        run = DeviceRun(plan, config.num_workers, started, timeline, lane, enter)
-        if lane is not None:
-            open_loader.iterator = prefetched(open_loader.iterator, lane, config.device_prefetch)
-    if plan.whole_epochs:
-        ahead = (lambda batches: prefetched(batches, lane, config.device_prefetch)) if lane is not None else None
-        outcome = measure_epochs(open_loader, loader, run, step, plan, enter, window.note_memory, ahead)
-        return window.closed(outcome) if isinstance(outcome, Measurement) else outcome
     if not run.deliver(open_loader.iterator, step):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
     enter("batches")
+    if plan.whole_epochs:
+        return window.closed(run.measurement(*run_epochs(open_loader, loader, run, step, plan, window.note_memory)))
+    del loader
     window.open()
     while not run.knows_enough() and run.deliver(open_loader.iterator, step):
         pass
     return window.closed(run.measurement())
 
 
-def run_step_ceiling(
-    batch: Any,
-    samples: int,
+def run_epochs(
+    open_loader: OpenLoader,
+    loader: Any,
+    run: Run,
     step: TrainingStep,
-    consumer_threads: int | None,
     plan: BurstPlan,
-    timeline: Timeline | None = None,
-) -> Measurement | Failure:
-    """Step on one batch again and again: the rate no loader can exceed, and the g of the twin without contention.
+    note_memory: Callable[[], None] = lambda: None,
+) -> tuple[list[int], float]:
+    """Train to the end of the epoch whose first batch has been delivered, and on for some more.
 
-    The batch is on the device beforehand: a loader that copies ahead of the step can hide the copy.
+    Returns the batches by the end of each, and when memory was last read: that is no part of the window.
+
+    Args:
+        open_loader: has the first epoch's iterator, and then the others.
+        loader: whose epochs end.
+        run: takes the batches.
+        step: what is done with them.
+        plan: how long.
+        note_memory: reads memory, now and then in the first epoch, which is not timed: workers end with their epoch.
     """
-    started, keeps_memory = time.monotonic(), False
-    try:
-        if timeline is not None:
-            timeline.open()
-        run = Run(plan, 0, started) if timeline is None else DeviceRun(plan, 0, started, timeline)
-        cached = _again_and_again(step.move(batch), samples)
-        with step_threads(consumer_threads):
-            window = Window()
-            run.deliver(cached, step)
-            while not run.knows_enough():
-                run.deliver(cached, step)
-            measured = window.closed(run.measurement())
-            keeps_memory = plan.batch_size is None
-            return measured
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        return failure_of(error, "step")
-    finally:
-        if timeline is not None and not keeps_memory:
-            timeline.release()
-
-
-def _again_and_again(batch: Any, samples: int) -> Iterator[tuple[Any, Fetch]]:
-    while True:
-        now = time.monotonic()
-        yield batch, (MAIN_PROCESS, now, now, now, 0.0, samples)
+    begun, ends, batches, count, noted = run.now(), list[float](), list[int](), 1, 0.0
+    while not are_enough_epochs(ends, plan, begun):
+        if ends:
+            open_loader.iterator = None  # as at the end of a training loop: workers that do not persist are joined here
+            open_loader.open(loader)
+        while True:
+            if not ends and count.bit_count() == 1:
+                note_memory()
+                noted = run.now()
+            if not run.deliver(open_loader.iterator, step):
+                break
+            count += 1
+        if ends and count == batches[-1]:
+            raise ValueError("an epoch ended before it delivered a batch")
+        ends.append(run.now())
+        batches.append(count)
+    return batches, noted
 
 
 class OpenLoader:
@@ -188,6 +209,8 @@ class OpenLoader:
 
     def __init__(self) -> None:
         self.iterator: Any = None
+        self.ahead: Callable[[Any], Any] = lambda batches: batches
+        """Takes batches to the device ahead of the step."""
         self.workers: list[Any] = []
 
     def open(self, loader: Any) -> None:
@@ -202,6 +225,7 @@ class OpenLoader:
                 own = started.intersection(getattr(self.iterator, "_workers", started))
                 self.workers += own
                 _workers.update(own)
+        self.iterator = self.ahead(self.iterator)
 
     def close(self) -> None:
         """Let the workers finish their batch, and terminate those that have not after a short grace."""
@@ -215,7 +239,13 @@ class OpenLoader:
         finally:
             impatience.cancel()
             impatience.join()
-            _end(self.workers)
+            _terminate(self.workers)
+            deadline = time.monotonic() + SHUTDOWN_GRACE_S
+            for worker in self.workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
 
 
 # The workers of bursts in this process, for whoever must end a burst from another thread.
@@ -227,41 +257,23 @@ def running_workers() -> list[Any]:
     return [worker for worker in list(_workers) if worker.is_alive()]
 
 
-def _terminate(children: list[Any]) -> None:
+def _terminate(workers: list[Any]) -> None:
     # A worker that gets SIGTERM from its parent leaves quietly (torch installs a handler for just that).
-    for child in children:
-        if child.is_alive():
-            child.terminate()
-
-
-def _end(children: list[Any]) -> None:
-    _terminate(children)
-    deadline = time.monotonic() + SHUTDOWN_GRACE_S
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
-        if child.is_alive():
-            child.kill()
-            child.join()
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()
 
 
 @contextlib.contextmanager
-def step_threads(threads: int | None) -> Iterator[None]:
-    """Within the block this process computes with so many intra-op threads; None changes nothing."""
-    before = torch.get_num_threads()
-    if threads is not None:
+def as_configured(config: LoaderConfig) -> Iterator[None]:
+    """Within the block this process computes with the configuration's threads, and shares tensors as it says."""
+    sharing, threads = torch.multiprocessing.get_sharing_strategy(), torch.get_num_threads()
+    if config.consumer_threads is not None:
+        torch.set_num_threads(config.consumer_threads)
+    try:
+        if config.sharing_strategy is not None:
+            torch.multiprocessing.set_sharing_strategy(config.sharing_strategy)
+        yield
+    finally:
         torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _sharing_strategy(strategy: str | None) -> Iterator[None]:
-    before = torch.multiprocessing.get_sharing_strategy()
-    if strategy is not None:
-        torch.multiprocessing.set_sharing_strategy(strategy)
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
+        torch.multiprocessing.set_sharing_strategy(sharing)

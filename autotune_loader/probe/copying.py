@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,26 +19,27 @@ SEARCH_DEPTH = 6
 
 
 class NotCopiedError(Exception):
-    """A value is too large to be copied, or cannot be taken apart."""
+    """A value cannot be taken apart."""
 
 
-def copied(
-    parts: Mapping[str, Any], max_bytes: int | None = None, keep: Iterable[Any] = ()
-) -> tuple[dict[str, Any], list[str]]:
+def copied(parts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Deep copies of parts that may refer to each other, and the paths of what they still share with the originals.
 
     Locks, sockets, open files and the like cannot be copied; they are shared, everything around them is copied.
 
     Args:
         parts: values by name, copied as one, so that an optimizer keeps pointing at its model's parameters.
-        max_bytes: no more than this is copied; None for no limit.
-        keep: what parts refer to that is to be shared whatever it is.
 
     Raises:
-        NotCopiedError: too large, or not to be copied even in part.
+        NotCopiedError: not to be copied even in part.
     """
-    shared, paths = _what_to_share(dict(parts), max_bytes, {id(value): value for value in keep})
-    memo = dict(shared)
+    memo, paths = dict[int, Any](), list[str]()
+    while (fault := fault_in("", parts, memo)) is not None:
+        path, value = fault
+        if value is parts or len(paths) >= MOST_SHARED:
+            raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
+        memo[id(value)] = value
+        paths.append(path)
     try:
         return {
             name: _copied_function(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
@@ -48,31 +49,29 @@ def copied(
         raise NotCopiedError(without_secrets(str(error))) from cause_without_secrets(error)
 
 
-def _what_to_share(
-    parts: dict[str, Any], max_bytes: int | None, keep: dict[int, Any]
-) -> tuple[dict[int, Any], list[str]]:
-    shared = dict(keep)
-    paths: list[str] = []
-    while (fault := _fault_in("", parts, shared, max_bytes)) is not None:
-        path, value = fault
-        if value is parts or len(paths) >= MOST_SHARED:
-            raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
-        shared[id(value)] = value
-        paths.append(path)
-    return shared, paths
-
-
-def _fault_in(
-    path: str, value: Any, shared: dict[int, Any], max_bytes: int | None, depth: int = SEARCH_DEPTH
+def fault_in(
+    path: str, value: Any, shared: dict[int, Any], max_bytes: int | None = None, depth: int = SEARCH_DEPTH
 ) -> tuple[str, Any] | None:
-    """The deepest part of a value that cannot be taken apart, with its path; None when there is none."""
-    if _can_be_taken_apart(value, shared, max_bytes):
+    """The deepest part of a value that cannot be pickled by itself, with its path; None when there is none.
+
+    Args:
+        path: of the value, such as "dataset".
+        value: what is looked through.
+        shared: objects by id that need not be pickled.
+        max_bytes: what is larger is not looked at further: large is not at fault.
+        depth: how deep it is looked for.
+    """
+    try:
+        size_of(value, max_bytes, shared)
+    except TooLargeError:
         return None
-    for name, part in _parts_of(value) if depth else ():
-        fault = _fault_in(f"{path}.{name}" if path else name, part, shared, max_bytes, depth - 1)
-        if fault is not None:
-            return fault
-    return path, value
+    except Exception:
+        for name, part in _parts_of(value) if depth else ():
+            fault = fault_in(f"{path}.{name}" if path else name, part, shared, max_bytes, depth - 1)
+            if fault is not None:
+                return fault
+        return path, value
+    return None
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -84,16 +83,6 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, cell.cell_contents) for name, cell in _cells(value))
     else:
         yield from dict(getattr(value, "__dict__", {})).items()
-
-
-def _can_be_taken_apart(value: Any, shared: dict[int, Any], max_bytes: int | None) -> bool:
-    try:
-        size_of(value, max_bytes, shared)
-    except TooLargeError as error:
-        raise NotCopiedError("it is too large to be copied") from error
-    except Exception:
-        return False
-    return True
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:

@@ -16,13 +16,13 @@ import contextlib
 import gc
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.pipeline.prefetch import CudaLane, Lane
+from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.values.measurement import GpuUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 # Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
@@ -30,49 +30,10 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 MOST_AHEAD = 16
 
 
-class Timeline(Protocol):
-    """A device that works behind the host. Times are seconds of the host's clock."""
-
-    is_cold: bool
-    """Whether memory was given back since the step was warm: its next run has to ask the driver for it again."""
-
-    def now(self) -> float:
-        """The host's clock."""
-
-    def open(self) -> None:
-        """The window's first edge: wait until the device is idle, and begin to count its time."""
-
-    def mark(self) -> Any:
-        """A mark behind all that the device was given so far; costs no waiting."""
-
-    def passed(self, mark: Any) -> float | None:
-        """When the device passed a mark; None while it has not."""
-
-    def wait(self, mark: Any) -> None:
-        """Wait until the device has passed a mark; what was given to it after that goes on."""
-
-    def synchronize(self) -> None:
-        """The window's last edge: wait until the device has done all it was given."""
-
-    def make_lane(self) -> CopyLane:
-        """A way to copy batches ahead of the step."""
-
-    def peak_bytes(self) -> int | None:
-        """Most memory that was taken on the device since `open`; None where it does not tell."""
-
-    def release(self) -> None:
-        """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
-
-
-class CopyLane(Lane, Protocol):
-    """A lane that lays marks before and behind each copy."""
-
-    def copies(self) -> list[tuple[Any, Any]]:
-        """The marks of every copy so far."""
-
-
-class EventTimeline:
+class Timeline:
     """An accelerator, by events on its current stream: CUDA, ROCm, XPU and whatever else torch gives such a module.
+
+    Times are seconds of the host's clock.
 
     Args:
         device: such as `torch.device("cuda:1")`; without an index it is the current one.
@@ -80,18 +41,22 @@ class EventTimeline:
             memory, streams, a choice of devices) is left out.
     """
 
+    is_cold = False
+    """Whether memory was given back since the step was warm: its next run has to ask the driver for it again."""
+
     def __init__(self, device: torch.device, module: Any) -> None:
         self._device = device
         self._module = module
-        self._lane: _TimedLane | None = None
+        self._lane: TimedLane | None = None
         self._zero: Any = None
         self._zero_s = 0.0
-        self.is_cold = False
 
     def now(self) -> float:
+        """The host's clock."""
         return time.monotonic()
 
     def open(self) -> None:
+        """The window's first edge: wait until the device is idle, and begin to count its time."""
         if self._device.index is not None and hasattr(self._module, "set_device"):
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
             self._module.set_device(self._device)
@@ -103,34 +68,41 @@ class EventTimeline:
         self._zero_s = self.now()
 
     def mark(self) -> Any:
+        """A mark behind all that the device was given so far; costs no waiting."""
         event = _event(self._module)
         event.record(*([self._module.current_stream(self._device)] if hasattr(self._module, "current_stream") else []))
         return event
 
     def passed(self, mark: Any) -> float | None:
+        """When the device passed a mark; None while it has not."""
         if not mark.query():
             return None
         return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3)
 
     def wait(self, mark: Any) -> None:
+        """Wait until the device has passed a mark; what was given to it after that goes on."""
         mark.synchronize()
 
     def synchronize(self) -> None:
+        """The window's last edge: wait until the device has done all it was given."""
         # MPS has but one device, and takes none here.
         self._module.synchronize(*([self._device] if hasattr(self._module, "set_device") else []))
 
-    def make_lane(self) -> CopyLane:
+    def make_lane(self) -> TimedLane:
+        """A way to copy batches ahead of the step."""
         if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = _TimedLane(self._device)
-        self._lane.forget()
+            self._lane = TimedLane(self._device)
+        self._lane.copies = []
         return self._lane
 
     def peak_bytes(self) -> int | None:
+        """Most memory that was taken on the device since `open`; None where it does not tell."""
         if not hasattr(self._module, "max_memory_allocated"):
             return None
         return int(self._module.max_memory_allocated(self._device))
 
     def release(self) -> None:
+        """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
         gc.collect()
         self.is_cold = True
         with contextlib.suppress(RuntimeError):  # after a failed kernel every call fails
@@ -142,40 +114,35 @@ def _event(module: Any) -> Any:
     return module.Event(enable_timing=True, **({"blocking": True} if module is torch.cuda else {}))
 
 
-class _TimedLane(CudaLane):
+class TimedLane(CudaLane):
     """Copies on a side stream, with events before and behind each."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, non_blocking=True)
-        self._copies: list[tuple[Any, Any]] = []
+        self.copies: list[tuple[Any, Any]] = []
 
     def send(self, batch: Any) -> tuple[Any, Any]:
         before = self.stream.record_event(_event(torch.cuda))
         sent = super().send(batch)
-        self._copies.append((before, self.stream.record_event(_event(torch.cuda))))
+        self.copies.append((before, self.stream.record_event(_event(torch.cuda))))
         return sent
-
-    def copies(self) -> list[tuple[Any, Any]]:
-        return self._copies
-
-    def forget(self) -> None:
-        """Begin anew, without the copies so far."""
-        self._copies = []
 
 
 def timeline_of(device: torch.device) -> Timeline | None:
     """The timeline of a device; None for a CPU, and for devices without events, whose steps the host's clock times."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
-    return EventTimeline(device, module) if hasattr(module, "Event") else None
+    return Timeline(device, module) if hasattr(module, "Event") else None
 
 
-def held_bytes(device: str) -> int:
-    """What torch has allocated on a CUDA device in this process; asks for nothing that would open CUDA."""
-    return torch.cuda.memory_allocated(device) if device.startswith("cuda") and torch.cuda.is_initialized() else 0
+def uuid_of(device: torch.device) -> str | None:
+    """CUDA's UUID of a device; None for other kinds."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class Passage(NamedTuple):
     """One batch as the host saw it, with the marks that the device passes later."""
 
     fetch: Fetch
@@ -190,18 +157,23 @@ class Passage:
     """When the host was through with the step."""
 
 
-class DeviceTimes:
-    """Passages on their way to become traces, in order.
+class Passages:
+    """Batches on their way to become traces, in order.
 
     The trace of a batch tells what the device saw: asked for when the device was free, received when it lay on the device,
     done when device and host were through with it. A host that runs ahead of its device thus shows no waiting.
+
+    Args:
+        timeline: of the device.
+        lane: where copies run ahead.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, lane: TimedLane | None) -> None:
         self._timeline = timeline
+        self._lane = lane
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
-        self._copy_s: list[float] = []
+        self._copies_s: list[float] = []
         self._steps: list[tuple[float, float]] = []
 
     def note(self, passage: Passage) -> None:
@@ -213,61 +185,51 @@ class DeviceTimes:
     def settled(self) -> list[BatchTrace]:
         """The traces of batches that the device has done since this was last asked."""
         traces = []
-        while self._on_the_way:
-            trace = self._trace_of(self._on_the_way[0])
-            if trace is None:
-                break
+        while self._on_the_way and (trace := self._trace_of(self._on_the_way[0])) is not None:
             self._on_the_way.popleft()
             traces.append(trace)
         return traces
 
-    def copy_s(self, lane: CopyLane | None) -> float | None:
-        """Mean seconds of the copy to the device, by the lane's marks where copies ran ahead; None before any ran."""
-        seconds = self._copy_s if lane is None else self._copies_of(lane)
-        return sum(seconds) / len(seconds) if seconds else None
-
-    def busy_share(self, start: float, end: float) -> float | None:
-        """Share of the time between two moments in which the device was on a step; None for no time at all."""
-        if end <= start:
-            return None
-        return sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps) / (end - start)
-
-    def _copies_of(self, lane: CopyLane) -> list[float]:
-        ends = [(self._timeline.passed(before), self._timeline.passed(behind)) for before, behind in lane.copies()]
-        return [behind - before for before, behind in ends if before is not None and behind is not None]
+    def use(self, start: float, end: float) -> GpuUse:
+        """What is known of the device between two moments, and of copies to it."""
+        at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
+        copies_s = self._copies_s
+        if self._lane is not None:
+            ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
+            copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
+        return GpuUse(
+            reason="not measured",
+            busy_share=at_work / (end - start) if end > start else None,
+            memory_bytes=self._timeline.peak_bytes(),
+            copy_s=sum(copies_s) / len(copies_s) if copies_s else None,
+        )
 
     def _trace_of(self, seen: Passage) -> BatchTrace | None:
         done = self._timeline.passed(seen.done)
         before, copied = self._timeline.passed(seen.before), self._timeline.passed(seen.copied)
         if done is None or before is None or copied is None:
             return None
-        self._copy_s.append(max(0.0, copied - before))
+        self._copies_s.append(max(0.0, copied - before))
         self._steps.append((copied, done))
         requested = max(seen.requested, self._free)
-        fetch_start, fetch_end, collate_end = _as_it_cost(seen, requested)
+        worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]
+        if worker == MAIN_PROCESS:
+            # It fetches while the device still steps on the batch before: only what the device had to wait for is a cost.
+            # With copies ahead it fetches a later batch than it hands out: a hand-out stands for a fetch at that moment.
+            late = max(0.0, seen.requested - fetch_start)
+            fetch_start, fetch_end, collate_end = (
+                max(moment + late, requested) for moment in (fetch_start, fetch_end, collate_end)
+            )
         received = max(seen.received, collate_end, requested, copied)
         self._free = max(seen.step_end, received, done)
         return BatchTrace(
-            worker=seen.fetch[0],
+            worker=worker,
             fetch_start=fetch_start,
             fetch_end=fetch_end,
             collate_end=collate_end,
-            cpu_s=seen.fetch[4],
+            cpu_s=cpu_s,
             requested=requested,
             received=received,
             step_end=self._free,
-            samples=seen.fetch[5],
+            samples=samples,
         )
-
-
-def _as_it_cost(seen: Passage, requested: float) -> tuple[float, float, float]:
-    """When a batch was fetched; of a fetch in the main process the part that the device had to wait for.
-
-    The main process fetches while the device still steps on the batch before. With copies ahead it fetches a later batch
-    than it hands out: each hand-out then stands for a fetch at that moment.
-    """
-    worker, fetch_start, fetch_end, collate_end, *_ = seen.fetch
-    if worker != MAIN_PROCESS:
-        return fetch_start, fetch_end, collate_end
-    late = max(0.0, seen.requested - fetch_start)
-    return max(fetch_start + late, requested), max(fetch_end + late, requested), max(collate_end + late, requested)

@@ -13,11 +13,11 @@ from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.lines import is_ours
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
-DEVICE_MEMORY_ADVICE = "use a smaller batch, or free what else is on the device: models of this process count too"
-DEVICE_TAKEN_ADVICE = (
-    "another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); train_step=0.05, the seconds of one step, "
-    "tunes the loader against those"
+AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
+DEVICE_MEMORY_ADVICE = (
+    f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}"
 )
+DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 IN_FORKED = "re-initialize cuda in forked"
 # What torch, Python and the kernel print, most specific first. The first text found decides.

@@ -1,8 +1,9 @@
 """What the step on a batch is where no `train_step` says it: how the model is called, what its target is, which loss is meant.
 
-    batch ── how the model is called ──► output ── its own loss, or the loss of output and target ──► loss, and its name
+    batch ── how the model is called ──► output ── its own loss, or the loss of output and target ──► one line of code
 
-Nothing here is run before the first batch is: an inference that turns out wrong is explained with a line that would work.
+The line is what runs, what is shown, and what could be passed as `train_step`. How the model is called is told by the batch and
+the model's signature; which loss is meant, by the first output. An inference that turns out wrong is explained.
 """
 
 from __future__ import annotations
@@ -11,79 +12,67 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers, tensors_in
+from autotune_loader.pipeline.batches import described, fields_of, is_list_of_numbers
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.probe.losses import answer_in, customary_loss, has_own_loss, is_distribution, loss_in, own_loss
+from autotune_loader.probe.losses import (
+    OUT,
+    answer_in,
+    customary_loss,
+    first_tensor,
+    is_distribution,
+    is_name,
+    own_loss,
+    part_of,
+)
 from autotune_loader.probe.stand_in_trainer import hooks_not_run, is_lightning_module
 
 # What the target is called, as a key of a batch or a parameter of a model.
-TARGETS = (
-    "labels",
-    "label",
-    "targets",
-    "target",
-    "y",
-    "masks",
-    "mask",
-    "label_ids",
-    "ground_truth",
-    "gt",
-    "classes",
-    "class",
-)
+TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask", "label_ids",
+           "ground_truth", "gt", "classes", "class")  # fmt: skip
 # What the one input of a model is called, as a key of a batch with several.
-INPUTS = (
-    "x",
-    "image",
-    "images",
-    "img",
-    "input",
-    "inputs",
-    "pixel_values",
-    "input_ids",
-    "data",
-    "features",
-    "text",
-    "audio",
-)
+INPUTS = ("x", "image", "images", "img", "input", "inputs", "pixel_values", "input_ids",
+          "data", "features", "text", "audio")  # fmt: skip
 # What a model calls its one parameter that is a whole batch.
 WHOLES = ("batch", "data", "tensordict", "td", "graph", "sample")
 # Characters of a cause: an exception may quote a whole tensor.
 LONGEST_CAUSE = 150
+CUSTOMARY = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
 EXAMPLE = "lambda model, batch: ...  # returning the loss"
 """What to pass where nothing is known of the step."""
-UNUSED_LOSS = "; loss_fn is not used"
+STAND_IN_LOSS = (
+    "{step} stands in for the loss, as the batch has no target; pass loss_fn= (an autoencoder's is given output and input) "
+    "or train_step= for the true cost of the step"
+)
+UNUSED_LOSS = "loss_fn is not used, since the batch has no target for it: {step} is trained; loss_fn=None says the same"
 
 
 class StepInferenceError(TypeError):
     """A step could not be inferred, or the inferred one does not run; says which, and how `train_step` would say it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Form:
     """A way from a batch to what it was trained by."""
 
-    run: Callable[[Any], tuple[Any, str]]
-    """Takes a batch on the device; gives the loss (or whatever the step returned), and what was done, in words."""
+    run: Callable[[Any], Any]
+    """Takes a batch on the device; gives the loss, or whatever the step returned."""
     name: str
-    """What will be done, as far as that is known before the first batch."""
+    """What is done: the code itself where it was inferred, complete once a batch was run."""
     is_own: bool = False
     """Whether it is the user's `train_step`, whose errors speak for themselves."""
     example: str = EXAMPLE
     """A `train_step` that says the same."""
     described: str = ""
     """The batch it was inferred from."""
-    ignores: str | None = None
-    """A note on an argument that has no part in it."""
-
-    def loss(self, batch: Any) -> Any:
-        return loss_in(self.run(batch)[0])
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of it; complete once a batch was run."""
 
     def explained(self, error: Exception) -> Exception:
         """The error of a first run, with the inference that it comes from."""
@@ -103,101 +92,84 @@ def infer(side: TrainingSide, batch: Any) -> Form:
     Raises:
         StepInferenceError: nothing is customary for such a batch.
     """
-    model, train_step = side.model, side.train_step
+    model, train_step, loss_fn = side.model, side.train_step, side.loss_fn
     if train_step is not None:
         name = "train_step(model, batch)"
-        return Form(
-            run=lambda batch: (train_step(model, batch), name),
-            name=name,
-            is_own=True,
-            ignores=_ignored(side, "train_step"),
-        )
+        notes = _ignored(loss_fn, "train_step")
+        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=notes)
     if is_lightning_module(model):
         return _lightning_form(side, batch)
-    if side.loss_fn is not None:
-        _check_loss(side.loss_fn, Parameters.of(model), batch)
-    call = _call_for(model, batch, wants_output=side.loss_fn is not None)
-    return _form(call, side.loss_fn, batch)
+    call = _call_for(model, batch, wants_output=loss_fn is not None)
+    return _Inferred(model, call, loss_fn, batch).form
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How the model is called on a batch, and where its target is."""
+    """How the model is called on a batch, and where its target is: as code."""
 
-    output: Callable[[Any], Any]
     text: str
-    """With x, y standing for parts of the batch, as people write it."""
-    example: str
-    """The same of `batch`."""
-    target: Callable[[Any], Any] | None = None
-    target_text: str = "y"
-    target_example: str = "..."
-    likely_target: Any = None
-    """Of this batch, where nothing says which part is one: for the line that is shown."""
+    target: str | None = None
+    example: str = ""
+    """What to show instead where it is known to fail."""
+    likely_target: tuple[str, Any] | None = None
+    """Where nothing says which part of the batch is one: for the line that is shown."""
 
 
-def _form(call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> Form:
-    soft = call.target is not None and is_distribution(call.target(batch))
-    is_autoencoder = call.target is None and loss_fn is not None and Parameters.of(loss_fn).required != 1
+class _Inferred:
+    """The form of a call, whose first run finds out which loss is meant."""
 
-    def run(batch: Any) -> tuple[Any, str]:
-        output = call.output(batch)
-        target = call.target(batch) if call.target is not None else None
-        if loss_fn is not None and (target is not None or not has_own_loss(output)):
-            answer = answer_in(output) if _is_of_torch(loss_fn) else output
-            if target is not None:
-                return loss_fn(answer, target), f"{_name(loss_fn)}({call.text}, {call.target_text})"
-            if is_autoencoder:
-                return loss_fn(answer, batch_input(batch)), f"{_name(loss_fn)}({call.text}, x)"
-            return loss_fn(answer), f"{_name(loss_fn)}({call.text})"
-        if has_own_loss(output):
-            loss, where = own_loss(output)
-            return loss, f"{call.text}{where}" + (UNUSED_LOSS if loss_fn is not None else "")
+    def __init__(self, model: Any, call: Call, loss_fn: Callable[..., Any] | None, batch: Any) -> None:
+        self._call = call
+        self._loss_fn = loss_fn
+        self._names = {"torch": torch, **{each.__name__: each for each in CUSTOMARY}, "model": model}
+        target = self._value_of(call.target, batch=batch) if call.target is not None else None
+        where, target = call.likely_target or (call.target, target)
+        is_float = isinstance(target, torch.Tensor) and target.is_floating_point() and not is_distribution(target)
+        self._loss_name = "mse_loss" if is_float else "cross_entropy"
+        if loss_fn is not None:
+            name = _name(loss_fn)
+            self._loss_name = (
+                name if name.isidentifier() and name not in ("torch", "model", "batch", "out") else "loss_fn"
+            )
+            self._names[self._loss_name] = loss_fn
+        self._is_autoencoder = call.target is None and loss_fn is not None and Parameters.of(loss_fn).required != 1
+        shown = (
+            f"{_with_floats(call.example or call.text, batch)}, {where or ('batch' if self._is_autoencoder else '...')}"
+        )
+        self.form = Form(
+            run=self._learn,
+            name=f"{self._loss_name}({call.text}, {call.target})" if call.target is not None else call.text,
+            example=f"lambda model, batch: {self._loss_name}({shown})",
+            described=described(batch),
+        )
+
+    def _value_of(self, code: str, **values: Any) -> Any:
+        # The code is made here: of what the user's data hold there are but literals, and names that are identifiers.
+        return eval(compile(code, "<inferred step>", "eval"), {**self._names, **values})  # noqa: S307
+
+    def _learn(self, batch: Any) -> Any:
+        """Run the model on the first batch, and write down the whole step."""
+        output, form, call = self._value_of(self._call.text, batch=batch), self.form, self._call.text
+        loss, note = self._loss_of(output, batch)
+        form.name = loss.replace(OUT, call if loss.count(OUT) == 1 else f"(out := {call})", 1).replace(OUT, "out")
+        form.notes += [note.format(step=form.name)] if note else []
+        form.run = self._value_of(f"lambda batch: {form.name}")
+        return self._value_of(loss.replace(OUT, "out"), out=output, batch=batch)
+
+    def _loss_of(self, output: Any, batch: Any) -> tuple[str, str | None]:
+        """The code of the loss of an output, and what is to be known of it."""
+        own, target = own_loss(output), self._call.target
+        if self._loss_fn is not None and (target is not None or own is None):
+            answer = answer_in(output)[0] if _is_of_torch(self._loss_fn) else OUT
+            compared = target or ("batch[0]" if isinstance(batch, (tuple, list)) else "batch")
+            given = [answer, compared] if target is not None or self._is_autoencoder else [answer]
+            return f"{self._loss_name}({', '.join(given)})", None
+        if own is not None:
+            return own, None if self._loss_fn is None else UNUSED_LOSS
         if target is not None:
-            loss, name = customary_loss(output, target, is_soft=soft)
-            return loss, f"{name}({call.text}, {call.target_text})"
-        answer = next(tensors_in(answer_in(output)), None)
-        if answer is None:
-            return None, call.text
-        return answer.float().mean(), f"mean of {call.text}"
-
-    def batch_input(batch: Any) -> Any:
-        return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-    target = "batch" if is_autoencoder else call.target_example
-    given = _customary_name(call, batch) if loss_fn is None else _name(loss_fn)
-    scored = f"{given}({call.text}, {call.target_text})" if call.target is not None else call.text
-    called = "loss_fn" if given == "<lambda>" else given
-    return Form(
-        run=run,
-        name=scored if loss_fn is not None or call.target is not None else f"{call.text}.loss",
-        example=f"lambda model, batch: {called}({_with_floats(call.example, batch)}, {target})",
-        described=described(batch),
-    )
-
-
-def _check_loss(loss_fn: Callable[..., Any], parameters: Parameters, batch: Any) -> None:
-    """What takes neither an output nor an output and a target."""
-    takes = Parameters.of(loss_fn)
-    if takes.required == 2 and takes.names[0] in ("model", "net", "module"):
-        raise StepInferenceError(
-            f"loss_fn={_name(loss_fn)} takes {takes.names[0]} and {takes.names[1]}, where output and target are given; "
-            "passed as train_step=, it would work"
-        )
-    if takes.required > 2:
-        taken = "..."
-        if len(_several(batch)) == takes.required:
-            taken = "*model(*batch)" if parameters.required == takes.required else "*map(model, batch)"
-        raise StepInferenceError(
-            f"loss_fn={_name(loss_fn)} takes {takes.required} arguments, where output and target are given; "
-            f"pass train_step=lambda model, batch: loss_fn({taken}), for {described(batch)}"
-        )
-
-
-def _customary_name(call: Call, batch: Any) -> str:
-    target = call.target(batch) if call.target is not None else call.likely_target
-    is_float = isinstance(target, torch.Tensor) and target.is_floating_point()
-    return "mse_loss" if is_float and not is_distribution(target) else "cross_entropy"
+            return customary_loss(output, self._value_of(target, batch=batch), target), None
+        found = first_tensor(*answer_in(output))
+        return (OUT, None) if found is None else (f"{found[0]}.float().mean()", STAND_IN_LOSS)
 
 
 def _with_floats(example: str, batch: Any) -> str:
@@ -214,7 +186,7 @@ def _with_floats(example: str, batch: Any) -> str:
 def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:
     parameters = Parameters.of(model)
     if isinstance(batch, torch.Tensor):
-        return Call(model, "model(batch)", "model(batch)")
+        return Call("model(batch)")
     if isinstance(batch, (tuple, list)) and batch and not is_list_of_numbers(batch):
         return _call_with_elements(model, batch, parameters, wants_output)
     fields = fields_of(batch)
@@ -227,54 +199,21 @@ def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:
 
 
 def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_output: bool) -> Call:
-    if len(batch) == 1:
-        return Call(lambda batch: model(batch[0]), "model(x)", "model(batch[0])")
     names, count = parameters.names, len(batch)
-    if count > 1 and (nested := _call_with_nested(model, batch, parameters, wants_output)) is not None:
-        return nested
-    is_taken = len(names) >= count and names[count - 1] in TARGETS and not wants_output
-    if is_taken or parameters.required == count:
-        call = "model(x, y)" if count == 2 else "model(*batch)"
-        return Call(
-            lambda batch: model(*batch), call, "model(*batch)", lambda batch: batch[-1], target_example="batch[-1]"
-        )
-    inputs = max(parameters.required, min(count - 1, len(names)), 1)
-    inputs = min(inputs, count - 1)
-    text = "x" if inputs == 1 else ", ".join(f"x{index + 1}" for index in range(inputs))
-    example = ", ".join(f"batch[{index}]" for index in range(inputs))
-    return Call(
-        lambda batch: model(*batch[:inputs]),
-        f"model({text})",
-        f"model({example})",
-        lambda batch: batch[inputs],
-        target_example=f"batch[{inputs}]",
-    )
-
-
-def _call_with_nested(model: Any, batch: Any, parameters: Parameters, wants_output: bool) -> Call | None:
-    """For `((x1, x2), y)` and `({...}, y)`, where the model takes what the first element holds."""
+    if count == 1:
+        return Call("model(batch[0])")
     first = batch[0]
-    if isinstance(first, Mapping) and parameters.take(first):
-        keyed = _call_with_fields(model, first, dict(first), parameters, wants_output)
-        return Call(
-            lambda batch: keyed.output(batch[0]),
-            keyed.text.replace("batch", "x"),
-            keyed.example.replace("batch", "batch[0]"),
-            lambda batch: batch[1],
-            target_example="batch[1]",
-        )
+    if isinstance(first, Mapping) and parameters.take(first):  # ({...}, y)
+        return replace(_call_with_fields(model, first, first, parameters, wants_output, "batch[0]"), target="batch[1]")
     samples = {
         len(each) if isinstance(each, torch.Tensor) and each.dim() else None for each in (*_several(first), batch[1])
     }
-    if len(_several(first)) == parameters.required and len(samples - {None}) == len(samples) == 1:
-        return Call(
-            lambda batch: model(*batch[0]),
-            "model(*x)",
-            "model(*batch[0])",
-            lambda batch: batch[1],
-            target_example="batch[1]",
-        )
-    return None
+    if len(_several(first)) == parameters.required and len(samples) == 1 and samples != {None}:  # ((x1, x2), y)
+        return Call("model(*batch[0])", "batch[1]")
+    if parameters.required == count or (len(names) >= count and names[count - 1] in TARGETS and not wants_output):
+        return Call("model(*batch)", "batch[-1]")
+    inputs = min(max(parameters.required, min(count - 1, len(names)), 1), count - 1)
+    return Call(f"model({', '.join(f'batch[{index}]' for index in range(inputs))})", f"batch[{inputs}]")
 
 
 def _several(value: Any) -> Sequence[Any]:
@@ -282,59 +221,52 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def _call_with_fields(
-    model: Any, batch: Any, fields: Mapping[Any, Any], parameters: Parameters, wants_output: bool
+    model: Any, batch: Any, fields: Mapping[Any, Any], parameters: Parameters, wants_output: bool, at: str = "batch"
 ) -> Call:
     """For a mapping, or an object with attributes: by the names that batch and model have in common."""
     by_key = isinstance(batch, Mapping)
-    get: Callable[[Any, Any], Any] = (lambda batch, key: batch[key]) if by_key else getattr
-    show: Callable[[Any], str] = (lambda key: f"batch[{key!r}]") if by_key else (lambda key: f"batch.{key}")
-    target = next((key for key in TARGETS if key in fields), None)
-    found: dict[str, Any] = {}
-    if target is not None:
-        found = {
-            "target": lambda batch: get(batch, target),
-            "target_text": show(target),
-            "target_example": show(target),
-        }
+    key = next((key for key in TARGETS if key in fields), None)
+    target = None if key is None else part_of(at, batch, key)
     first = parameters.names[0] if parameters.required == 1 else None
     # TensorDictModule and its kind have `in_keys`.
     is_whole = hasattr(model, "in_keys") or (first in WHOLES and not (by_key and first in fields))
     taken = {} if is_whole else parameters.take(fields)
     if wants_output:
-        taken = {name: key for name, key in taken.items() if key != target or name in parameters.required_names}
+        taken = {name: each for name, each in taken.items() if each != key or name in parameters.required_names}
     if taken:
         is_all = by_key and list(taken) == list(taken.values()) == list(fields)
-        written = ", ".join(f"{name}={show(key)}" for name, key in taken.items())
-        text = "model(**batch)" if is_all else f"model({written})"
-        return Call(lambda batch: model(**{name: get(batch, key) for name, key in taken.items()}), text, text, **found)
+        parts = {name: part_of(at, batch, each) for name, each in taken.items()}
+        if is_all:
+            given = f"**{at}"
+        elif all(map(is_name, parts)):
+            given = ", ".join(f"{name}={part}" for name, part in parts.items())
+        else:
+            given = f"**{{{', '.join(f'{name!r}: {part}' for name, part in parts.items())}}}"
+        return Call(f"model({given})", target)
     if is_whole or not (by_key or dataclasses.is_dataclass(batch)):
-        return Call(model, "model(batch)", "model(batch)", **found)
-    tensors = [key for key, value in fields.items() if key != target and isinstance(value, torch.Tensor)]
-    chosen = next((key for key in INPUTS if key in tensors), tensors[0] if len(tensors) == 1 else None)
-    if chosen is None or (target is None and not wants_output):
-        # Torch's own complaint names what is missing; it is explained when it comes.
-        example = (
-            f"model({_first_tensor({key: value for key, value in fields.items() if key != target} or fields, show)})"
-        )
-        others = [key for key in tensors if show(key) not in example]
-        if target is None and len(tensors) == 2 and len(others) == 1:
-            found = {"target_example": show(others[0]), "likely_target": fields[others[0]]}
-        return Call(lambda batch: model(**batch), "model(**batch)", example, **found)
-    return Call(lambda batch: model(get(batch, chosen)), f"model({show(chosen)})", f"model({show(chosen)})", **found)
+        return Call(f"model({at})", target)
+    others = {each: value for each, value in fields.items() if each != key}
+    tensors = [each for each, value in others.items() if isinstance(value, torch.Tensor)]
+    chosen = next((each for each in INPUTS if each in tensors), tensors[0] if len(tensors) == 1 else None)
+    if chosen is not None and (target is not None or wants_output):
+        return Call(f"model({part_of(at, batch, chosen)})", target)
+    # Torch's own complaint names what is missing; it is explained when it comes.
+    shown = _first_tensor(at, others or fields, batch)
+    left = [each for each in tensors if part_of(at, batch, each) not in shown]
+    likely = (part_of(at, batch, left[0]), fields[left[0]]) if target is None and len(tensors) == 2 and left else None
+    return Call(f"model(**{at})", target, f"model({shown})", likely)
 
 
-def _first_tensor(fields: Mapping[Any, Any], show: Callable[[Any], str]) -> str:
+def _first_tensor(at: str, fields: Mapping[Any, Any], batch: Any) -> str:
     """How the first tensor is reached, which may be in a dict of its own (torchio's pictures are)."""
     for key, value in fields.items():
-        if isinstance(value, torch.Tensor):
-            return show(key)
+        text = part_of(at, batch, key)
         if _several(value) and all(isinstance(each, torch.Tensor) for each in value):  # a list in each sample, collated
-            return f"torch.stack({show(key)}, dim=1).float()"
-        inner = value.items() if isinstance(value, Mapping) else ()
-        for name, each in inner:
-            if isinstance(each, torch.Tensor):
-                return f"{show(key)}[{name!r}]"
-    return show(next(iter(fields)))
+            return f"torch.stack({text}, dim=1).float()"
+        found = first_tensor(text, value) if isinstance(value, (torch.Tensor, Mapping)) else None
+        if found is not None:
+            return found[0]
+    return part_of(at, batch, next(iter(fields)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,29 +318,26 @@ class Parameters:
 def _lightning_form(side: TrainingSide, batch: Any) -> Form:
     model, numbers = side.model, itertools.count()
     takes_index = len(Parameters.of(model.training_step).names) > 1
-    name = "LightningModule.training_step(batch, batch_idx)" if takes_index else "LightningModule.training_step(batch)"
 
-    def run(batch: Any) -> tuple[Any, str]:
+    def run(batch: Any) -> Any:
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
             batch = getattr(model, hook)(batch, 0) if hasattr(model, hook) else batch
-        returned = model.training_step(batch, next(numbers)) if takes_index else model.training_step(batch)
-        return returned, name
+        return model.training_step(batch, next(numbers)) if takes_index else model.training_step(batch)
 
     missing = hooks_not_run(model)
-    example = f"{EXAMPLE}, or call {', '.join(missing)} before: only a Trainer does"
     return Form(
         run=run,
-        name=name,
-        example=example if missing else EXAMPLE,
+        name=f"LightningModule.training_step({'batch, batch_idx' if takes_index else 'batch'})",
+        example=f"{EXAMPLE}, or call {', '.join(missing)} before: only a Trainer does" if missing else EXAMPLE,
         described=described(batch),
-        ignores=_ignored(side, "training_step"),
+        notes=_ignored(side.loss_fn, "training_step"),
     )
 
 
-def _ignored(side: TrainingSide, by: str) -> str | None:
-    if side.loss_fn is None:
-        return None
-    return f"loss_fn={_name(side.loss_fn)} is not used: {by} returns the loss; loss_fn=None says the same"
+def _ignored(loss_fn: Any, by: str) -> list[str]:
+    if loss_fn is None:
+        return []
+    return [f"loss_fn={_name(loss_fn)} is not used: {by} returns the loss; loss_fn=None says the same"]
 
 
 def _is_of_torch(loss_fn: Any) -> bool:

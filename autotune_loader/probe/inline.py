@@ -16,13 +16,18 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils.data import _utils
+
 from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.gpus import Gpus
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.processes import tree, tree_pss, tree_use
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
@@ -32,6 +37,7 @@ from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.probe.leaving import BurstWorkerInit
 from autotune_loader.probe.protocol import START_DEADLINE_S
+from autotune_loader.probe.torch_state import read_torch_state, set_torch_state
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -65,7 +71,7 @@ class InlineProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
-        self._warmup: WarmupReport | None = None
+        self._gpus: Gpus | None = None
         self._user_data = workload.data
         self.notes: list[str] = []
         for_workers = replace(workload.data, worker_init_fn=BurstWorkerInit(workload.data.worker_init_fn))
@@ -88,10 +94,15 @@ class InlineProbe:
             outcome = stop.failure()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
-        self._warmup = outcome
+        self._gpus = gpus_of(outcome.device_uuid)
         return outcome
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config`.
+
+        Raises:
+            WorkloadError: too many samples of the dataset raise.
+        """
         stop = _Stop(plan.deadline_s)
         meter = TreeMeter(
             os.getpid(),
@@ -99,7 +110,7 @@ class InlineProbe:
             memory_budget_bytes=self._memory_budget_bytes,
             memory_held_bytes=self._held_bytes,
             on_memory_limit=stop.now,
-            gpus=gpus_of(self._warmup),
+            gpus=self._gpus,
         )
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), meter:
@@ -108,9 +119,7 @@ class InlineProbe:
             return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
-        if isinstance(outcome, Failure):
-            return outcome
-        return meter.added_to(outcome)
+        return outcome if isinstance(outcome, Failure) else meter.added_to(outcome)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         with untouched_state(self._user_data):
@@ -122,7 +131,10 @@ class InlineProbe:
         Workers were ended by their bursts.
         """
         self._bench.close()
-        _stop_servers(except_for=self._servers_before)
+        for server in _running_servers():
+            # Where this is missing (it exists for Python's own tests) they end with this process.
+            if server not in self._servers_before and hasattr(server, "_stop"):
+                server._stop()
 
     def _copied_training(self, training: TrainingSide) -> TrainingSide:
         names = ("model", "optimizer", "train_step", "loss_fn")
@@ -130,13 +142,8 @@ class InlineProbe:
             parts, shared = copied({name: getattr(training, name) for name in names})
         except NotCopiedError as error:
             raise WorkloadError(f"model and optimizer cannot be trained on in this process, because {error}") from error
-        for path in shared:
-            self._note(f"inline: {path} cannot be copied, so the bursts share it with you")
+        self.notes += [f"inline: {path} cannot be copied, so the bursts share it with you" for path in shared]
         return replace(training, **parts)
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
 
 class _Stop:
@@ -235,65 +242,43 @@ def untouched_state(data: DataSide) -> Iterator[None]:
     """Put back what loading and training change: random states, of the user's generators too, and all that is global:
     threads, modes, environment, signals, warnings.
     """
-    import numpy as np
-    import torch
-
-    from autotune_loader.probe.torch_state import read_torch_state, set_torch_state
-
-    restore_generators = [_restorer(generator) for generator in _generators_in(data)]
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    threads, grad, state = torch.get_num_threads(), torch.is_grad_enabled(), read_torch_state()
-    environment, handlers, folder = dict(os.environ), _signal_handlers(), Path.cwd()
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    try:
-        with warnings.catch_warnings(), torch.enable_grad():
+    with contextlib.ExitStack() as back, warnings.catch_warnings():
+        for put_back, *values in _state_of(data):
+            back.callback(put_back, *values)
+        with torch.enable_grad():
             yield
-    finally:
-        for restore in restore_generators:
-            restore()
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
-        if cuda_device is not None:
-            torch.cuda.set_device(cuda_device)
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
-        set_torch_state(state)
-        _restore_environment(environment)
-        os.chdir(folder)
-        if start_method is None:  # starting workers settles the default, after which the user could not set it
-            multiprocessing.set_start_method(None, force=True)
-        _restore_signal_handlers(handlers)
 
 
-def _generators_in(data: DataSide) -> list[Any]:
-    """The random generators that the user's parts hold: torch's, numpy's and Python's."""
-    import numpy as np
-    import torch
-
+def _state_of(data: DataSide) -> Iterator[tuple[Any, ...]]:
+    """What puts back the present state, with its values; the last of these first."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            yield _put_back_handler, number, signal.getsignal(number)
+    if multiprocessing.get_start_method(allow_none=True) is None:  # starting workers settles the default, for good
+        yield functools.partial(multiprocessing.set_start_method, force=True), None
+    yield os.chdir, Path.cwd()
+    yield _put_back_environment, dict(os.environ)
+    yield set_torch_state, read_torch_state()
+    yield torch.set_grad_enabled, torch.is_grad_enabled()
+    yield torch.set_num_threads, torch.get_num_threads()
+    if torch.cuda.is_initialized():
+        yield torch.cuda.set_device, torch.cuda.current_device()
+        yield torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
+    yield torch.set_rng_state, torch.get_rng_state()
+    yield np.random.set_state, np.random.get_state()  # noqa: NPY002
+    yield random.setstate, random.getstate()
     holders = [*wrapped_datasets(data.dataset), data.sampler, data.batch_sampler]
     holders += [getattr(data.batch_sampler, "sampler", None), data.collate_fn, data.worker_init_fn]
-    held = [data.generator, *(value for holder in holders for value in getattr(holder, "__dict__", {}).values())]
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return [value for value in held if isinstance(value, kinds)]
+    for held in (data.generator, *(value for holder in holders for value in getattr(holder, "__dict__", {}).values())):
+        if isinstance(held, random.Random):
+            yield held.setstate, held.getstate()
+        elif isinstance(held, np.random.Generator):
+            yield setattr, held.bit_generator, "state", held.bit_generator.state
+        elif isinstance(held, (torch.Generator, np.random.RandomState)):
+            yield held.set_state, held.get_state()
 
 
-def _restorer(generator: Any) -> Callable[[], object]:
-    """Puts a generator back into the state that it is in now."""
-    import numpy as np
-
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    return functools.partial(generator.set_state, generator.get_state())
-
-
-def _restore_environment(before: dict[str, str]) -> None:
+def _put_back_environment(before: dict[str, str]) -> None:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     for name, value in before.items():
@@ -301,44 +286,20 @@ def _restore_environment(before: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _signal_handlers() -> dict[signal.Signals, Any]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)}
-
-
-def _restore_signal_handlers(before: dict[signal.Signals, Any]) -> None:
-    for number, handler in before.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
-            if number == signal.SIGCHLD:
-                _let_torch_install_its_handler_again()
-
-
-def _let_torch_install_its_handler_again() -> None:
-    # torch installs its SIGCHLD handler once per process and remembers that it did; having taken it out again we must
-    # make it forget, or the user's own training would notice dead workers late. A missing flag does no harm.
-    from torch.utils.data import _utils
-
-    if hasattr(_utils.signal_handling, "_SIGCHLD_handler_set"):
+def _put_back_handler(number: signal.Signals, handler: Any) -> None:
+    if signal.getsignal(number) is handler:
+        return
+    signal.signal(number, handler)
+    # Torch installs its SIGCHLD handler once and remembers that it did; it must forget, or the user's own training would notice
+    # dead workers late. A missing flag does no harm.
+    if number == signal.SIGCHLD and hasattr(_utils.signal_handling, "_SIGCHLD_handler_set"):
         _utils.signal_handling._SIGCHLD_handler_set = False
 
 
-def _running_servers() -> frozenset[str]:
-    """Which of multiprocessing's own helper processes run: the fork server and the resource tracker."""
-    running = {
-        "forkserver": getattr(forkserver._forkserver, "_forkserver_pid", None),
-        "resource_tracker": getattr(resource_tracker._resource_tracker, "_pid", None),
-    }
-    return frozenset(name for name, pid in running.items() if pid is not None)
+# Multiprocessing's own helper processes, by where their IDs are. There is no public way. The fork server goes first: it has the
+# tracker's pipe open.
+SERVERS = ((forkserver._forkserver, "_forkserver_pid"), (resource_tracker._resource_tracker, "_pid"))
 
 
-def _stop_servers(except_for: frozenset[str]) -> None:
-    # There is no public way. Where these methods are missing (they exist for Python's own tests) the helpers end with
-    # this process. The fork server goes first: it has the tracker's pipe open.
-    for name, server in (
-        ("forkserver", forkserver._forkserver),
-        ("resource_tracker", resource_tracker._resource_tracker),
-    ):
-        if name in _running_servers() - except_for and hasattr(server, "_stop"):
-            server._stop()
+def _running_servers() -> list[Any]:
+    return [server for server, pid in SERVERS if getattr(server, pid, None) is not None]

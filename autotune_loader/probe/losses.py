@@ -1,106 +1,116 @@
-"""The loss of an output: the model's own, or the one that is customary for the shapes and types of output and target."""
+"""The loss of an output, as code: the model's own, or the one that is customary for the shapes and types of output and target.
+
+`OUT` stands for the output wherever it is needed; `batch` is the batch. What a value is decides once, on the first batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import keyword
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from autotune_loader.pipeline.batches import is_list_of_numbers, tensors_in
+from autotune_loader.pipeline.batches import fields_of, is_list_of_numbers
 
+OUT = "\0"
 # Where a model's answer is kept, in an output with several parts.
-ANSWERS = (
-    "logits",
-    "out",
-    "prediction",
-    "predictions",
-    "pred",
-    "preds",
-    "output",
-    "outputs",
-    "y_hat",
-    "last_hidden_state",
-)
+ANSWERS = ("logits", "out", "prediction", "predictions", "pred", "preds",
+           "output", "outputs", "y_hat", "last_hidden_state")  # fmt: skip
 MASK_OF_NOTHING = 255
 """What VOC, Cityscapes and others write into masks where there is no class."""
 
 
-def customary_loss(output: Any, target: Any, *, is_soft: bool = False) -> tuple[torch.Tensor, str]:
-    """The loss that goes with an output and a target, by their shapes and types, and its name.
+def is_name(key: Any) -> bool:
+    """Whether code may name something so; names come from the user's data, and anything else is quoted."""
+    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
+
+
+def part_of(text: str, whole: Any, key: Any) -> str:
+    """A part of a mapping, or of an object with attributes, as code."""
+    if isinstance(whole, Mapping):
+        return f"{text}[{key!r}]"
+    return f"{text}.{key}" if is_name(key) else f"getattr({text}, {key!r})"
+
+
+def customary_loss(output: Any, target: Any, of: str, out: str = OUT) -> str:
+    """The loss that goes with an output and a target, by their shapes and types.
 
     Args:
         output: of the model; the answer is looked for where it has several parts.
         target: a tensor, or a list or mapping that goes with one.
-        is_soft: whether the rows of the target are probabilities.
+        of: the target as code.
+        out: the output as code.
     """
-    answer = answer_in(output)
     if (
         isinstance(target, Mapping)
         and isinstance(output, Mapping)
         and (both := [key for key in target if key in output])
     ):
-        losses = [customary_loss(output[key], target[key]) for key in both]
-        return _sum([loss for loss, _ in losses]), losses[0][1]
-    if isinstance(target, (tuple, list)) and isinstance(output, (tuple, list)) and len(target) == len(output):
-        losses = [customary_loss(*pair) for pair in zip(output, target, strict=True)]
-        return _sum([loss for loss, _ in losses]), losses[0][1]
-    answer, target = _tensor_in(answer), _tensor_in(target, like=_tensor_in(answer))
-    if answer.numel() == target.numel() and answer.shape != target.shape:
-        target = target.reshape(answer.shape)  # (N,) and (N, 1)
+        parts = [(output[key], target[key], f"[{key!r}]") for key in both]
+    elif isinstance(target, (tuple, list)) and isinstance(output, (tuple, list)) and len(target) == len(output):
+        parts = [(*pair, f"[{index}]") for index, pair in enumerate(zip(output, target, strict=True))]
+    else:
+        return _of_tensors(*tensor_in(*answer_in(output, out)), of, target)
+    return " + ".join(customary_loss(each, y, of + place, out + place) for each, y, place in parts)
+
+
+def _of_tensors(text: str, answer: torch.Tensor, of: str, target: Any) -> str:
+    of, target = tensor_in(of, target, answer.device)
+    if answer.numel() == target.numel() and answer.shape != target.shape:  # (N,) and (N, 1)
+        of, target = f"{of}.reshape({', '.join(map(str, (-1, *answer.shape[1:])))})", target.reshape(answer.shape)
     if target.is_floating_point():
-        if is_soft and answer.shape == target.shape:
-            return functional.cross_entropy(answer, target), "cross_entropy"
-        return functional.mse_loss(answer, target), "mse_loss"
+        name = "cross_entropy" if answer.shape == target.shape and is_distribution(target) else "mse_loss"
+        return f"{name}({text}, {of})"
     if answer.shape == target.shape:
-        return functional.binary_cross_entropy_with_logits(answer, target.to(answer.dtype)), "bce_with_logits"
-    if target.ndim == answer.ndim and target.shape[1] == 1:
-        target = target.squeeze(1)  # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
+        as_answer = "float()" if answer.dtype is torch.float32 else f"to({answer.dtype})"
+        return f"binary_cross_entropy_with_logits({text}, {of}.{as_answer})"
+    if (
+        target.ndim == answer.ndim and target.shape[1] == 1
+    ):  # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
+        of, target = f"{of}.squeeze(1)", target.squeeze(1)
     if answer.shape[:-1] == target.shape and answer.shape[:1] + answer.shape[2:] != target.shape:
-        answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
-    ignored = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
-    return functional.cross_entropy(answer, target.long(), ignore_index=ignored), "cross_entropy"
+        # (N, T, C), as language models have it
+        text, answer, of, target = f"{text}.flatten(0, -2)", answer.flatten(0, -2), f"{of}.flatten()", target.flatten()
+    of += "" if target.dtype is torch.int64 else ".long()"
+    is_mask = target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING
+    return f"cross_entropy({text}, {of}{f', ignore_index={MASK_OF_NOTHING}' if is_mask else ''})"
 
 
-def answer_in(output: Any) -> Any:
+def answer_in(output: Any, out: str = OUT) -> tuple[str, Any]:
     """The part of an output that a loss is about."""
     for name in ANSWERS:
         if isinstance(output, Mapping) and name in output:
-            return output[name]
+            return f"{out}[{name!r}]", output[name]
         if not isinstance(output, (torch.Tensor, Mapping)) and getattr(output, name, None) is not None:
-            return getattr(output, name)
+            return f"{out}.{name}", getattr(output, name)
     if isinstance(output, (tuple, list)) and output:
-        return output[0]
-    if isinstance(output, Mapping) and output:
-        return next((value for value in output.values() if isinstance(value, torch.Tensor) and value.ndim), output)
-    return output
+        return f"{out}[0]", output[0]
+    if isinstance(output, Mapping):
+        for key, value in output.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                return f"{out}[{key!r}]", value
+    return out, output
 
 
-def _own_losses(output: Any) -> Iterator[tuple[torch.Tensor, str]]:
+def own_loss(output: Any) -> str | None:
+    """The loss that a model's output holds itself; None where it holds none."""
     if isinstance(output, torch.Tensor):
-        if output.ndim == 0:
-            yield output, ""
-        return
+        return OUT if output.ndim == 0 else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        yield loss, ".loss"
-    elif isinstance(output, Mapping):
-        parts = [value for value in output.values() if isinstance(value, torch.Tensor)]
-        if parts and all(part.ndim == 0 and part.requires_grad for part in parts):
-            yield _sum(parts), ", its losses summed"
+        return f"{OUT}.loss" if hasattr(output, "loss") else f"{OUT}['loss']"
+    if isinstance(output, Mapping):
+        parts = [key for key, value in output.items() if isinstance(value, torch.Tensor)]
+        if parts and all(output[key].ndim == 0 and output[key].requires_grad for key in parts):
+            return (
+                f"sum({OUT}.values())" if len(parts) == len(output) else " + ".join(f"{OUT}[{key!r}]" for key in parts)
+            )
     elif isinstance(output, (tuple, list)):
         for index, part in enumerate(output):
             if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad:
-                yield part, f"[{index}]"
-
-
-def has_own_loss(output: Any) -> bool:
-    return next(_own_losses(output), None) is not None
-
-
-def own_loss(output: Any) -> tuple[torch.Tensor, str]:
-    return next(_own_losses(output))
+                return f"{OUT}[{index}]"
+    return None
 
 
 def loss_in(returned: Any) -> Any:
@@ -113,18 +123,35 @@ def loss_in(returned: Any) -> Any:
     return getattr(returned, "loss", returned)
 
 
-def _tensor_in(value: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor out of a target: itself, a list of numbers, or the one tensor of a container."""
-    if isinstance(value, torch.Tensor):
-        return value
+def tensor_in(text: str, value: Any, device: torch.device | None = None) -> tuple[str, torch.Tensor]:
+    """A tensor out of a target or an output: itself, a list of numbers, or the first one of a container.
+
+    Raises:
+        TypeError: there is none.
+    """
     if is_list_of_numbers(value):
-        return torch.as_tensor(value, device=None if like is None else like.device)
-    if isinstance(value, (tuple, list)) and value and all(isinstance(each, torch.Tensor) for each in value):
-        return torch.stack(list(value), dim=-1) if len({each.shape for each in value}) == 1 else value[0]
-    found = next(tensors_in(value), None)
+        there = "" if device is None or device.type == "cpu" else f", device={str(device)!r}"
+        return f"torch.as_tensor({text}{there})", torch.as_tensor(value, device=device)
+    are_tensors = isinstance(value, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in value)
+    if are_tensors and len({each.shape for each in value}) == 1:
+        return f"torch.stack({text}, dim=-1)", torch.stack(list(value), dim=-1)
+    found = first_tensor(text, value)
     if found is None:
         raise TypeError(f"{type(value).__name__} holds no tensor")
     return found
+
+
+def first_tensor(text: str, value: Any) -> tuple[str, torch.Tensor] | None:
+    """The first tensor in a container, however deep in lists and mappings; None where there is none."""
+    if isinstance(value, torch.Tensor):
+        return text, value
+    if isinstance(value, (tuple, list)):
+        parts = [(f"{text}[{index}]", each) for index, each in enumerate(value)]
+    else:
+        parts = [(part_of(text, value, key), each) for key, each in fields_of(value).items()]
+        if not isinstance(value, Mapping):  # an object may hold anything, itself among it
+            parts = [part for part in parts if isinstance(part[1], torch.Tensor)]
+    return next((found for part in parts if (found := first_tensor(*part)) is not None), None)
 
 
 def is_distribution(target: Any) -> bool:
@@ -135,8 +162,3 @@ def is_distribution(target: Any) -> bool:
         return False
     sums = target.sum(1)
     return bool((target >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-2))
-
-
-def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
-    total: torch.Tensor = torch.stack([loss.float().mean() for loss in losses]).sum()
-    return total

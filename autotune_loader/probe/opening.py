@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.gpus import Gpus
 from autotune_loader.pipeline.look import look, shown
-from autotune_loader.pipeline.workload import StepTime, TrainingSide, Workload
+from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.probe.device import held_bytes
-from autotune_loader.probe.failures import DEVICE_MEMORY_ADVICE
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.torch_state import note_of, read_torch_state
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import CEILING_BURST, Isolation
+from autotune_loader.values.plan import Isolation
 
 # What is sent to the probe process is in memory once more. Of what is available it may take this share, and no more than takes
 # some seconds to copy; a larger workload is tuned inline, where workers share it with this process.
@@ -41,7 +37,6 @@ NOT_FORKED = (
     "{reason}; nor can the bursts run in a fork of this process ({fork}), so they run inside this process, on your own "
     "objects: the dataset may have cached or counted, and not every hang can be broken (isolation='inline')"
 )
-GIVE_STEP_TIME = "train_step=0.05, the seconds of one step, tunes the loader against those"
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
@@ -55,7 +50,7 @@ class OpenProbe:
 
     probe: ProcessProbe | InlineProbe
     workload: Workload
-    """What it runs: that which was asked for, or the same data with a wait in place of the step."""
+    """What it runs."""
     warmup: WarmupReport
     notes: list[str] = field(default_factory=list)
     """What the user should know about how it runs."""
@@ -83,65 +78,66 @@ def open_probe(
         WorkloadError: the dataset, model or step failed on the very first batch.
         ValueError: `isolation="process"` was asked for, but the workload cannot travel.
     """
+    if compiles(workload.training):
+        start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
     with contextlib.ExitStack() as exits:
-        if compiles(workload.training):
-            start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
-
-        def start(workload: Workload) -> tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]:
-            return _start(exits, workload, machine, isolation, memory_budget_bytes, start_deadline_s)
-
-        if isolation != "inline" and is_taken_by_this_process(workload.training.device):
-            reason = f"{workload.training.device} takes one process at a time (EXCLUSIVE_PROCESS), and this one has it"
-            workload, probe, warmup, notes = _against_step_time(start, workload, machine, reason)
-        else:
-            try:
-                probe, warmup, notes = start(workload)
-            except WorkloadError as error:
-                held = held_bytes(workload.training.device)
-                if isolation == "inline" or not held or DEVICE_MEMORY_ADVICE not in str(error):
-                    raise
-                reason = f"beside the {held / 2**20:.0f} MiB of this process no second copy fits on {workload.training.device}"
-                workload, probe, warmup, notes = _against_step_time(start, workload, machine, reason)
-        if not warmup.shardable:
-            notes = [*notes, REPEATED_SAMPLES]
-        notes = [*notes, *warmup.notes, *note_of(read_torch_state())]
+        opener = _Opener(exits, machine, isolation, memory_budget_bytes, start_deadline_s)
+        probe, warmup, notes = opener.start(workload)
+        repeated = [] if warmup.shardable else [REPEATED_SAMPLES]
+        notes = [*notes, *repeated, *warmup.notes, *note_of(read_torch_state())]
         yield OpenProbe(probe=probe, workload=workload, warmup=warmup, notes=notes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """Starts probes, to be closed with `exits`."""
+
+    exits: contextlib.ExitStack
+    machine: Machine
+    isolation: Isolation
+    memory_budget_bytes: int | None
+    start_deadline_s: float
+
+    def start(self, workload: Workload) -> _Started:
+        """A warm probe; inline, with a note, where the workload cannot travel to a process of its own."""
+        notes = model_on_device_notes(workload.training)
+        if self.isolation == "inline":
+            return self._inline(workload, notes)
+        try:
+            payload = self.exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(self.machine))))
+            return *self._in_process(payload, self.start_deadline_s), notes
+        except (UnpicklableError, PayloadTooLargeError) as error:
+            unsent = str(error)
+        try:
+            reason = not_for_a_fork(workload)
+            if reason is None:
+                probe, warmup = self._in_process(workload, min(self.start_deadline_s, FORK_DEADLINE_S))
+                return probe, warmup, [*notes, FORKED.format(reason=unsent)]
+        except (UnpicklableError, WorkloadError) as error:
+            reason = str(error).splitlines()[0]
+        if self.isolation == "process":
+            raise ValueError(
+                f"isolation='process', but {unsent}, and in a fork: {reason}; isolation='inline' would work"
+            )
+        return self._inline(workload, [*notes, NOT_FORKED.format(reason=unsent, fork=reason)])
+
+    def _in_process(self, source: Payload | Workload, deadline_s: float) -> tuple[ProcessProbe, WarmupReport]:
+        budget = self.memory_budget_bytes
+        probe = ProcessProbe(source, self.machine, memory_budget_bytes=budget, start_deadline_s=deadline_s)
+        with contextlib.ExitStack() as attempt:
+            attempt.callback(probe.close)
+            warmup = probe.start()
+            self.exits.push(attempt.pop_all())
+        return probe, warmup
+
+    def _inline(self, workload: Workload, notes: list[str]) -> _Started:
+        budget, deadline_s = self.memory_budget_bytes, self.start_deadline_s
+        inline = InlineProbe(workload, self.machine, memory_budget_bytes=budget, start_deadline_s=deadline_s)
+        self.exits.callback(inline.close)
+        return inline, inline.start(), [*notes, *inline.notes]
+
+
 _Started: TypeAlias = "tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]"
-
-
-def _against_step_time(
-    start: Callable[[Workload], _Started], workload: Workload, machine: Machine, reason: str
-) -> tuple[Workload, ProcessProbe | InlineProbe, WarmupReport, list[str]]:
-    """A probe in which a wait stands in for the step, as long as that takes in this process.
-
-    Raises:
-        WorkloadError: the step does not run on a copy of the model in this process either.
-    """
-    inline = InlineProbe(workload, machine)
-    try:
-        inline.start()
-        step = inline.step_ceiling(None, CEILING_BURST)
-    except WorkloadError as error:
-        raise WorkloadError(
-            f"{reason}, and here: {str(error).splitlines()[0]}; {GIVE_STEP_TIME}", error.user_traceback
-        ) from error
-    finally:
-        inline.close()
-    if isinstance(step, Failure):
-        raise WorkloadError(f"{reason}, and here: {step.message}; {GIVE_STEP_TIME}", step.traceback or "")
-    workload = replace(workload, training=TrainingSide(train_step=StepTime(step.step_s)))
-    probe, warmup, notes = start(workload)
-    return workload, probe, warmup, [f"{reason}, so the step was timed in this process", *notes]
-
-
-def is_taken_by_this_process(device: str) -> bool:
-    """Whether a GPU admits one process at a time, and this one uses it."""
-    if not device.startswith("cuda") or not torch.cuda.is_initialized():
-        return False
-    gpus = Gpus(cuda_uuids=[str(torch.cuda.get_device_properties(device).uuid)])
-    return any(gpus.is_exclusive(gpu) for gpu in gpus.devices())
 
 
 def compiles(training: TrainingSide) -> bool:
@@ -158,63 +154,6 @@ def _is_compiled(value: Any) -> bool:
     own = getattr(value, "__dict__", {})
     is_wrapper = type(value).__name__ == "OptimizedModule" or "_torchdynamo_orig_callable" in own
     return is_wrapper or own.get("_compiled_call_impl") is not None
-
-
-def _start(
-    exits: contextlib.ExitStack,
-    workload: Workload,
-    machine: Machine,
-    isolation: Isolation,
-    memory_budget_bytes: int | None,
-    start_deadline_s: float,
-) -> tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]:
-    """A warm probe, closed with `exits`; inline, with a note, where the workload cannot travel to a process of its own."""
-    notes = model_on_device_notes(workload.training)
-    if isolation == "inline":
-        return _inline(exits, workload, machine, memory_budget_bytes, start_deadline_s, notes)
-
-    def in_process(source: Payload | Workload, deadline_s: float) -> tuple[ProcessProbe, WarmupReport]:
-        probe = ProcessProbe(
-            source,
-            machine,
-            memory_budget_bytes=memory_budget_bytes,
-            start_deadline_s=deadline_s,
-        )
-        with contextlib.ExitStack() as attempt:
-            attempt.callback(probe.close)
-            warmup = probe.start()
-            exits.push(attempt.pop_all())
-        return probe, warmup
-
-    try:
-        payload = exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
-        return *in_process(payload, start_deadline_s), notes
-    except (UnpicklableError, PayloadTooLargeError) as error:
-        unsent = str(error)
-    try:
-        reason = not_for_a_fork(workload)
-        if reason is None:
-            probe, warmup = in_process(workload, min(start_deadline_s, FORK_DEADLINE_S))
-            return probe, warmup, [*notes, FORKED.format(reason=unsent)]
-    except (UnpicklableError, WorkloadError) as error:
-        reason = str(error).splitlines()[0]
-    if isolation == "process":
-        raise ValueError(f"isolation='process', but {unsent}, and in a fork: {reason}; isolation='inline' would work")
-    notes.append(NOT_FORKED.format(reason=unsent, fork=reason))
-    return _inline(exits, workload, machine, memory_budget_bytes, start_deadline_s, notes)
-
-
-def _inline(
-    exits: contextlib.ExitStack,
-    workload: Workload,
-    machine: Machine,
-    memory_budget_bytes: int | None,
-    start_deadline_s: float,
-    notes: list[str],
-) -> tuple[InlineProbe, WarmupReport, list[str]]:
-    inline = InlineProbe(workload, machine, memory_budget_bytes=memory_budget_bytes, start_deadline_s=start_deadline_s)
-    exits.callback(inline.close)
-    return inline, inline.start(), [*notes, *inline.notes]
 
 
 def not_for_a_fork(workload: Workload) -> str | None:

@@ -13,16 +13,19 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.archive import Archive, TooLargeError, size_of
+from autotune_loader.pipeline.workload import Workload
+from autotune_loader.probe.archive import Archive, TooLargeError
+from autotune_loader.probe.copying import fault_in
 from autotune_loader.probe.forking import in_fork
 from autotune_loader.values.secrets import without_secrets
 
+# In a part that does not travel no more than this is looked through for the object at fault.
+SEARCHED_BYTES = 1 << 26
 # A fork inherits locks that other threads hold; the largest payload takes about 10 s.
 PICKLING_DEADLINE_S = 40.0
 
@@ -63,7 +66,11 @@ class Payload:
             return msgspec.json.encode(_write(workload, payload, max_bytes))
 
         answer = write() if torch.cuda.is_initialized() else in_fork(write, PICKLING_DEADLINE_S)
-        fault = _Fault("the workload", answer) if isinstance(answer, str) else msgspec.json.decode(answer, type=_Answer)
+        fault = (
+            _Fault("the workload", answer)
+            if isinstance(answer, str)
+            else msgspec.json.decode(answer, type=_Fault | None)
+        )
         if fault is None:
             return payload
         payload.close()
@@ -83,24 +90,21 @@ class _Fault(NamedTuple):
     is_too_large: bool = False
 
 
-_Answer: TypeAlias = _Fault | None
-
-
 def _write(workload: Workload, payload: Payload, max_bytes: int) -> _Fault | None:
-    data, training = workload.data, workload.training
-    return _written(payload.data, data, ("dataset", "collate_fn", "sampler", "batch_sampler"), max_bytes) or _written(
-        payload.training, training, ("model", "train_step", "loss_fn", "optimizer"), max_bytes
+    halves: tuple[tuple[Archive, Any, tuple[str, ...]], ...] = (
+        (payload.data, workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler")),
+        (payload.training, workload.training, ("model", "train_step", "loss_fn", "optimizer")),
     )
-
-
-def _written(archive: Archive, side: DataSide | TrainingSide, parts: tuple[str, ...], max_bytes: int) -> _Fault | None:
-    with _unimportable_modules_by_value(getattr(side, part) for part in parts):
-        try:
-            archive.write(side, max_bytes)
-        except TooLargeError as error:
-            return _Fault(parts[0], f"the {parts[0]} is {error}", is_too_large=True)
-        except Exception as error:
-            return _Fault(_part_at_fault(side, parts), str(error))
+    for archive, side, names in halves:
+        parts = {name: getattr(side, name) for name in names}
+        with _unimportable_modules_by_value(parts.values()):
+            try:
+                archive.write(side, max_bytes)
+            except TooLargeError as error:
+                return _Fault(names[0], f"the {names[0]} is {error}", is_too_large=True)
+            except Exception as error:
+                path, _ = fault_in("", parts, {}, SEARCHED_BYTES) or ("", None)
+                return _Fault(path or type(side).__name__, str(error))
     return None
 
 
@@ -128,32 +132,3 @@ def _is_importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
         return False
-
-
-def _part_at_fault(side: object, parts: tuple[str, ...]) -> str:
-    """The dotted path of the deepest attribute that does not pickle by itself, such as `dataset.reader.lock`."""
-    for part in parts:
-        value = getattr(side, part)
-        if value is not None and not _pickles(value):
-            return _deepest_fault(part, value, depth=4)
-    return type(side).__name__
-
-
-def _deepest_fault(path: str, value: Any, depth: int) -> str:
-    if depth == 0:
-        return path
-    attributes = getattr(value, "__dict__", None)
-    for name, attribute in (attributes or {}).items():
-        if not _pickles(attribute):
-            return _deepest_fault(f"{path}.{name}", attribute, depth - 1)
-    return path
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        size_of(value, max_bytes=1 << 26)
-    except TooLargeError:
-        return True  # large is not at fault
-    except Exception:
-        return False
-    return True

@@ -1,7 +1,9 @@
 """The parent's side of the probe: it starts the probe process, owns time and memory, and never lets a failure out.
 
-The process is long-lived: it imports torch and warms the step up once. When it dies or hangs it is killed with all its
-descendants, what happened is told as a `Failure`, and the next request starts a new one.
+    request ─► one child: loader, loop, Measurement ─► answer             the child is long-lived: it imports torch and warms
+       wait for its answer, its end, or the deadline ─► Failure           the step up once; it is ended with all it started
+
+A child that dies or hangs is killed with all its descendants; the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -20,22 +22,25 @@ import tempfile
 import threading
 import time
 from multiprocessing import util
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
+
+import torch
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe import wire
 from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.child import serve_forked
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
 from autotune_loader.probe.forking import Fork
 from autotune_loader.probe.payload import Payload, UnpicklableError
 from autotune_loader.probe.protocol import START_DEADLINE_S
+from autotune_loader.probe.torch_state import read_torch_state
+from autotune_loader.probe.wire import Hello, Message, Request, receive, send
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
@@ -46,10 +51,14 @@ log = logging.getLogger(__name__)
 SEND_DEADLINE_S = 60
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
-# Workers inherit the connection, so a dead probe process does not close it while they live: its death is looked for too.
-DEATH_CHECK_S = 0.2
 # Of what a process that died has printed: the end of it holds the error.
 STDERR_TAIL_BYTES = 4096
+# The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. The lifeline comes before
+# torch: importing that takes seconds, in which the parent may end.
+RUN = (
+    "import sys; sys.path[:] = {path!r}; from autotune_loader.probe.lifeline import hold; hold({lifeline}, {scratch!r}); "
+    "from autotune_loader.probe.child import main; main({connection}, {lifeline}, {data}, {training})"
+)
 
 
 class ProcessProbe:
@@ -76,6 +85,7 @@ class ProcessProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
+        self._device_uuid: str | None = None
 
     def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm.
@@ -84,13 +94,14 @@ class ProcessProbe:
             UnpicklableError: the workload was pickled, but cannot be unpickled in another process.
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
-        outcome = self._started_child()
-        if isinstance(outcome, Failure) and outcome.kind == "pickling" and outcome.phase == "start":
-            raise UnpicklableError("the workload", outcome.message, "unpickled in another process")
-        if isinstance(outcome, Failure):
-            raise WorkloadError(outcome.message, outcome.traceback or "")
-        assert outcome.warmup is not None
-        return outcome.warmup
+        message = self._started()
+        if message.ready is not None:
+            return message.ready
+        failure = message.failure
+        assert failure is not None
+        if failure.kind == "pickling" and failure.phase == "start":
+            raise UnpicklableError("the workload", failure.message, "unpickled in another process")
+        raise WorkloadError(failure.message, failure.traceback or "")
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment with `config`.
@@ -98,11 +109,11 @@ class ProcessProbe:
         Raises:
             WorkloadError: too many samples of the dataset raise.
         """
-        return self._run(wire.Request(what="burst", plan=plan, config=config))
+        return self._run(Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
         config = LoaderConfig(consumer_threads=consumer_threads)
-        return self._run(wire.Request(what="step_ceiling", plan=plan, config=config))
+        return self._run(Request(what="step_ceiling", plan=plan, config=config))
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -110,24 +121,26 @@ class ProcessProbe:
             self._child.end()
             self._child = None
 
-    def _started_child(self) -> _Child | Failure:
-        if self._child is not None:
-            return self._child
+    def _started(self) -> Message:
+        """What a new child answers: that it is warm, or why not; then there is none."""
+        self.close()
         child = self._child = _Child(self._source)
         try:
-            failure = child.wait_until_ready(self._start_deadline_s)
+            message = child.ask(None if isinstance(self._source, Workload) else _hello(), self._start_deadline_s)
         except BaseException:
             self.close()  # Ctrl-C: no orphan may outlive it
             raise
-        if failure is None:
-            return child
-        self.close()
-        return failure
+        if message.ready is None:
+            self.close()
+        else:
+            self._device_uuid = message.ready.device_uuid
+        return message
 
-    def _run(self, request: wire.Request) -> Measurement | Failure:
-        child = self._started_child()
-        if isinstance(child, Failure):
-            return child
+    def _run(self, request: Request) -> Measurement | Failure:
+        if self._child is None and (failure := self._started().failure) is not None:
+            return failure
+        child = self._child
+        assert child is not None
         try:
             outcome = self._metered(child, request)
         except BaseException:
@@ -137,7 +150,7 @@ class ProcessProbe:
             self.close()
         return outcome
 
-    def _metered(self, child: _Child, request: wire.Request) -> Measurement | Failure:
+    def _metered(self, child: _Child, request: Request) -> Measurement | Failure:
         over_budget = threading.Event()
 
         def on_memory_limit() -> None:
@@ -149,16 +162,19 @@ class ProcessProbe:
             usable_cores=self._machine.usable_cores,
             memory_budget_bytes=self._memory_budget_bytes,
             on_memory_limit=on_memory_limit,
-            gpus=gpus_of(child.warmup),
+            gpus=gpus_of(self._device_uuid),
         )
         with meter:
-            outcome = child.ask(request)
+            message = child.ask(request, request.plan.deadline_s)
         if over_budget.is_set():
             child.is_lost = True  # also where the burst was over by then: the next one needs a new process
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
-        if not isinstance(outcome, Measurement):
-            return outcome
-        return meter.added_to(outcome)
+        if message.measurement is not None:
+            return meter.added_to(message.measurement)
+        assert message.failure is not None
+        if message.ends_run:
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
+        return message.failure
 
 
 class _Child:
@@ -170,101 +186,72 @@ class _Child:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         self._segments_before = segments()
-        self._is_forked = isinstance(source, Workload)
+        self._process: subprocess.Popen[bytes] | Fork
         with theirs:
-            ends = _Ends(theirs.fileno(), lifeline_read, (ours.fileno(), self._lifeline))
-            self._process = (
-                _forked(source, ends, self._scratch, self._output)
-                if isinstance(source, Workload)
-                else _spawned(source, ends, self._scratch, self._output)
-            )
+            if isinstance(source, Workload):
+                self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
+            else:
+                self._process = self._spawned(source, theirs.fileno(), lifeline_read)
         os.close(lifeline_read)
         # Without a timeout a process that hangs before it reads would block us.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         self._connection = Connection(ours.detach())
+        # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
+        self._ends: list[int] = []
+        with contextlib.suppress(
+            OSError
+        ):  # it has ended, or the kernel is older than 5.3: then the connection tells alone
+            self._ends.append(os.pidfd_open(self.pid))
         self._phase: FailurePhase = "start"
-        self.warmup: WarmupReport | None = None
         self.is_lost = False
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_until_ready(self, deadline_s: float) -> Failure | None:
-        try:
-            if not self._is_forked:
-                wire.send(self._connection, _hello())
-        except BlockingIOError:
-            return self._hang(SEND_DEADLINE_S)
-        except OSError:
-            return self._death()
-        message = self._answer(deadline_s)
-        if isinstance(message, Failure):
-            return message
-        self.warmup = message.ready
-        return message.failure
-
-    def ask(self, request: wire.Request) -> Measurement | Failure:
+    def ask(self, record: Hello | Request | None, deadline_s: float) -> Message:
+        """The answer to what is sent; a failure where none comes in time or the process dies."""
         self._phase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
         try:
-            wire.send(self._connection, request)
+            if record is not None:
+                send(self._connection, record)
+        except BlockingIOError:
+            return self._hang(SEND_DEADLINE_S)
         except OSError:
             return self._death()
-        message = self._answer(request.plan.deadline_s)
-        if isinstance(message, Failure):
-            return message
-        outcome = message.measurement or message.failure
-        assert outcome is not None
-        if message.ends_run and message.failure is not None:
-            raise WorkloadError(message.failure.message, message.failure.traceback or "")
-        return outcome
-
-    def _answer(self, deadline_s: float) -> wire.Message | Failure:
-        """The next message that is not about a phase; a failure when none comes in time or the process dies."""
         deadline = time.monotonic() + deadline_s
-        while True:
-            if not self._hears_something(deadline):
-                return self._death() if self._process.poll() is not None else self._hang(deadline_s)
+        while heard := wait([self._connection, *self._ends], max(0.0, deadline - time.monotonic())):
+            if self._connection not in heard and not self._connection.poll(
+                0
+            ):  # it may have answered and died in between
+                return self._death()
             try:
-                message = wire.receive(self._connection, wire.Message)
+                message = receive(self._connection, Message)
             except (EOFError, OSError):
                 return self._death()
             if message.phase is None:
                 return message
             self._phase = message.phase
+        return self._hang(deadline_s)
 
-    def _hears_something(self, deadline: float) -> bool:
-        """Whether a message (or the end of the connection) came before the deadline and before the process ended."""
-        while not self._connection.poll(min(DEATH_CHECK_S, max(0.0, deadline - time.monotonic()))):
-            if self._process.poll() is not None:
-                return self._connection.poll(0)  # it may have answered and died in between
-            if time.monotonic() >= deadline:
-                return False
-        return True
-
-    def _hang(self, deadline_s: float) -> Failure:
+    def _hang(self, deadline_s: float) -> Message:
         self.is_lost = True
-        return Failure(
-            kind="deadline",
-            phase=self._phase,
-            message=f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}",
-            traceback=self._last_words() or None,
-        )
+        message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
+        traceback = self._last_words() or None
+        return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=traceback))
 
-    def _death(self) -> Failure:
+    def _death(self) -> Message:
         self.is_lost = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
-        return failure_of_death(self._process.poll(), self._phase, self._last_words())
+        return Message(failure=failure_of_death(self._process.poll(), self._phase, self._last_words()))
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError, ValueError):
-            size = os.fstat(self._output.fileno()).st_size
-            return os.pread(self._output.fileno(), STDERR_TAIL_BYTES, max(0, size - STDERR_TAIL_BYTES)).decode(
-                errors="replace"
-            )
+            output, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size
+            return os.pread(output, STDERR_TAIL_BYTES, max(0, size - STDERR_TAIL_BYTES)).decode(errors="replace")
         return ""
 
     def kill(self) -> None:
@@ -283,52 +270,38 @@ class _Child:
         finally:  # also when a second Ctrl-C comes
             self.kill()
             self._process.wait()
-            os.close(self._lifeline)
+            for descriptor in (*self._ends, self._lifeline):
+                os.close(descriptor)
             self._output.close()
             remove_segments_of({*members, self.pid}, self._segments_before)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
+    def _spawned(self, payload: Payload, connection: int, lifeline: int) -> subprocess.Popen[bytes]:
+        """A fresh interpreter with the flags of this one, which finds what this one finds."""
+        descriptors = (connection, lifeline, payload.data.fd, payload.training.fd)
+        path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
+        named = dict(zip(("connection", "lifeline", "data", "training"), descriptors, strict=True))
+        run = RUN.format(path=path, scratch=self._scratch, **named)
+        return subprocess.Popen(
+            [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+        )
 
-class _Ends(NamedTuple):
-    """Descriptors of a new child."""
+    def _forked(self, workload: Workload, connection: int, lifeline: int, ours: int) -> Fork:
+        def live() -> None:
+            for descriptor in (ours, self._lifeline):  # other ends, which a fork must not keep open
+                os.close(descriptor)
+            serve_forked(os.dup(connection), lifeline, workload, self._scratch)
 
-    connection: int
-    lifeline: int
-    ours: tuple[int, ...]
-    """Other ends, which a fork must not keep open."""
-
-
-def _spawned(payload: Payload, ends: _Ends, scratch: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A fresh interpreter with the flags of this one, which finds what this one finds."""
-    descriptors = (ends.connection, ends.lifeline, payload.data.fd, payload.training.fd)
-    path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
-    # Set before anything is imported: a `dataclasses.py` beside the script is none of ours.
-    run = f"from autotune_loader.probe.child import main; main(*{descriptors}, {scratch!r})"
-    return subprocess.Popen(
-        [sys.executable, *util._args_from_interpreter_flags(), "-c", f"import sys; sys.path[:] = {path!r}; {run}"],  # type: ignore[attr-defined]
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,  # a process group of its own, so that the whole tree can be ended
-    )
+        return Fork(live, self._output.fileno())
 
 
-def _forked(workload: Workload, ends: _Ends, scratch: str, output: IO[bytes]) -> Fork:
-    def live() -> None:
-        for descriptor in ends.ours:
-            os.close(descriptor)
-        serve_forked(os.dup(ends.connection), ends.lifeline, workload, scratch)
-
-    return Fork(live, output.fileno())
-
-
-def _hello() -> wire.Hello:
-    import torch
-
-    from autotune_loader.probe.torch_state import read_torch_state
-
-    return wire.Hello(
+def _hello() -> Hello:
+    return Hello(
         threads=torch.get_num_threads(),
         start_method=multiprocessing.get_start_method(allow_none=True),
         torch_state=read_torch_state(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
-from autotune_loader.probe.inference import UNUSED_LOSS, Form, StepInferenceError, infer
+from autotune_loader.probe.inference import Form, StepInferenceError, infer
 from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
 
@@ -30,11 +29,10 @@ TRAINS_NOTHING = (
     "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
     "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
 )
-STAND_IN_LOSS = (
-    "{step} stands in for the loss, as the batch has no target; pass loss_fn= (an autoencoder's is given output and input) "
-    "or train_step= for the true cost of the step"
+OF_ANOTHER_MODEL = (
+    "optimizer={optimizer} is over none of the model's parameters, so none is trained; optimizer=torch.optim.AdamW, its class, "
+    "would be made from them"
 )
-
 AGAINST_TIME = (
     "{}: workers and their prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown"
 )
@@ -87,10 +85,8 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     if isinstance(side.model, torch.nn.Module):
         ready_model(side.model, device, side.compiled)
     form = infer(side, first_batch)
-    # Whether a step of the user's own moves its batch is found out on the first one.
-    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own or device.type == "cpu")
-    if form.ignores:
-        step.notes.append(form.ignores)
+    # Whether a step of the user's own moves its batch is found out on the first one. Where the CPU trains nothing is moved.
+    step = TrainingStep(lambda batch: None, form.name, device, moves=not form.is_own and device.type != "cpu")
     step.train = _Training(side, form, step)
     return step
 
@@ -122,121 +118,82 @@ class _Training:
         self._model = side.model
         self._was_given_optimizer = side.optimizer is not None
         self._optimizer = _optimizer_of(side)
-        self._needs_closure = self._optimizer is not None and _needs_closure(self._optimizer)
-        self._rest = _Rest()
+        self._runs_backward = self._steps = False
+        """What is left to do after the form has run."""
+        self._zeroed: list[Any] = []
+        """Optimizers whose gradients are zeroed afterwards."""
 
     def __call__(self, batch: Any) -> None:
         if self._learning is not None:
             self._learn(batch, self._learning)
-        elif self._rest.by_closure:
-            self._step_by_closure(batch)
         else:
-            self._finish(self._form.loss(batch))
+            self._finish(loss_in(self._form.run(batch)))
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
 
     def _learn(self, batch: Any, step: TrainingStep) -> None:
         """Train on the first batch, and see what the form does of it."""
-        returned, name, seen = self._first_run(batch, step)
-        loss = loss_in(returned)
-        self._rest, said = self._rest_of(seen, loss)
-        step.description = f"{name}{said}"
-        if said == FORWARD_ONLY:
-            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
-        if name.endswith(UNUSED_LOSS):
-            step.notes.append(f"{name}: the batch has no target for it; loss_fn=None says the same")
-        if name.startswith("mean of "):
-            step.notes.append(STAND_IN_LOSS.format(step=name))
-        self._learning = None
-        if self._rest.steps and not _steps_any_of(self._model, self._optimizer):
-            step.notes.append(
-                f"optimizer={type(self._optimizer).__name__} is over none of the model's parameters, so none is trained; "
-                "optimizer=torch.optim.AdamW, its class, would be made from them"
-            )
-        if self._rest.by_closure:
-            self._step_by_closure(batch)
-        else:
-            self._finish(loss)
-
-    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen]:
-        if self._form.is_own and step.device.type != "cpu" and (done := self._run_moving_itself(batch, step)):
-            return done
         try:
-            with _watched() as seen:
-                return *self._form.run(step.move(batch)), seen
+            returned, seen = self._first_run(batch, step)
         except Exception as error:
             explained = self._form.explained(error)
             if explained is error:
                 raise
             raise explained from error
+        loss = loss_in(returned)
+        said = self._leave_to_do(seen, loss)
+        self._learning, step.description = None, f"{self._form.name}{said}"
+        step.notes += self._form.notes
+        if said == FORWARD_ONLY:
+            step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
+        if self._steps and not _steps_any_of(self._model, self._optimizer):
+            step.notes.append(OF_ANOTHER_MODEL.format(optimizer=type(self._optimizer).__name__))
+        self._finish(loss)
 
-    def _run_moving_itself(self, batch: Any, step: TrainingStep) -> tuple[Any, str, _Seen] | None:
-        """Run a step that brings its batch to the device by itself, waiting for the copy or not as the user wrote it."""
-        try:
-            with _watched() as seen, _Moves(step.device.type) as moves:
-                done = self._form.run(batch)
-        except Exception:  # it takes the batch to be there already
-            step.moves = True
-            return None
-        step.moves = not moves.were_seen
-        return *done, seen
+    def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, _Seen]:
+        if self._form.is_own and step.device.type != "cpu":
+            # It may bring its batch to the device by itself, waiting for the copy or not as the user wrote it.
+            with contextlib.suppress(Exception), _watched() as seen, _Moves(step.device.type) as moves:
+                returned = self._form.run(batch)
+                step.moves = not moves.were_seen
+                return returned, seen
+            step.moves = True  # it takes the batch to be there already
+        with _watched() as seen:
+            return self._form.run(step.move(batch)), seen
 
-    def _rest_of(self, seen: _Seen, loss: Any) -> tuple[_Rest, str]:
-        """What is left to do after the form has run, and how that is said."""
+    def _leave_to_do(self, seen: _Seen, loss: Any) -> str:
+        """Find out what is left to do after the form has run, and how that is said."""
         if seen.optimizers:
             if seen.has_zeroed or not seen.has_run_backward:
-                return _Rest(), ", which steps the optimizer itself"
-            rest = _Rest(zeroed=tuple(seen.optimizers))
-            return rest, ", which steps the optimizer itself; gradients are zeroed here"
+                return ", which steps the optimizer itself"
+            self._zeroed = seen.optimizers
+            return ", which steps the optimizer itself; gradients are zeroed here"
         if seen.has_run_backward:
-            if not self._was_given_optimizer or self._needs_closure:
-                return _Rest(), ", which runs backward itself; no optimizer stepped on the first batch"
-            rest = _Rest(steps=True, zeroed=(self._optimizer,))
-            return rest, f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
+            if not self._was_given_optimizer:
+                return ", which runs backward itself; no optimizer stepped on the first batch"
+            self._steps, self._zeroed = True, [self._optimizer]
+            return f", which runs backward itself, then {type(self._optimizer).__name__}.step()"
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             if loss.numel() != 1:
                 raise StepInferenceError(
                     f"{self._form.name} gives a loss of shape {list(loss.shape)}, which has no backward; "
                     "its mean (`return loss.mean()`, or a loss_fn with reduction='mean') would work"
                 )
-            return _Rest(backward=True, steps=self._optimizer is not None, by_closure=self._needs_closure), ""
-        if _trained(self._model) or self._was_given_optimizer:
-            return _Rest(), FORWARD_ONLY
-        return _Rest(), ""
+            self._runs_backward, self._steps = True, self._optimizer is not None
+            return ""
+        return FORWARD_ONLY if _trained(self._model) or self._was_given_optimizer else ""
 
     def _finish(self, loss: Any) -> None:
-        rest, optimizer = self._rest, self._optimizer
-        if rest.backward:
+        if self._runs_backward:
             if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
                 return  # training skips such a batch, too
-            if rest.steps:
-                optimizer.zero_grad(set_to_none=True)
+            if self._steps:
+                self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
-        if rest.steps:
-            optimizer.step()
-        for each in rest.zeroed:
+        if self._steps:
+            self._optimizer.step()
+        for each in self._zeroed:
             each.zero_grad(set_to_none=True)
-
-    def _step_by_closure(self, batch: Any) -> None:
-        def closure() -> Any:
-            self._optimizer.zero_grad(set_to_none=True)
-            loss = self._form.loss(batch)
-            loss.backward()
-            return loss
-
-        self._optimizer.step(closure)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest:
-    """What a step leaves to be done for it."""
-
-    backward: bool = False
-    steps: bool = False
-    by_closure: bool = False
-    """Whether the optimizer evaluates the loss itself."""
-    zeroed: tuple[Any, ...] = ()
-    """Optimizers whose gradients are zeroed afterwards."""
 
 
 @dataclass(slots=True)
@@ -357,15 +314,6 @@ def _made(factory: Callable[..., Any], parameters: list[torch.nn.Parameter]) -> 
             f"optimizer={name} was called with the model's parameters alone and failed ({error}); "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1) would work"
         ) from error
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    """Whether `step` takes a function that evaluates the loss anew, as LBFGS does."""
-    try:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-    except (TypeError, ValueError):
-        return False
-    return closure is not None and closure.default is closure.empty
 
 
 def _beside_its_parameters(optimizer: Any) -> Any:

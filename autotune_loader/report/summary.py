@@ -1,15 +1,26 @@
-"""Sentences of a result's summary: rates and speed-ups with their intervals."""
+"""Sentences of a result's summary and its warnings."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.report.units import counted, faster_words, number_text
+from autotune_loader.results.loader_file import Reused
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import BadSample
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
+from autotune_loader.values.trial import Trial
 
 UNDECIDED = "Not decided"
 """How a summary begins whose choice is a guess."""
+INTERRUPTED = "Interrupted: this is the best state so far."
+NOTHING_MEASURED = "Nothing was measured, so nothing can be said."
+FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
+SHORT_EPOCHS = "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
+MOST_NAMED = 4
+"""Bad samples of one kind."""
 NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
 
 
@@ -67,3 +78,58 @@ def speedup_sentence(
         found = "nothing else is worth its cost" if is_decided else "nothing else was shown to be worth its cost"
         return f"That is the configuration before tuning: {found}."
     return "" if speedup is None else f"{faster_words('It', speedup, f'{baseline} (before tuning)')}."
+
+
+def use_sentence(best: LoaderConfig, rate: Interval | None, unit: str = "samples/s") -> str:
+    return f"Use {best}: {rate_words(rate, unit)}."
+
+
+def undecided_sentence(why: str | None) -> str:
+    return f"{UNDECIDED}: {why}. Until then this is the safest guess."
+
+
+def reused_sentence(reused: Reused, partner: LoaderConfig | None, why_long: str = "") -> str:
+    """That an earlier result is used, and what its check saw."""
+    paired = "" if reused.speedup is None else f", {reused.speedup:.2f}x as fast as {partner}"
+    return (
+        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in "
+        f"{counted(reused.rounds, 'paired round')}: {reused.samples_per_s:,.0f} samples/s{paired}"
+        f"{'; ' if why_long else ''}{why_long}."
+    )
+
+
+def failure_kinds(trials: Sequence[Trial]) -> list[str]:
+    """What went wrong, each kind once."""
+    return sorted({f"{trial.failure.kind}: {trial.failure.message}" for trial in trials if trial.failure is not None})
+
+
+def failed_trials(trials: Sequence[Trial]) -> list[str]:
+    """A sentence for each kind of failure, with the message of the first."""
+    by_kind: dict[str, list[str]] = {}
+    for trial in trials:
+        if trial.failure is not None:
+            by_kind.setdefault(trial.failure.kind, []).append(trial.failure.message)
+    return [f"{counted(len(said), 'trial')} failed ({kind}): {said[0]}" for kind, said in sorted(by_kind.items())]
+
+
+def bad_samples(found: Iterable[BadSample]) -> list[str]:
+    """What training will trip over: a sentence for each class of exception that samples raised."""
+    by_class: dict[str, dict[str, BadSample]] = {}
+    for bad in found:
+        by_class.setdefault(bad.error.partition(":")[0], {}).setdefault(bad.name, bad)
+    sentences = []
+    for bads in by_class.values():
+        names, first = list(bads), next(iter(bads.values()))
+        others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
+        sentences.append(
+            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (bursts leave it out)"
+        )
+    return sentences
+
+
+def slow_batches(first_fetch_s: float) -> str:
+    """What must be said of rates where a batch takes seconds."""
+    return (
+        f"a batch takes about {first_fetch_s:.0f} s to fetch in one process, so there was no time for paired "
+        "rounds (a larger budget has some)"
+    )

@@ -1,32 +1,27 @@
-"""From what a search state to the `TuningResult`: figures, sentences, warnings."""
+"""From the state of a search to the `TuningResult`, and who is told of it while the search runs.
+
+Whose figures a result holds is decided here; what they mean is said in `report`.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.rounds import averaged
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.bench import SLOW_FETCH_S
-from autotune_loader.report.advice import Evidence, advise, judge
-from autotune_loader.report.advice.memory import growth_warning
-from autotune_loader.report.ceiling import ceiling_doubt
+from autotune_loader.probe.first_batches import SLOW_FETCH_S
+from autotune_loader.report import summary
+from autotune_loader.report.assembly import judged
+from autotune_loader.report.progress import Progress
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
-from autotune_loader.report.summary import (
-    NOTHING_COMPARED,
-    UNDECIDED,
-    rate_words,
-    speedup_sentence,
-    why_it_ended,
-    why_undecided,
-)
-from autotune_loader.report.units import counted
 from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
@@ -37,20 +32,18 @@ from autotune_loader.results.loader_file import (
     Reused,
     Spent,
     Status,
-    Verdict,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.recheck import Recheck
+from autotune_loader.tuning.earlier import Check
 from autotune_loader.tuning.state import RunContext, SearchState
-from autotune_loader.twin import Twin
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BadSample, Measurement
 from autotune_loader.values.statistics import Interval, mean_share
+from autotune_loader.values.trial import Trial
 
-NO_VERDICT = Verdict(binding="unknown", sentence="No configuration worked, so nothing can be said.")
+log = logging.getLogger(__name__)
 
-MOST_NAMED = 4
-"""Bad samples of one kind."""
+NOT_WRITTEN = "could not be written"
+"""What a warning says of a file that was asked for."""
 
 
 def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
@@ -62,86 +55,73 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         seconds: wall seconds since the call.
         final: whether the search has ended; an unfinished or interrupted one gives status "partial".
     """
-    best, finals, trials = _best(state), _finals(state, context), tuple(state.trials)
-    data = context.workload.data
+    finals, data, warmup, fastest = _finals(state, context), context.workload.data, context.warmup, state.fastest()
+    best = (
+        state.finals.winner if state.finals is not None else fastest.config if fastest is not None else LoaderConfig()
+    )
+    epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
     found = TuningResult(
         best=best,
         status=_status(state, finals, final),
         baseline=state.baseline,
-        trials=trials,
+        trials=tuple(state.trials),
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals, "batches/s" if context.warmup.counts_batches else "samples/s"),
-        predicted=_predicted(best, state, finals, context),
+        measured=_measured(best, state, finals, context),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
-        twin=replace(
-            state.context, epoch_batches=data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size)
-        ),
-        stage_times=stage_times(pooled(trial.measurement.stages for trial in trials if trial.measurement is not None)),
+        twin=replace(state.context, epoch_batches=epoch_batches),
+        stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
+        warnings=_warnings(best, state, context, finals),
         tolerance=context.tolerance,
         study=state.study,
         parts=loader_parts(context.workload),
     )
-    doubt = ceiling_doubt(found)
-    if doubt is not None:
-        found = replace(found, measured=replace(found.measured, ceiling_samples_per_s=None, ceiling_doubt=doubt))
-    evidence = _evidence(found, state, context)
-    verdict = judge(evidence) if evidence is not None else NO_VERDICT
-    growth = growth_warning(evidence) if evidence is not None else None
-    return replace(
-        found,
-        verdict=verdict,
-        advice=advise(evidence, verdict) if evidence is not None else (),
-        summary=_summary(found, state, verdict, context),
-        warnings=(
-            *_bad_samples(state, context),
-            *_warnings(best, state, context, finals),
-            *([growth] if growth is not None else []),
-        ),
+    is_fallback = found.status == "fallback"
+    return judged(
+        replace(found, predicted=_predicted(found, data)),
+        before=() if is_fallback else _before(found),
+        after=summary.failure_kinds(found.trials) if is_fallback else _after(state, context),
+        nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
+        on_accelerator=not context.workload.on_cpu,
+        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+        space=context.space,
+        held=largest_held(data.dataset),
     )
 
 
-def assemble_reused(
-    entry: Entry, seen: Recheck, context: RunContext, baseline: LoaderConfig, seconds: float, study: Any
-) -> TuningResult:
+def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
     """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
 
     Args:
         entry: the earlier result.
         seen: the check that it passed.
-        context: workload, space and machine of now.
-        baseline: what the caller has now; the speed-up is over it.
+        context: workload, space and machine of now; the speed-up is over its baseline.
         seconds: wall seconds since the call.
         study: the Optuna study of the earlier trials.
     """
-    earlier, rate = entry.result, seen.rate()
+    earlier, baseline, rate = entry.result, context.baseline, seen.rate(entry.result.best)
     assert rate is not None
     measured = earlier.measured
-    # A speed-up that was stated while the machine was busy need not be that of a quiet one.
-    if baseline != earlier.baseline or (seen.refutes(measured.speedup) and seen.partner == baseline):
-        now = seen.rate("partner") if seen.partner == baseline else rate
+    if baseline != earlier.baseline:
+        now = seen.rate(baseline) if seen.partner == baseline else rate
         unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
         speedup = seen.speedup if seen.partner == baseline else None
         measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)
-    ratio = None if seen.speedup is None else seen.speedup.value
-    paired = "" if ratio is None else f", {ratio:.2f}x as fast as {seen.partner}"
     reused = Reused(
         tuned_at=entry.note.tuned_at,
         samples_per_s=rate,
-        speedup=ratio,
+        speedup=None if seen.speedup is None else seen.speedup.value,
         rounds=len(seen.rounds),
         seconds=earlier.spent.seconds,
     )
     doubt = earlier.summary[0] if earlier.status == "undecided" else ""
-    rounds = counted(reused.rounds, "paired round")
-    summary = (
+    sentences = (
         doubt,
-        f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in {rounds}: "
-        f"{rate:,.0f} samples/s{paired}{'; ' if seen.why_long else ''}{seen.why_long}.",
-        f"Use {earlier.best}: {rate_words(measured.samples_per_s)}.",
-        speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
+        summary.reused_sentence(reused, seen.partner, seen.why_long),
+        summary.use_sentence(earlier.best, measured.samples_per_s),
+        summary.speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
         earlier.verdict.sentence,
         f"Step: {context.warmup.step}.",
     )
@@ -149,7 +129,7 @@ def assemble_reused(
         earlier,
         baseline=baseline,
         measured=measured,
-        summary=tuple(sentence for sentence in summary if sentence),
+        summary=tuple(sentence for sentence in sentences if sentence),
         warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
         space_hash=context.space.hash,
@@ -160,13 +140,6 @@ def assemble_reused(
     )
 
 
-def _best(state: SearchState) -> LoaderConfig:
-    if state.finals is not None:
-        return state.finals.winner
-    fastest = state.fastest()
-    return fastest.config if fastest is not None else LoaderConfig()
-
-
 def _status(state: SearchState, finals: Finals, final: bool) -> Status:
     if not final or state.interrupted:
         return "partial"
@@ -175,32 +148,9 @@ def _status(state: SearchState, finals: Finals, final: bool) -> Status:
     return "complete" if finals.undecided is None else "undecided"
 
 
-def _evidence(found: TuningResult, state: SearchState, context: RunContext) -> Evidence | None:
-    """What the verdict rests on; None where nothing worked."""
-    data, best, rate = context.workload.data, found.best, found.measured.samples_per_s
-    measurement = measurement_of(best, found.finals, found.trials)
-    if measurement is None or rate is None:
-        return None
-    return Evidence(
-        best=best,
-        measurement=measurement,
-        rate=rate,
-        ceiling=found.ceiling,
-        ceiling_doubt=found.measured.ceiling_doubt,
-        usable_cores=context.usable_cores,
-        on_accelerator=not context.workload.on_cpu,
-        epoch_batches=data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size),
-        trials=state.trials,
-        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-        twin=_twin(state),
-        space=context.space,
-        stage_times=found.stage_times,
-        held=largest_held(data.dataset),
-    )
-
-
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: RateUnit) -> Measured:
+def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Measured:
     """Every figure from where the table has it, too."""
+    unit: RateUnit = "batches/s" if context.warmup.counts_batches else "samples/s"
     before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
@@ -224,36 +174,26 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, unit: Rate
     )
 
 
-def _predicted(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Predicted:
-    twin = _twin(state) if best.batch_size is None else None
-    if twin is None:
+def _predicted(found: TuningResult, data: DataSide) -> Predicted:
+    """What the twin of the search's bursts says of the best, as `predict()` makes it from a file."""
+    measured = measurement_of(found.best, found.finals, found.trials)
+    if found.best.batch_size is not None or measured is None or found.twin is None:
         return Predicted()
-    epoch_batches = context.workload.data.batches_per_epoch(best.batch_size or context.warmup.burst_batch_size)
-    prediction = twin.predict_all([best], epoch_batches=epoch_batches)[0]
-    measured = measurement_of(best, finals, state.trials)
-    samples = _samples_per_epoch(context.workload.data, epoch_batches, measured)
+    prediction, batches = found.predict_all([found.best])[0], found.twin.epoch_batches
+    # Where the dataset makes the batches, its length is that of batches.
+    by_batches = data.batch_size is None and batches is not None
+    samples = (batches or 0) * measured.batch_size if by_batches else data.samples_per_epoch()
     epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
     return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
-
-
-def _samples_per_epoch(data: DataSide, batches: int | None, measured: Measurement | None) -> float | None:
-    """Where the dataset makes the batches, its length is that of batches."""
-    if data.batch_size is not None or batches is None or measured is None:
-        return data.samples_per_epoch()
-    return batches * measured.batch_size
-
-
-def _twin(state: SearchState) -> Twin | None:
-    """The twin of the search's bursts, as `predict()` makes it from a file."""
-    return fit_twin([(t.config, t.measurement) for t in state.trials if t.measurement is not None], state.context)
 
 
 def _finals(state: SearchState, context: RunContext) -> Finals:
     outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
     tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-    untried = NOTHING_COMPARED if len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET else None
+    was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
+    untried = summary.NOTHING_COMPARED if was_short else None
     if outcome is None:
-        return Finals(undecided=why_undecided(None, tolerance) if len(tried) > 1 else untried)
+        return Finals(undecided=summary.why_undecided(None, tolerance) if len(tried) > 1 else untried)
     return Finals(
         configs=outcome.configs,
         rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
@@ -263,72 +203,38 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
             averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
         ),
         as_fast=outcome.as_fast,
-        undecided=why_undecided(outcome, tolerance) or untried,
+        undecided=summary.why_undecided(outcome, tolerance) or untried,
     )
 
 
-def _summary(found: TuningResult, state: SearchState, verdict: Verdict, context: RunContext) -> tuple[str, ...]:
-    best, measured = found.best, found.measured
-    if found.status == "fallback":
-        kinds = sorted({f"{t.failure.kind}: {t.failure.message}" for t in state.trials if t.failure is not None})
-        return ("No configuration worked; torch's defaults are given as a fallback.", *kinds)
-    sentences = []
-    if found.status == "partial":
-        sentences.append("Interrupted: this is the best state so far.")
-    if found.status == "undecided":
-        sentences.append(f"{UNDECIDED}: {found.finals.undecided}. Until then this is the safest guess.")
-    is_decided = found.status == "complete"
-    sentences.append(f"Use {best}: {rate_words(measured.samples_per_s, measured.rate_unit)}.")
-    sentences.append(speedup_sentence(best, state.baseline, measured.speedup, is_decided=is_decided))
-    sentences.append(verdict.sentence)
-    sentences.append(f"Step: {context.warmup.step}. {why_it_ended(state.stop_reason)}")
-    if state.finals is not None and state.whole_epochs:
-        sentences.append(
-            "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
-        )
-    return tuple(sentence for sentence in sentences if sentence)
+def _before(found: TuningResult) -> list[str]:
+    """The sentences before the verdict's."""
+    measured, status = found.measured, found.status
+    return [
+        summary.INTERRUPTED if status == "partial" else "",
+        summary.undecided_sentence(found.finals.undecided) if status == "undecided" else "",
+        summary.use_sentence(found.best, measured.samples_per_s, measured.rate_unit),
+        summary.speedup_sentence(found.best, found.baseline, measured.speedup, is_decided=status == "complete"),
+    ]
+
+
+def _after(state: SearchState, context: RunContext) -> list[str]:
+    """And those after it."""
+    step = f"Step: {context.warmup.step}. {summary.why_it_ended(state.stop_reason)}"
+    return [step, summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else ""]
 
 
 def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:
-    notes = [*consequences(best, context.workload.data), *context.notes]
+    measured = [trial.measurement for trial in state.trials]
+    measured += [state.finals.measurement] if state.finals is not None else []
+    bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
+    notes = [*summary.bad_samples(bad), *consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
         # That the rounds were disturbed is said where the choice is called undecided.
         notes += state.finals.failures if finals.undecided is not None else state.finals.notes
-    notes += _about_slow_batches(state, context)
-    failed = [trial for trial in state.trials if trial.failure is not None]
-    for kind in sorted({trial.failure.kind for trial in failed if trial.failure is not None}):
-        same = [trial for trial in failed if trial.failure is not None and trial.failure.kind == kind]
-        assert same[0].failure is not None
-        notes.append(f"{counted(len(same), 'trial')} failed ({kind}): {same[0].failure.message}")
-    return tuple(dict.fromkeys(notes))
-
-
-def _bad_samples(state: SearchState, context: RunContext) -> list[str]:
-    """What training will trip over: a sentence for each class of exception that samples raised."""
-    measured = [trial.measurement for trial in state.trials]
-    measured += [state.finals.measurement] if state.finals is not None else []
-    found = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
-    by_class: dict[str, dict[str, BadSample]] = {}
-    for bad in found:
-        by_class.setdefault(bad.error.partition(":")[0], {}).setdefault(bad.name, bad)
-    sentences = []
-    for bads in by_class.values():
-        names, first = list(bads), next(iter(bads.values()))
-        others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
-        sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (bursts leave it out)"
-        )
-    return sentences
-
-
-def _about_slow_batches(state: SearchState, context: RunContext) -> list[str]:
-    """What must be said of rates where a batch takes seconds."""
-    if context.warmup.first_fetch_s <= SLOW_FETCH_S or state.finals is not None:
-        return []
-    return [
-        f"a batch takes about {context.warmup.first_fetch_s:.0f} s to fetch in one process, so there was no time for paired "
-        "rounds (a larger budget has some)"
-    ]
+    elif context.warmup.first_fetch_s > SLOW_FETCH_S:
+        notes.append(summary.slow_batches(context.warmup.first_fetch_s))
+    return tuple(dict.fromkeys([*notes, *summary.failed_trials(state.trials)]))
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:
@@ -339,3 +245,31 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
         order = "sampler" if data.batch_sampler is None else "batch_sampler"
         parts |= {order: getattr(data, order), "dataset": data.dataset}
     return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}
+
+
+class FileAndProgress:
+    """Rewrites `loader.json` after every trial and draws a line for it."""
+
+    def __init__(self, context: RunContext, output: str | None, progress: Progress, started: float) -> None:
+        self._context, self._output, self._started = context, output, started
+        self._progress = progress
+        self.finals_round = progress.finals_round
+
+    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
+        best = state.fastest()
+        self._progress.trial(trial, best, seconds_left)
+        if self._output is not None and best is not None:
+            saved(assemble(state, self._context, time.monotonic() - self._started, final=False), self._output)
+
+
+def saved(result: TuningResult, output: str | None) -> TuningResult:
+    """The result, written where that was asked for. A disk that is full by now costs a warning, not the result."""
+    if output is None:
+        return result
+    try:
+        result.save(output)
+    except OSError as error:
+        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
+        log.warning(text)
+        return replace(result, warnings=(*result.warnings, text))
+    return result

@@ -7,29 +7,57 @@ epoch      whole epochs, with start-up and the gaps between
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.space import Space
+from autotune_loader.decision.evidence import Ask, Evidence, Kind
+from autotune_loader.decision.race import TYPICAL_NOISE
+from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING, Space
+from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.tuning.schedule import (
-    FINAL_BURST,
-    SEARCH_BURST,
-    EpochLength,
-    deadline_s,
-    least_window_s,
-    prefill_s,
-    startup_s,
-)
 from autotune_loader.twin.context import TwinContext
+from autotune_loader.twin.model import threads_at_work
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import CEILING_BURST, BurstPlan
 from autotune_loader.values.trial import Trial
 
+SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
+"""One burst of the search: it need only rank and feed the twin; the paired rounds measure."""
+FINAL_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
+"""One burst of a paired round: long enough to average over stalls, short enough that a round sees one state of the machine.
+It hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet."""
 ROUND_SEEDS = 1_000
 """Rounds read other samples than the bursts of the search: fresh samples as well as fresh bursts."""
+
+ROUNDS_PER_BURST, LONGEST_BURST_S = 4.5, 3.0
+"""A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`). A burst is
+no longer than this for their sake."""
+FILLING_SHARE = 0.1
+"""While workers put more than this share of what they make into their queues, they compute more than in training."""
+CROWDED_SHARE = 0.5
+"""With more than this share of the logical cores at work some share a physical one, and slow each other down."""
+LONGEST_PREFILL_S = 0.75
+"""Enough for queues of eight batches a worker (`studies.fidelity.compare filling`); slower workers fill a part of theirs."""
+
+DEADLINE_FACTOR, SHORTEST_DEADLINE_S = 10.0, 10.0
+"""A burst that takes longer than this many times the slowest successful one, and than these seconds, is taken for a hang ..."""
+UNKNOWN_DEADLINE_S = 30.0
+"""... or than these, before a burst with workers has shown how long they take to start ..."""
+LEAST_DEADLINE_S = 20.0
+"""... and sooner where that is more than half of the budget that is left, though not before these."""
+FETCHES_TO_WAIT_FOR = 4
+"""No burst hangs before so many times the seconds have passed that the first batch took."""
+
+SHORT_EPOCH_S = 1.0
+"""Epochs that are shorter are run whole: start-up and the gaps between epochs are then much of them."""
+FIRST_BATCH_SHARE, FEWEST_BURSTS = 0.05, 6
+"""So are longer ones where fetching the first batch takes more than this share of them, if two rounds of three fit."""
+EPOCHS_PER_BURST = 2
+"""A burst of long epochs runs one that is not timed, and one that is."""
+EPOCH_NOISE = 0.08
+"""Relative standard deviation of one epoch's rate: 6 to 11 % in 36 bursts of `tutorial`, whose step and workers share cores."""
 
 
 class BurstSource:
@@ -79,16 +107,66 @@ class BurstSource:
 
     def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
         if ask.kind == "epoch":
-            epoch = EpochLength.of(self._trials, self.context.epoch_batches)
-            started_s = (startup_s(config, self._trials) or 0.0) if config.num_workers else 0.0
-            return started_s + (FINAL_BURST.max_s if epoch is None else epoch.burst_s)
+            return (startup_s(config, self._trials) or 0.0 if config.num_workers else 0.0) + self._epochs_burst_s
         seconds = {trial.config.key(): trial.seconds for trial in self._trials if trial.measurement is not None}
         return seconds.get(config.key(), max(seconds.values(), default=0.0))
+
+    def round_s(self, configs: Sequence[LoaderConfig], kind: Kind = "steady") -> float:
+        """Seconds that one paired round of these will take."""
+        ask = Ask(phase="compare", kind=kind)
+        return sum(self.cost_s(config, ask) for config in {each.key(): each for each in configs}.values())
 
     def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
         """The step on one cached batch again and again: the rate that no loader can exceed."""
         self.bursts += 1
         return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
+
+    # Epochs
+
+    @property
+    def epoch_s(self) -> float:
+        """Seconds of an epoch at the fastest rate so far; infinite where its length or every rate is unknown."""
+        best, batches = fastest(self._trials), self.context.epoch_batches
+        own = [trial.measurement for trial in self._trials if trial.measurement and trial.config.batch_size is None]
+        if best is None or not best.samples_per_s or not own or batches is None:
+            return math.inf
+        return batches * own[0].batch_size / best.samples_per_s
+
+    def has_short_epochs(self, seconds_left: float) -> bool:
+        """Whether epochs are to be run whole, with so much time left for it."""
+        best = fastest(self._trials)
+        if best is None or best.measurement is None or math.isinf(self.epoch_s):
+            return False
+        is_affordable = FEWEST_BURSTS * self._epochs_burst_s <= seconds_left
+        is_uneven = bool(best.config.num_workers) and best.measurement.service_s > FIRST_BATCH_SHARE * self.epoch_s
+        return self.epoch_s <= SHORT_EPOCH_S or (is_affordable and is_uneven)
+
+    def noise_sd(self, kind: Kind) -> float:
+        """Relative standard deviation of what a burst of a round tells."""
+        if kind == "steady":
+            return TYPICAL_NOISE
+        timed = max(1.0, FINAL_BURST.max_s / self.epoch_s - 1)
+        return max(EPOCH_NOISE / math.sqrt(timed), TYPICAL_NOISE)
+
+    def as_trained(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with workers that persist where they may and starting them anew takes much of an epoch.
+
+        No burst can see that, and so no belief holds it; before any worker was started it is what the space expects to pay.
+        """
+        keeps = self._space.persistent_workers
+        begin_s = startup_s(config, self._trials)
+        if begin_s is not None and not math.isinf(self.epoch_s):
+            keeps = self._space.may_keep_workers and begin_s > STARTUP_WORTH_AVOIDING * self.epoch_s
+        return replace(config, persistent_workers=keeps and config.num_workers > 0)
+
+    @property
+    def _epochs_burst_s(self) -> float:
+        """Seconds of a burst of whole epochs, once its workers are there."""
+        return (
+            FINAL_BURST.max_s if math.isinf(self.epoch_s) else max(EPOCHS_PER_BURST * self.epoch_s, FINAL_BURST.max_s)
+        )
+
+    # Bursts
 
     def _searched(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         plan = self._paced(config, replace(SEARCH_BURST, seed=ask.group, stages=self._stages))
@@ -112,10 +190,8 @@ class BurstSource:
 
     def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
         """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
-        deadline = self._deadline_s(config)
-        whole = config.num_workers > 0
-        plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=deadline, whole_epochs=whole)
-        return self._burst(config, plan)
+        plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=self._deadline_s())
+        return self._burst(config, replace(plan, whole_epochs=config.num_workers > 0))
 
     def _burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         self.bursts += 1
@@ -123,13 +199,67 @@ class BurstSource:
 
     def _paced(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
         """The plan for one configuration: long enough for some rounds of its workers, and with a deadline."""
-        least_s = least_window_s(config, self._trials, self.context.usable_cores)
-        return replace(
-            plan,
-            min_s=max(plan.min_s, least_s),
-            max_s=max(plan.max_s, least_s),
-            deadline_s=self._deadline_s(config),
-        )
+        least_s = self._least_window_s(config)
+        longer = replace(plan, min_s=max(plan.min_s, least_s), max_s=max(plan.max_s, least_s))
+        return replace(longer, deadline_s=self._deadline_s())
 
-    def _deadline_s(self, config: LoaderConfig) -> float:
-        return deadline_s(self._trials, self._seconds_left(), self._first_batch_s, config)
+    def _least_window_s(self, config: LoaderConfig) -> float:
+        """Seconds for some rounds of the workers, as in the trial with the most similar number of them."""
+        measured = [(trial.config.num_workers, m) for trial in self._trials if (m := trial.measurement) is not None]
+        seen = [each for each in measured if each[0]]
+        if not seen or not config.num_workers:
+            return 0.0
+        workers, nearest = min(seen, key=lambda each: abs(each[0] - config.num_workers))
+        crowding = max(1.0, config.num_workers / max(workers, self.context.usable_cores))
+        service_s = nearest.service_s + (crowding - 1.0) * nearest.service_cpu_s  # who waits needs no core meanwhile
+        return min(ROUNDS_PER_BURST * service_s, LONGEST_BURST_S)
+
+    def _deadline_s(self) -> float:
+        """Seconds after which a burst is taken for a hang: later ones shall still have half of what is left."""
+        done = [trial for trial in self._trials if trial.measurement is not None]
+        slowest_s = max((trial.seconds for trial in done), default=0.0)
+        has_workers = any(trial.config.num_workers for trial in done)
+        patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
+        least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
+        return max(min(patient_s, max(self._seconds_left() / 2, LEAST_DEADLINE_S)), least_s)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """The successful trial with the highest measured rate."""
+    measured = [trial for trial in trials if trial.measurement is not None]
+    return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
+
+
+def startup_s(config: LoaderConfig, trials: Sequence[Trial]) -> float | None:
+    """Seconds in which workers start, measured with the number of them that is nearest; None before any was started."""
+    started = [
+        (abs(trial.config.num_workers - config.num_workers), trial.measurement)
+        for trial in trials
+        if trial.measurement is not None
+        and trial.config.num_workers
+        and trial.config.multiprocessing_context == config.multiprocessing_context
+    ]
+    if not started:
+        return None
+    nearest = min(started, key=lambda each: each[0])[1]
+    # The first batch's own fetch: later ones share the cores with the step.
+    first_fetch_s = nearest.traces[0].service_s if nearest.traces else nearest.service_s
+    return max(0.0, nearest.first_batch_s - first_fetch_s)
+
+
+def prefill_s(config: LoaderConfig, measured: Measurement, context: TwinContext) -> float:
+    """Seconds that the workers need to fill their queues before the loop begins; 0 where the burst was as training is.
+
+    Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
+    gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
+    25 % (`studies.fidelity.compare filling`). Whether the loop was slowed cannot be told by comparing it with that of too few
+    workers: receiving takes as long after a wait.
+    """
+    computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
+    stepping = threads_at_work(config.consumer_threads, context.consumer_cores)
+    if computing + stepping <= CROWDED_SHARE * context.usable_cores:
+        return 0.0
+    if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
+        return 0.0
+    others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
+    return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)

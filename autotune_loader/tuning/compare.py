@@ -12,30 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.belief import fit_twin
-from autotune_loader.decision.evidence import Ask, Evidence
+from autotune_loader.decision.evidence import Ask, Kind
 from autotune_loader.decision.rounds import as_round, averaged
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.report.advice import Evidence as AdviceEvidence
-from autotune_loader.report.advice import judge
+from autotune_loader.report.assembly import judged
 from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
 from autotune_loader.report.progress import Progress, make_progress
-from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.loader_file import Finals, Measured
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
-from autotune_loader.tuning.options import TuneOptions, parse_seconds
-from autotune_loader.tuning.paired import paired
-from autotune_loader.tuning.schedule import EpochLength
+from autotune_loader.tuning.finals import paired
+from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.search_space import make_space
-from autotune_loader.tuning.state import Job, RunContext
-from autotune_loader.twin.context import TwinContext
+from autotune_loader.tuning.state import RunContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import Isolation
-from autotune_loader.values.statistics import Interval, Round, mean_interval, usable_rounds
+from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
@@ -46,8 +43,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 interval holds: rounds that end when it suits favour whoever was lucky."""
 START_DEADLINE_S = 300.0
 """A side that compiles its model may take minutes for its first step."""
-FASTER_THAN_ALONE = 1.15
-"""A step cannot be faster in the loop than alone: above this ratio the time of the step alone is not believed."""
 
 
 def compare(  # noqa: PLR0913 - all that a user may say
@@ -92,34 +87,55 @@ def compare(  # noqa: PLR0913 - all that a user may say
     """
     _check_sides(sides)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
-    told = {True: "on", False: "off"}.get(progress, progress) if isinstance(progress, bool) else progress
-    options = TuneOptions(
-        budget_s=parse_seconds("budget", budget),
-        isolation=isolation,
-        seed=seed,
-        progress=told,  # type: ignore[arg-type]
-    )
+    options = parse_options({"budget": budget, "isolation": isolation, "seed": seed, "progress": progress})
     workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
     return compare_workloads(workloads, options)
 
 
 def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -> Comparison:
     """The comparison of workloads, each as its own configuration runs it; those of the same parts share a process."""
-    begun, machine = time.monotonic(), inspect_machine()
+    begun, machine, progress = time.monotonic(), inspect_machine(), make_progress(options.progress)
+    entrants = [_Entrant(name=name, workload=workload) for name, workload in workloads.items()]
     with contextlib.ExitStack() as exits:
-        progress = make_progress(options.progress)
         probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
-        entrants = []
-        for name, workload in workloads.items():
-            parts = id(workload.data), id(workload.training)
+        for each in entrants:
+            parts = id(each.workload.data), id(each.workload.training)
             if parts not in probes:
-                progress.announce(f"starting {name}")
-                probes[parts] = _opened(workload, machine, options, exits)
-            entrants.append(_Entrant.of(name, workload, probes[parts], machine, options))
-        deadline = time.monotonic() + options.budget_s
-        race = _Race([each for each in entrants if each.failure is None], options.seed, deadline, progress)
-        race.run()
-    return _told(entrants, race, time.monotonic() - begun)
+                progress.announce(f"starting {each.name}")
+                probes[parts] = _opened(each.workload, machine, options, exits)
+            each.begin(probes[parts], machine, options)
+        rounds, whole_epochs = _rounds(entrants, options, progress)
+    return _told(entrants, rounds, whole_epochs, time.monotonic() - begun)
+
+
+def _rounds(entrants: Sequence[_Entrant], options: TuneOptions, progress: Progress) -> tuple[list[Round], bool]:
+    """The paired rounds of the sides that work, and whether they were of whole epochs."""
+    deadline = time.monotonic() + options.budget_s
+    by_name = {each.name: each for each in entrants}
+    # All sides alike, or start-up would count for some of them only.
+    whole_epochs = any(each.failure is None and each.source.has_short_epochs(options.budget_s / 2) for each in entrants)
+    kind: Kind = "epoch" if whole_epochs else "steady"
+    rounds, longest_s = list[Round](), 0.0
+
+    def working(number: int) -> list[str]:
+        names = [each.name for each in entrants if each.failure is None]
+        has_time = number < FEWEST_ROUNDS or time.monotonic() + longest_s < deadline
+        most = MOST_ROUNDS if len(names) > 1 else 1  # alone it has nothing to be paired with
+        return names if number < most and has_time else []
+
+    def observe(name: str, number: int) -> Measurement | Failure:
+        each = by_name[name]
+        return each.keep(each.source.gather(each.config, Ask(phase="compare", kind=kind, group=number)).outcome)
+
+    def record(outcomes: Sequence[tuple[str, Measurement | Failure]], seconds: float) -> None:
+        nonlocal longest_s
+        longest_s = max(longest_s, seconds)
+        rounds.append(as_round(outcomes))
+        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
+        progress.announce(f"round {len(rounds)}: {rates}")
+
+    paired(working, observe, record, seed=options.seed)
+    return rounds, whole_epochs
 
 
 def _check_sides(sides: object) -> None:
@@ -139,30 +155,22 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     Raises:
         TypeError, ValueError: it is none; the message begins with its name.
     """
-    given, loader = dict(shared), value
-    if isinstance(value, tuple):
-        if len(value) not in (2, 3):
-            raise TypeError(
-                f"sides[{name!r}] is a tuple of {len(value)}; (loader, train_step) or (loader, model, train_step) would work"
-            )
-        loader, *rest = value
-        if len(rest) == 2:
-            model, given["train_step"] = rest
-        elif _is_model(rest[0]):
-            model = rest[0]
-        else:
-            given["train_step"] = rest[0]
+    import torch
+
+    given, (loader, *rest) = {"model": model, **shared}, value if isinstance(value, tuple) and value else (value,)
+    if isinstance(value, tuple) and len(value) not in (2, 3):
+        raise TypeError(
+            f"sides[{name!r}] is a tuple of {len(value)}; (loader, train_step) or (loader, model, train_step) would work"
+        )
+    if len(rest) == 1:
+        given["model" if isinstance(rest[0], torch.nn.Module) else "train_step"] = rest[0]
+    elif rest:
+        given["model"], given["train_step"] = rest
     try:
-        workload, _ = make_workload(loader, model, **given)
+        workload, _ = make_workload(loader, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"sides[{name!r}]: {error}") from error
     return replace(workload, own_config=workload.own_config or LoaderConfig())
-
-
-def _is_model(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Module)
 
 
 def _opened(
@@ -184,9 +192,8 @@ class _Entrant:
 
     name: str
     workload: Workload
-    config: LoaderConfig
-    source: BurstSource | None = None
-    notes: list[str] = field(default_factory=list)
+    source: BurstSource = field(init=False)
+    notes: tuple[str, ...] = ()
     counts_batches: bool = False
     trials: list[Trial] = field(default_factory=list)
     step: Measurement | None = None
@@ -196,163 +203,104 @@ class _Entrant:
     failure: str | None = None
     traceback: str | None = None
 
-    @classmethod
-    def of(
-        cls, name: str, workload: Workload, opened: OpenProbe | WorkloadError, machine: Machine, options: TuneOptions
-    ) -> _Entrant:
-        """A side with its step timed alone and one burst run, or failed in one of these."""
-        config = workload.own_config or LoaderConfig()
-        if isinstance(opened, WorkloadError):
-            message = str(opened).splitlines()[0]
-            return cls(name=name, workload=workload, config=config, failure=message, traceback=opened.user_traceback)
-        entrant = cls(name=name, workload=opened.workload, config=config, notes=list(opened.notes))
-        entrant.counts_batches = opened.warmup.counts_batches
-        entrant._begin(opened, machine, options)
-        return entrant
+    @property
+    def config(self) -> LoaderConfig:
+        return self.workload.own_config or LoaderConfig()
 
-    def _begin(self, opened: OpenProbe, machine: Machine, options: TuneOptions) -> None:
-        space = make_space(self.workload, opened.warmup, machine, options)
+    def begin(self, opened: OpenProbe | WorkloadError, machine: Machine, options: TuneOptions) -> None:
+        """Time the step alone and run one burst."""
+        if isinstance(opened, WorkloadError):
+            self.failure, self.traceback = str(opened).splitlines()[0], opened.user_traceback
+            return
+        # Sides of the same parts share a probe, and differ in their configurations.
+        self.workload = replace(opened.workload, own_config=self.config)
+        self.notes, warmup = tuple(opened.notes), opened.warmup
+        self.counts_batches = warmup.counts_batches
+        space = make_space(self.workload, warmup, machine, options)
         fingerprint = machine.fingerprint(dataset=self.workload.data.description)
         run = RunContext(
             workload=self.workload,
             space=space,
-            warmup=opened.warmup,
+            warmup=warmup,
             fingerprint=fingerprint,
             usable_cores=machine.usable_cores,
-            notes=(),
         )
-        context = Job.of(run, (), "").context()
-        self.source = BurstSource(
-            opened.probe, space, context, self.trials, lambda: math.inf, opened.warmup.first_batch_s
-        )
-        if self.workload.has_step:
-            outcome = self.source.step_ceiling(self.config.consumer_threads, self.config.batch_size)
-            if isinstance(outcome, Measurement):
-                self.step = outcome
-                self.source.context = context.with_step(self.config.consumer_threads, outcome.step_s)
-        self._first_burst(self.source)
+        context = run.twin_context()
+        self.source = BurstSource(opened.probe, space, context, self.trials, lambda: math.inf, warmup.first_batch_s)
+        threads, begun = self.config.consumer_threads, time.monotonic()
+        step = self.source.step_ceiling(threads, self.config.batch_size) if self.workload.has_step else None
+        if isinstance(step, Measurement):
+            self.step, self.source.context = step, context.with_step(threads, step.step_s)
+        outcome = self.keep(self.source.gather(self.config, Ask()).outcome)
+        if isinstance(outcome, Measurement):
+            self.bursts.clear()  # rates are taken from rounds alone
+            seconds = time.monotonic() - begun
+            self.trials.append(
+                Trial(number=0, config=self.config, role="baseline", measurement=outcome, seconds=seconds)
+            )
 
-    def _first_burst(self, source: BurstSource) -> None:
-        begun = time.monotonic()
-        outcome = source.gather(self.config, Ask(phase="search")).outcome
+    def keep(self, outcome: Measurement | Failure) -> Measurement | Failure:
+        """Remember what a burst said."""
         if isinstance(outcome, Failure):
-            self.fail(outcome)
-            return
-        seconds = time.monotonic() - begun
-        self.trials.append(Trial(number=0, config=self.config, role="baseline", measurement=outcome, seconds=seconds))
-
-    def fail(self, failure: Failure) -> None:
-        self.failure, self.traceback = f"{failure.kind}: {failure.message}", failure.traceback
-
-    @property
-    def context(self) -> TwinContext:
-        assert self.source is not None
-        return self.source.context
-
-    def has_short_epochs(self, seconds_left: float) -> bool:
-        epoch = EpochLength.of(self.trials, self.context.epoch_batches)
-        return epoch is not None and epoch.is_short(seconds_left / 2)
+            self.failure, self.traceback = f"{outcome.kind}: {outcome.message}", outcome.traceback
+        else:
+            self.bursts.append(outcome)
+        return outcome
 
 
-class _Race:
-    """The paired rounds of the sides that work."""
-
-    def __init__(self, entrants: Sequence[_Entrant], seed: int, deadline: float, progress: Progress) -> None:
-        self._entrants = {each.name: each for each in entrants}
-        self._seed = seed
-        self._deadline = deadline
-        self._progress = progress
-        self._round_s = 0.0
-        self.rounds: list[Round] = []
-        left = deadline - time.monotonic()
-        # All sides alike, or start-up would count for some of them only.
-        self.whole_epochs = any(each.has_short_epochs(left) for each in entrants)
-
-    def run(self) -> None:
-        if len(self._entrants) > 1:
-            paired(self._next, self._observe, self._record, seed=self._seed)
-            return
-        for entrant in self._entrants.values():  # nothing to pair it with
-            self._record([(entrant.name, self._observe(entrant.name, 0))], 0.0)
-
-    def _next(self, number: int) -> Sequence[str]:
-        working = [name for name, each in self._entrants.items() if each.failure is None]
-        has_time = number < FEWEST_ROUNDS or time.monotonic() + self._round_s < self._deadline
-        return working if len(working) > 1 and number < MOST_ROUNDS and has_time else ()
-
-    def _observe(self, name: str, number: int) -> Evidence:
-        entrant = self._entrants[name]
-        assert entrant.source is not None
-        kind = "epoch" if self.whole_epochs else "steady"
-        return entrant.source.gather(entrant.config, Ask(phase="compare", kind=kind, group=number))  # type: ignore[arg-type]
-
-    def _record(self, gathered: Sequence[tuple[str, Evidence]], seconds: float) -> None:
-        self._round_s = max(self._round_s, seconds)
-        for name, evidence in gathered:
-            if evidence.failure is not None:
-                self._entrants[name].fail(evidence.failure)
-            elif evidence.measurement is not None:
-                self._entrants[name].bursts.append(evidence.measurement)
-        self.rounds.append(as_round([(name, each.outcome) for name, each in gathered]))
-        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in self.rounds[-1].rates.items())
-        self._progress.announce(f"round {len(self.rounds)}: {rates}")
-
-
-def _told(entrants: Sequence[_Entrant], race: _Race, seconds: float) -> Comparison:
-    counting = [each.name for each in entrants if each.counts_batches and each.failure is None]
+def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], whole_epochs: bool, seconds: float) -> Comparison:
     working = [each for each in entrants if each.failure is None]
+    counting = [each.name for each in working if each.counts_batches]
     if 0 < len(counting) < len(working):
         raise ValueError(
             f"sides[{counting[0]!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
             "rate in common; tensors whose first dimension are the samples would work"
         )
-    usable = usable_rounds(race.rounds)
-    machine_notes = [usable.note] if usable.note else []
-    sides = tuple(_side(each, usable.rounds) for each in entrants)
+    usable = usable_rounds(rounds)
+    sides = tuple(_side(each, usable.rounds, whole_epochs) for each in entrants)
     notes = [f"{each.name}: {note}" for each in entrants for note in each.notes]
     return Comparison(
         sides=sides,
         rounds=usable.rounds,
         rate_unit="batches/s" if counting else "samples/s",
-        whole_epochs=race.whole_epochs,
+        whole_epochs=whole_epochs,
         seconds=seconds,
-        notes=(*about_batch_sizes(sides), *machine_notes, *notes),
+        notes=(*about_batch_sizes(sides), *([usable.note] if usable.note else []), *notes),
     )
 
 
-def _side(entrant: _Entrant, rounds: Sequence[Round]) -> Side:
-    rates = [each.rates[entrant.name] for each in rounds if entrant.name in each.rates]
+def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Side:
+    """What was measured of a side, and what binds it, by the same rules as in `tune()`."""
+    name, config, data = entrant.name, entrant.config, entrant.workload.data
+    rates = [each.rates[name] for each in rounds if name in each.rates]
     if entrant.failure is not None or not rates:
         error = entrant.failure or "no round was completed"
-        return Side(name=entrant.name, config=entrant.config, error=error, traceback=entrant.traceback)
-    measurement = averaged(entrant.bursts)
-    verdict = _verdict(entrant, measurement, mean_interval(rates))
-    return Side(name=entrant.name, config=entrant.config, measurement=measurement, verdict=verdict)
-
-
-def _verdict(entrant: _Entrant, measurement: Measurement, rate: Interval) -> Verdict:
-    """What binds the side, by the same rules as in `tune()`."""
-    data, step, context = entrant.workload.data, entrant.step, entrant.context
-    ceiling = None if step is None else step.samples_per_s
-    doubt = None
-    if ceiling is not None and rate.value > FASTER_THAN_ALONE * ceiling.value:
-        ceiling, doubt = None, "the loop was faster than the step alone"
-    measured = [(trial.config, trial.measurement) for trial in entrant.trials if trial.measurement is not None]
-    return judge(
-        AdviceEvidence(
-            best=entrant.config,
-            measurement=measurement,
-            rate=rate,
-            ceiling=ceiling,
-            ceiling_doubt=doubt,
-            usable_cores=context.usable_cores,
-            on_accelerator=not entrant.workload.on_cpu,
-            epoch_batches=data.batches_per_epoch(entrant.config.batch_size),
-            trials=entrant.trials,
-            has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
-            twin=fit_twin(measured, context),
-        )
+        return Side(name=name, config=config, error=error, traceback=entrant.traceback)
+    measurement, step = averaged(entrant.bursts), entrant.step
+    found = TuningResult(
+        best=config,
+        status="complete",
+        baseline=config,
+        trials=tuple(entrant.trials),
+        measured=Measured(
+            samples_per_s=mean_interval(rates),
+            ceiling_samples_per_s=None if step is None else step.samples_per_s,
+            wait_share=measurement.wait_share,
+        ),
+        finals=Finals(
+            configs=(config,),
+            rounds=tuple((rate,) for rate in rates),
+            measurements=(measurement,),
+            whole_epochs=whole_epochs,
+        ),
+        twin=replace(entrant.source.context, epoch_batches=data.batches_per_epoch(config.batch_size)),
     )
+    verdict = judged(
+        found,
+        on_accelerator=not entrant.workload.on_cpu,
+        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+    ).verdict
+    return Side(name=name, config=config, measurement=measurement, verdict=verdict)
 
 
 def sides_of(configs: Mapping[str, LoaderConfig], workload: Workload) -> dict[str, Workload]:

@@ -1,30 +1,172 @@
-"""An earlier result of the same workload on the same machine: found, checked, used if it holds, kept for the next call."""
+"""An earlier result of the same workload on the same machine: found, checked, used if it holds, kept for the next call.
+
+    round 1   best  baseline        each a short burst over the same indices; of whole epochs, where these are short
+    round 2   baseline  best        ... two more where these disagree on a no, because a search costs far more than they do
+
+Where another round would not fit into `CHECK_S` one is enough for a yes; what takes longer says why. The result holds while the
+best is not slower than the baseline, and while its rate is what it was: alone, or after what the baseline shows of the
+machine's own drift. A job that reads other data, or a machine with another load, then tunes anew.
+"""
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
+from autotune_loader.report.standings import rate_of
 from autotune_loader.results import cache
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.assemble import assemble_reused
+from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.recheck import check
 from autotune_loader.tuning.state import RunContext
-from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
-
-if TYPE_CHECKING:
-    import optuna
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval, Round, paired_ratio
 
 log = logging.getLogger(__name__)
+
+CHECK_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
+"""Short: two rounds of two bursts are the price of every repeated call."""
+ROUNDS, MOST_ROUNDS, CHECK_S = 2, 4, 5.0
+"""Enough for a yes, and before a no; and seconds of rounds for a yes."""
+NOISE, PAIRED_NOISE = 0.12, 0.05
+"""What short bursts and the minutes between two runs do to a rate that has not changed; two sides share most of that."""
+EPOCH_NOISE, PAIRED_EPOCH_NOISE = 0.2, 0.15
+"""Single epochs scatter by 6 to 11 %, and there may be time for no more than one of each side."""
+MOST_DRIFT = 0.3
+"""A machine that is this much slower or faster as a whole is another machine, or the workload is another one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """What the paired check of an earlier result saw."""
+
+    earlier: TuningResult
+    partner: LoaderConfig | None
+    """What the best was paired with; None where there is nothing else to compare it with."""
+    rounds: list[Round] = field(default_factory=list)
+    bursts: int = 0
+    seconds: float = 0.0
+    """That the rounds took."""
+    objection: str = ""
+    """Why the earlier result does not hold; empty while it does."""
+
+    @property
+    def why_long(self) -> str:
+        """Why the check took longer than `CHECK_S`; empty where it did not."""
+        if self.seconds <= CHECK_S:
+            return ""
+        what = "epochs are short and were run whole" if self.earlier.finals.whole_epochs else "batches are slow"
+        a_round_s = self.seconds / len(self.rounds)
+        return f"the check took {self.seconds:.0f} s, because {what}: {a_round_s:.0f} s a round"
+
+    def rate(self, config: LoaderConfig | None) -> float | None:
+        """Median of a side's rates in samples/s: of three rounds, one may have been disturbed."""
+        rates = [each.rates[config] for each in self.rounds if config in each.rates]
+        return statistics.median(rates) if rates else None
+
+    @property
+    def speedup(self) -> Interval | None:
+        """Best over partner."""
+        is_paired = any(self.partner in each.rates for each in self.rounds)
+        return paired_ratio(self.rounds, self.earlier.best, self.partner) if is_paired else None
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        """What the check may be off by in a rate, and in comparing its two sides."""
+        return (EPOCH_NOISE, PAIRED_EPOCH_NOISE) if self.earlier.finals.whole_epochs else (NOISE, PAIRED_NOISE)
+
+
+def check(
+    probe: Probe,
+    earlier: TuningResult,
+    baseline: LoaderConfig,
+    space: Space,
+    tolerance: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Check:
+    """Run the paired check of an earlier result.
+
+    Args:
+        probe: runs the bursts.
+        earlier: the result.
+        baseline: what the caller has now: the partner, unless it is the best itself; then torch's default is.
+        space: what is legal here and now.
+        tolerance: relative difference that counts as equally fast.
+        clock: seconds.
+    """
+    best = earlier.best
+    others = [config for config in (baseline, LoaderConfig()) if config.key() != best.key()]
+    seen = Check(earlier=earlier, partner=others[0] if others else None)
+    if (veto := space.veto(best)) is not None:
+        seen.objection = veto.message
+        return seen
+    failed = list[Failure]()
+
+    def sides(number: int) -> Sequence[LoaderConfig]:
+        is_enough = number >= ROUNDS or (number > 0 and seen.seconds * (number + 1) / number > CHECK_S)
+        is_over = bool(failed) or number >= MOST_ROUNDS or (is_enough and not seen.objection)
+        # Where every round objects by itself, more of them would hardly say otherwise.
+        alone = [_objection(replace(seen, rounds=[each]), tolerance) for each in seen.rounds] if not is_over else []
+        return () if is_over or (number >= ROUNDS and all(alone)) else [best, *others[:1]]
+
+    def observe(config: LoaderConfig, number: int) -> Measurement | Failure:
+        if failed:  # nothing more is to be learnt
+            return failed[0]
+        seen.bursts += 1
+        # Without workers an epoch is nothing but its batches, so any burst will do.
+        whole = earlier.finals.whole_epochs and config.num_workers > 0
+        outcome = probe.burst(config, replace(CHECK_BURST, seed=number, whole_epochs=whole))
+        failed.extend([outcome] if config == best and isinstance(outcome, Failure) else [])
+        return outcome
+
+    def record(outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> None:
+        seen.rounds.append(as_round(outcomes))
+        seen.seconds += seconds
+        seen.objection = (
+            f"it failed now ({failed[0].kind}): {failed[0].message}" if failed else _objection(seen, tolerance)
+        )
+
+    paired(sides, observe, record, clock=clock)
+    return seen
+
+
+def _objection(seen: Check, tolerance: float) -> str:
+    earlier, (noise, paired_noise) = seen.earlier, seen.noise
+    now, then, beside = seen.rate(earlier.best), earlier.measured.samples_per_s, seen.rate(seen.partner)
+    assert now is not None
+    assert then is not None
+    if beside is not None and now / beside < 1 - tolerance - paired_noise:
+        return f"it is no longer as fast as {seen.partner}: {now:,.0f} against {beside:,.0f} samples/s"
+    drifts, before = [1.0], None if seen.partner is None else _rate_then(seen.partner, earlier)
+    if beside is not None and before:
+        drifts.append(min(max(beside / before, 1 - MOST_DRIFT), 1 + MOST_DRIFT))
+    # Few noisy rounds have intervals that would let anything pass.
+    known = replace(
+        then, low=max(then.low, (1 - MOST_DRIFT) * then.value), high=min(then.high, (1 + MOST_DRIFT) * then.value)
+    )
+    if any(_is_within(now / drift, known, noise) for drift in drifts):
+        return ""
+    drifted = "" if len(drifts) == 1 else f", while {seen.partner} went from {before:,.0f} to {beside:,.0f}"
+    return f"its rate went from {then.value:,.0f} to {now:,.0f} samples/s{drifted}"
+
+
+def _is_within(value: float, known: Interval, noise: float) -> bool:
+    return known.low * (1 - noise) <= value <= known.high * (1 + noise)
+
+
+def _rate_then(config: LoaderConfig, earlier: TuningResult) -> float | None:
+    """Samples/s of a configuration in an earlier result; the bursts of its search were not of whole epochs."""
+    trials = () if earlier.finals.whole_epochs else earlier.trials
+    rate = rate_of(config, earlier.finals, trials)
+    return None if rate is None else rate.value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,71 +185,36 @@ class EarlierResult:
     @classmethod
     def find(cls, context: RunContext, options: TuneOptions, *, ranks: int) -> EarlierResult:
         """The earlier result of this call, if there is one."""
-        limits, step = options.limits(), context.warmup.step
-        key = cache.result_key(context.workload, context.fingerprint, limits, step=step, ranks=ranks)
+        step = context.warmup.step
+        key = cache.result_key(context.workload, context.fingerprint, options.limits(), step=step, ranks=ranks)
         # A study that is kept on purpose is to be gone on with, not passed over.
         is_wanted = options.reuse and options.storage is None
-        entry = cache.find(key) if is_wanted else None
-        return cls(context=context, options=options, key=key, entry=entry)
+        return cls(context=context, options=options, key=key, entry=cache.find(key) if is_wanted else None)
 
-    @property
-    def suggestions(self) -> tuple[LoaderConfig, ...]:
-        """Configurations to try early: what was found before, and what an AutoLoader has written where the result will be."""
-        found = () if self.entry is None else (self.entry.result.best,)
-        output = self.options.output
-        if not self.options.reuse or output is None or not Path(output).is_file():
-            return found
-        try:
-            written = TuningResult.load(output)
-        except TunerError as error:
-            log.info("%s is not begun with: %s", output, error)
-            return found
-        return (*found, replace(written.best, persistent_workers=False)) if written.origin == "live" else found
-
-    def check(self, probe: Probe, started: float, announce: Callable[[str], None]) -> TuningResult | None:
-        """The earlier result, after a paired check; None where there is none, or none that holds."""
+    def check(self, probe: Probe, announce: Callable[[str], None]) -> Check | None:
+        """What a paired check saw of an earlier result that holds; None where there is none, or none that holds."""
         entry, options, context = self.entry, self.options, self.context
         if entry is None:
             return None
+        tuned_at, best = entry.note.tuned_at, entry.result.best
         if not entry.is_enough_for(options.budget_s, options.max_trials):
-            log.info("the earlier result of %s had less time or fewer trials; tuning anew", entry.note.tuned_at)
+            log.info("the earlier result of %s had less time or fewer trials; tuning anew", tuned_at)
             return None
-        baseline = context.workload.own_config or LoaderConfig()
-        announce(f"checking the result of {entry.note.tuned_at}: {entry.result.best}")
-        seen = check(probe, entry, baseline, context.space, options.tolerance)
-        if seen.objection:
-            long = f" ({seen.why_long})" if seen.why_long else ""
-            text = f"the result of {entry.note.tuned_at} ({entry.result.best}) was not reused: {seen.objection}{long}"
-            log.warning("%s; tuning anew", text)
-            self.objections = (text,)
-            return None
-        study = study_of(entry.result, context.space, options, context.warmup.default_threads)
-        return assemble_reused(entry, seen, context, baseline, time.monotonic() - started, study)
+        announce(f"checking the result of {tuned_at}: {best}")
+        seen = check(probe, entry.result, context.baseline, context.space, options.tolerance)
+        if not seen.objection:
+            return seen
+        long = f" ({seen.why_long})" if seen.why_long else ""
+        text = f"the result of {tuned_at} ({best}) was not reused: {seen.objection}{long}"
+        log.warning("%s; tuning anew", text)
+        self.objections = (text,)
+        return None
 
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
         """Keep the result of a search for the next call, without what was said of this one alone, and for AutoLoaders."""
         lasting = tuple(warning for warning in result.warnings if warning not in self.objections)
-        cache.keep(
-            self.key,
-            replace(result, warnings=lasting),
-            budget_s=self.options.budget_s,
-            max_trials=self.options.max_trials,
-            cut_short=cut_short,
-        )
+        budget_s, max_trials = self.options.budget_s, self.options.max_trials
+        kept = replace(result, warnings=lasting)
+        cache.keep(self.key, kept, budget_s=budget_s, max_trials=max_trials, cut_short=cut_short)
         if result.status == "complete":
             cache.remember(cache.job_key(self.context.workload.data, self.context.fingerprint), result.best)
-
-
-def study_of(result: TuningResult, space: Space, settings: TuneOptions, default_threads: int) -> optuna.Study:
-    """The Optuna study of an earlier result's trials, in memory."""
-    study = OptunaStudy(
-        storage=None,
-        name=settings.study_name or "autotune-reused",
-        space=space,
-        search=settings.search,
-        seed=settings.seed,
-        default_threads=default_threads,
-    )
-    for trial in result.trials:
-        study.tell(study.ask(trial.config), trial)
-    return study.study

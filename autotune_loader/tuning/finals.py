@@ -1,34 +1,42 @@
-"""The paired rounds of a tuning run: who enters them, and one round after the other until the policy has enough."""
+"""The paired rounds of a tuning run: who enters them, and one round after the other until the policy has enough.
+
+    two sides     A B   B A   A B ...        each is as often first
+    more          C A B   A B C ...          in random order
+
+`paired` is the one loop: the final rounds of `tune()`, the check of an earlier result and `compare()` are three calls of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import random
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
 from autotune_loader.decision.policy import Compare, compare
-from autotune_loader.decision.race import LEAST_OF_WINNER, TYPICAL_NOISE, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.burst_source import BurstSource
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.paired import paired
-from autotune_loader.tuning.schedule import (
-    FINALS_PATIENCE_S,
-    EpochLength,
-    as_trained,
-    with_fewer_rounds,
-)
-from autotune_loader.tuning.state import Job, SearchState
+from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import Measurement
 
+FINALS_PATIENCE_S = 7.0
+"""Open questions are worth this many seconds of rounds, and some more where these do not agree with the choice."""
 CEILINGS = 3
 """So often the step alone is timed between the rounds: once after each of the first."""
-
-MOST_OVERRUN, LEAST_OVERRUN_S = 0.1, 2.0
-"""A first round that would overrun the budget by more than this share, and by more than these seconds, is not begun."""
+MOST_OVERRUN_S = 2.0
+"""A first round that would overrun the budget by more than this is not begun."""
+ROUNDS_OF_AN_EPOCH = (1, 2)
+"""Workers that fetch a short epoch in this many rounds are raced: they are done early, and leave the cores to the step."""
+_Side = TypeVar("_Side", bound=Hashable)
+_Outcome = TypeVar("_Outcome")
 
 
 class Finals:
@@ -37,115 +45,103 @@ class Finals:
     Args:
         source: observes.
         beliefs: what the search knows; the rounds add to it.
-        state: of the search; told whether whole epochs are run.
-        options: how to search.
-        job: what is known of the training job.
+        state: of the search; told whether whole epochs are run, and the ceilings between the rounds.
+        tolerance: relative difference that counts as equally fast.
+        has_step: whether there is a step to be timed alone.
     """
 
     def __init__(
-        self, source: BurstSource, beliefs: Beliefs, state: SearchState, options: TuneOptions, job: Job
+        self, source: BurstSource, beliefs: Beliefs, state: SearchState, *, tolerance: float, has_step: bool
     ) -> None:
         self._source = source
         self._beliefs = beliefs
         self._state = state
-        self._options = options
-        self._job = job
+        self._tolerance = tolerance
+        self._has_step = has_step
 
     def run(
         self,
         seconds_left: Callable[[], float],
         on_round: Callable[[int, dict[LoaderConfig, float], float], None],
+        seed: int = 0,
     ) -> RaceOutcome | None:
         """The outcome; None where nothing can race or no round was completed."""
-        epoch = EpochLength.of(self._state.trials, self._job.epoch_batches)
-        short = epoch if epoch is not None and epoch.is_short(seconds_left()) else None
-        self._state.whole_epochs = short is not None
+        state = self._state
+        state.whole_epochs = self._source.has_short_epochs(seconds_left())
         candidates = self._candidates(seconds_left())
         if not candidates:
             return None
+        rules = RaceRules(
+            tolerance=self._tolerance,
+            cost=lambda config: cost(config, self._beliefs.space),
+            patience_s=FINALS_PATIENCE_S,
+            noise_sd=self._source.noise_sd(state.kind),
+            ceiling=lambda config: rate.value if (rate := state.ceiling_of(config)) is not None else None,
+        )
         # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
-        believe = self._beliefs.posterior if short is None else lambda: None
-        entrants = [self._as_trained(config) for config in candidates]
-        baseline = self._state.baseline
-        runs = self._beliefs.feasible(baseline) is None
-        race = Race(entrants, baseline, self._rules(short), believe, baseline_runs=runs)
+        believe = (lambda: None) if state.whole_epochs else self._beliefs.posterior
+        runs = self._beliefs.feasible(state.baseline) is None
+        entrants = [self._source.as_trained(config) for config in candidates]
+        race = Race(entrants, state.baseline, rules, believe, baseline_runs=runs)
         return run_rounds(
             race,
             self._source,
-            self._state.kind,
+            state.kind,
             seconds_left=seconds_left,
-            seed=self._options.seed,
+            seed=seed,
             learn=lambda gathered: self._learn(race, gathered, seconds_left()),
             on_round=on_round,
         )
 
     def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
         """Who races, as time allows: best guess first."""
-        whole, tolerance = self._state.whole_epochs, self._options.tolerance
-        known = self._beliefs.over_epochs(self._as_trained) if whole else self._beliefs.posterior()
+        whole, space = self._state.whole_epochs, self._beliefs.space
+        known = self._beliefs.over_epochs(self._source.as_trained) if whole else self._beliefs.posterior()
         if known is None:
             return []
-        space = self._beliefs.space
-        chosen = [*faster_variants(self._state.trials, space, tolerance), *shortlist(known, space, tolerance)]
         rule = self._beliefs.plain_rule()
+        chosen = faster_variants(self._state.trials, space, self._tolerance) + shortlist(known, space, self._tolerance)
         chosen += [rule] if rule is not None else []
         # One that hangs in a round takes the time of many rounds.
         chosen = [config for config in chosen if not self._beliefs.is_unproven(config)]
-        if not chosen:
-            return []
-        if whole:
+        if whole and chosen:
             # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
-            chosen[1:1] = with_fewer_rounds(chosen[0], self._job.epoch_batches or 1, space.max_workers)
+            chosen[1:1] = _fetched_in_few_rounds(chosen[0], self._source.context.epoch_batches or 1, space.max_workers)
         least_rounds = LEAST_OF_WINNER if whole else 1
         while len(chosen) > 1 and least_rounds * self._round_s(chosen) > seconds_left:
             chosen.pop()
-        late_s = self._round_s(chosen) - seconds_left
-        return chosen if late_s <= max(MOST_OVERRUN * self._options.budget_s, LEAST_OVERRUN_S) else []
+        return chosen if self._round_s(chosen) - seconds_left <= MOST_OVERRUN_S else []
 
-    def _rules(self, epoch: EpochLength | None) -> RaceRules:
-        return RaceRules(
-            tolerance=self._options.tolerance,
-            cost=lambda config: cost(config, self._beliefs.space),
-            patience_s=FINALS_PATIENCE_S,
-            noise_sd=TYPICAL_NOISE if epoch is None else epoch.noise_sd,
-            ceiling=lambda config: rate.value if (rate := self._state.ceiling_of(config)) is not None else None,
-        )
+    def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
+        return self._source.round_s([*candidates, self._state.baseline], self._state.kind)
 
     def _learn(self, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:
         """What a round adds to the beliefs, and who else becomes a candidate by it."""
         for evidence in gathered:
             self._beliefs.log.add(evidence)
-        if seconds_left > 0:
-            self._time_step_alone(race)
+        if self._has_step and seconds_left > 0:
+            self._time_step_alone(race.incumbent())
         self._beliefs.log.leave_out(race.disturbed())
         known = None if self._state.whole_epochs else self._beliefs.posterior()
         if known is not None and race.is_admitting():
-            nominated = shortlist(known, self._beliefs.space, self._options.tolerance)
+            nominated = shortlist(known, self._beliefs.space, self._tolerance)
             race.admit([self._name_in(race, each) for each in nominated if not self._beliefs.is_unproven(each)])
 
-    def _time_step_alone(self, race: Race) -> None:
+    def _time_step_alone(self, incumbent: LoaderConfig | None) -> None:
         """The step alone once more, under the load that the rounds run under."""
-        incumbent = race.incumbent()
-        if not self._job.has_step or incumbent is None:
+        if incumbent is None:
             return
-        beside = self._state.ceilings_beside.setdefault(incumbent.batch_size, [])
+        size = incumbent.batch_size
+        beside = self._state.ceilings_beside.setdefault(size, [])
         if len(beside) < CEILINGS:
-            threads = incumbent.consumer_threads if incumbent.batch_size is not None else self._state.best_threads
-            measured = self._source.step_ceiling(threads, incumbent.batch_size)
-            if not isinstance(measured, Failure):
-                beside.append(measured)
+            threads = self._state.best_threads if size is None else incumbent.consumer_threads
+            measured = self._source.step_ceiling(threads, size)
+            beside += [measured] if isinstance(measured, Measurement) else []
 
     def _name_in(self, race: Race, config: LoaderConfig) -> LoaderConfig:
         """As what a nominated configuration races: as the one that cannot be told from it, if that races already."""
         same = [each for each in race.configs if each.key() == config.key()]
-        return same[0] if same else self._as_trained(config)
-
-    def _as_trained(self, config: LoaderConfig) -> LoaderConfig:
-        return as_trained(config, self._beliefs.space, self._state.trials, self._job.epoch_batches)
-
-    def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
-        ask = Ask(phase="compare", kind=self._state.kind)
-        return round_s(self._source, [*candidates, self._state.baseline], ask)
+        return same[0] if same else self._source.as_trained(config)
 
 
 def run_rounds(
@@ -186,7 +182,39 @@ def run_rounds(
     return race.outcome()
 
 
-def round_s(source: EvidenceSource, configs: Sequence[LoaderConfig], ask: Ask | None = None) -> float:
-    """Seconds that one round of these will take."""
-    ask = Ask(phase="compare") if ask is None else ask
-    return sum(source.cost_s(config, ask) for config in {each.key(): each for each in configs}.values())
+def paired(
+    sides: Callable[[int], Sequence[_Side]],
+    observe: Callable[[_Side, int], _Outcome],
+    record: Callable[[Sequence[tuple[_Side, _Outcome]], float], object],
+    *,
+    seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run round after round, everybody once a round, so that whatever slows a round cancels in its ratios.
+
+    Args:
+        sides: who takes part in the round of this number, from 0; nobody ends the loop.
+        observe: observes one side in one round, over the samples that belong to the number of the round.
+        record: receives what was observed, in the order of observation, and the seconds that the round took.
+        seed: of the order.
+        clock: seconds.
+    """
+    number, order = 0, random.Random(seed)
+    while entrants := list(sides(number)):
+        begun = clock()
+        if len(entrants) > 2:
+            order.shuffle(entrants)
+        elif number % 2:
+            entrants.reverse()
+        record([(side, observe(side, number)) for side in entrants], clock() - begun)
+        number += 1
+
+
+def _fetched_in_few_rounds(config: LoaderConfig, epoch_batches: int, max_workers: int) -> list[LoaderConfig]:
+    """As many workers as fetch an epoch in one round, and in two, where these are more; the step has its own threads again."""
+    more = [math.ceil(epoch_batches / rounds) for rounds in ROUNDS_OF_AN_EPOCH]
+    return [
+        replace(config, num_workers=workers, consumer_threads=None)
+        for workers in more
+        if 0 < config.num_workers < workers <= max_workers
+    ]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
 from autotune_loader.values.plan import ISOLATIONS, Isolation
-from autotune_loader.values.validation import require_bool, require_choice, require_count, require_number
+from autotune_loader.values.validation import require_bool, require_choice, require_count, require_int, require_number
 
-# What changes the semantics of training and is searched only where the user says so.
 ALLOWABLE = (
     "batch_size",
     "in_order",
@@ -22,12 +21,13 @@ ALLOWABLE = (
     "sharing_strategy",
     "drop_last",
 )
+"""What changes the semantics of training and is searched only where the user says so."""
 Search = Literal["auto", "tpe", "grid", "random"]
 SEARCHES: tuple[Search, ...] = get_args(Search)  # for the check of an argument
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_UNITS_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# Below this the first batch and one burst do not fit, whatever the workload.
+_UNITS_BYTES = {"": 1.0, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SHORTEST_BUDGET_S = 1.0
+"""Below this the first batch and one burst do not fit, whatever the workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +62,20 @@ class TuneOptions:
     progress: ProgressMode = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_trials", "max_workers"):
-            require_count(name, getattr(self, name), minimum=1 if name == "max_trials" else 0)
-        require_count("max_cores", self.max_cores, minimum=1)
-        if self.seed is None:
-            raise TypeError("seed=None is not an integer; seed=1 would work")
-        require_count("seed", self.seed, minimum=0)
-        require_choice("search", self.search, SEARCHES)
-        require_choice("isolation", self.isolation, ISOLATIONS)
-        require_choice("progress", self.progress, PROGRESS_MODES)
+        for name, minimum in (("max_trials", 1), ("max_workers", 0), ("max_cores", 1)):
+            require_count(name, getattr(self, name), minimum=minimum)
+        require_int("seed", self.seed, minimum=0)
+        for name, choices in (("search", SEARCHES), ("isolation", ISOLATIONS), ("progress", PROGRESS_MODES)):
+            require_choice(name, getattr(self, name), choices)
         for name in sorted(self.allow):
             require_choice("allow", name, ALLOWABLE)
         require_number("tolerance", self.tolerance, example=0.02)
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} is not a share between 0 and 1; tolerance=0.02 would work")
+        for name in ("reuse", "stages"):
+            require_bool(name, getattr(self, name))
+        if not isinstance(self.study_name, (str, type(None))):
+            raise TypeError(f"study_name={self.study_name!r} is not a text; study_name='my-study' would work")
 
     def limits(self) -> dict[str, Any]:
         """The options that decide what may be chosen, as plain JSON values: part of a result's identity in the cache."""
@@ -83,30 +83,16 @@ class TuneOptions:
         return {"allow": sorted(self.allow), **{name: getattr(self, name) for name in names}}
 
 
-# The options of `tune()`, of which sizes and times are raw: "60s", "8GB".
 OPTIONS = tuple(each.name.removesuffix("_s").removesuffix("_bytes") for each in fields(TuneOptions))
+"""The options of `tune()`, of which sizes and times are raw: "60s", "8GB"."""
 
 
-def parse_options(options: dict[str, Any]) -> TuneOptions:
-    """`TuneOptions` from the raw options of `tune()`: budgets such as "60s" or "3m", sizes such as "8GB", a tuple `allow`."""
+def parse_options(options: Mapping[str, Any]) -> TuneOptions:
+    """`TuneOptions` from raw options of `tune()`: budgets such as "60s" or "3m", sizes such as "8GB", a tuple `allow`."""
     values = dict(options)
-    values["budget_s"] = parse_seconds("budget", values.pop("budget"))
-    values["max_host_memory_bytes"] = parse_bytes("max_host_memory", values.pop("max_host_memory"))
-    values["max_shm_bytes"] = parse_bytes("max_shm", values.pop("max_shm"))
-    values["allow"] = _parse_allow(values.pop("allow"))
-    values["output"] = _parse_path("output", values["output"], what="a path", example="'loader.json'")
-    values["storage"] = _parse_path("storage", values["storage"], what="a path or URL", example="'study.journal'")
-    if values["storage"] and "://" not in values["storage"] and re.search(r":.*@", values["storage"]):
-        raise ValueError(
-            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
-            "storage='postgresql+psycopg://user:password@host/db' would work"
-        )
-    if isinstance(values["progress"], bool):
-        values["progress"] = "on" if values["progress"] else "off"
-    if values["study_name"] is not None and not isinstance(values["study_name"], str):
-        raise TypeError(f"study_name={values['study_name']!r} is not a text; study_name='my-study' would work")
-    for name in ("reuse", "stages"):
-        require_bool(name, values[name])
+    for name, (parsed_name, parse) in _PARSERS.items():
+        if name in values:
+            values[parsed_name] = parse(name, values.pop(name))
     return TuneOptions(**values)
 
 
@@ -116,12 +102,7 @@ def parse_seconds(name: str, value: object) -> float:
     Raises:
         TypeError, ValueError: it is none of these, or too short to measure anything.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{name}={value!r} is neither seconds nor a text such as '60s'; {name}='60s' would work")
-    seconds = _parse_quantity(name, value, _UNITS_S, example="'60s'")
-    if not SHORTEST_BUDGET_S <= seconds < float("inf"):
-        raise ValueError(f"{name}={value!r} is not at least {SHORTEST_BUDGET_S:.0f} s; {name}='60s' would work")
-    return seconds
+    return _quantity(name, value, _UNITS_S, "seconds", f"{SHORTEST_BUDGET_S:.0f} s", SHORTEST_BUDGET_S, "'60s'")
 
 
 def parse_bytes(name: str, value: object) -> int | None:
@@ -130,38 +111,62 @@ def parse_bytes(name: str, value: object) -> int | None:
     Raises:
         TypeError, ValueError: it is none of these, or not positive.
     """
-    if value is None:
-        return None
+    return None if value is None else int(_quantity(name, value, _UNITS_BYTES, "bytes", "one byte", 1, "'8GB'"))
+
+
+def _quantity(
+    name: str, value: object, units: Mapping[str, float], what: str, least_words: str, least: float, example: str
+) -> float:
+    works = f"{name}={example} would work"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{name}={value!r} is neither bytes nor a text such as '8GB'; {name}='8GB' would work")
-    size = _parse_quantity(name, value, _UNITS_BYTES, example="'8GB'")
-    if not 1 <= size < float("inf"):
-        raise ValueError(f"{name}={value!r} is not at least one byte; {name}='8GB' would work")
-    return int(size)
+        raise TypeError(f"{name}={value!r} is neither {what} nor a text such as {example}; {works}")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        folded = {unit.lower(): factor for unit, factor in units.items()}
+        if match is None or match[2].lower() not in folded:
+            raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, units))}); {works}")
+        amount = float(match[1]) * folded[match[2].lower()]
+    else:  # an integer may be too long for a float, which then could only be infinite
+        amount = float("inf") if abs(value) > sys.float_info.max else float(value)
+    if not least <= amount < float("inf"):
+        raise ValueError(f"{name}={value!r} is not at least {least_words}; {works}")
+    return amount
 
 
-def _parse_quantity(name: str, value: float | str, units: dict[str, Any], example: str) -> float:
-    if not isinstance(value, str):
-        # An integer may be too long for a float, which then could only be infinite.
-        return float("inf") if abs(value) > sys.float_info.max else float(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    folded = {unit.lower(): factor for unit, factor in units.items()}
-    if match is None or match[2].lower() not in folded:
-        known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"{name}={value!r} cannot be read (units: {known}); {name}={example} would work")
-    return float(match[1]) * float(folded[match[2].lower()])
-
-
-def _parse_allow(value: object) -> frozenset[str]:
+def _parse_allow(name: str, value: object) -> frozenset[str]:
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"allow={value!r} is not a collection of names; allow=('batch_size',) would work")
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}={value!r} is not a collection of names; {name}=('batch_size',) would work")
     return frozenset(map(str, names))
 
 
-def _parse_path(name: str, value: object, *, what: str, example: str) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
+def _parse_progress(_: str, value: object) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _parse_path(name: str, value: object, what: str = "a path", example: str = "'loader.json'") -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}={value!r} is not {what}; {name}={example} would work")
-    return os.fsdecode(value)
+    return None if value is None else os.fsdecode(value)
+
+
+def _parse_storage(name: str, value: object) -> str | None:
+    path = _parse_path(name, value, "a path or URL", "'study.journal'")
+    if path and "://" not in path and re.search(r":.*@", path):
+        raise ValueError(
+            "storage is no URL without '://', and looks like one with a password, which no file should be named by; "
+            "storage='postgresql+psycopg://user:password@host/db' would work"
+        )
+    return path
+
+
+_PARSERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "budget": ("budget_s", parse_seconds),
+    "max_host_memory": ("max_host_memory_bytes", parse_bytes),
+    "max_shm": ("max_shm_bytes", parse_bytes),
+    "allow": ("allow", _parse_allow),
+    "output": ("output", _parse_path),
+    "storage": ("storage", _parse_storage),
+    "progress": ("progress", _parse_progress),
+}
+"""What is read from the user's own form of an option, and the field that it becomes."""

@@ -1,11 +1,12 @@
-"""The Optuna study behind a search: the only file that imports Optuna besides `study_storage`, and only when a study is opened.
+"""The Optuna study behind a search: where it is kept, and the only file that imports Optuna.
 
     ask     a running trial of what the search hands over, or of what Optuna's own sampler proposes
     tell    its rate; a failure as pruned with a violated constraint, because samplers ignore a bare FAIL and propose it again
     news    what other hosts have told; what they are running is passed over
 
 Ask and tell, never `optimize()`: the search owns time and order. Everything is also kept as user attributes, so that a study is
-readable without this package, and so that it can be resumed.
+readable without this package, and so that it can be resumed. A storage that fails in the midst of a run, be it a full disk or a
+lost database, must not end it: the study goes on in memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import hashlib
 import importlib
 import json
 import logging
-import os
-import platform
 import threading
 import time
 import warnings
@@ -27,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.machine.processes import process_start
+from autotune_loader.machine.ranks import Place
 from autotune_loader.tuning.options import Search
-from autotune_loader.tuning.study_knobs import Knobs
-from autotune_loader.tuning.study_storage import let_go, lock_journal, open_storage, patiently
+from autotune_loader.tuning.study_storage import open_storage
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.serialization import from_plain, to_plain
@@ -46,8 +44,36 @@ CONFIG, OWNER, SINCE = "config", "owner", "since"
 """Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
 LOST_S = 60.0
 """A trial of another host that has run this long is taken for lost. One that is not costs a trial that is run twice."""
-SETTLE_S = 1.0
-"""Another host writes down what its trial runs within this time after it has asked for it."""
+AXES = {
+    "prefetch_factor": "prefetch_factors",
+    "pin_memory": "pin_memory",
+    "device_prefetch": "device_prefetch",
+    "in_order": "in_order",
+    "multiprocessing_context": "multiprocessing_contexts",
+    "sharing_strategy": "sharing_strategies",
+    "batch_size": "batch_sizes",
+    "drop_last": "drop_lasts",
+    "consumer_threads": "consumer_threads",
+}
+"""Every knob besides `num_workers`, and what of a space has its values."""
+ONLY_WITH_WORKERS = ("prefetch_factor", "in_order", "multiprocessing_context")
+
+
+@contextlib.contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Optuna without its chatter and experimental warnings; its verbosity is global, so it is put back."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in notebooks without ipywidgets
+        import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,90 +93,78 @@ class OptunaStudy:
         space: what may be proposed.
         search: which sampler proposes where the caller does not.
         seed: of the sampler.
-        default_threads: what `consumer_threads=None` means here, so that it has a place on Optuna's scale.
         disposable: the storage is a journal that nobody asked for, kept so that a killed run can go on. A finished study
             in it is not resumed but started over, and so is a file that cannot be read.
     """
 
     def __init__(
-        self,
-        *,
-        storage: str | None,
-        name: str,
-        space: Space,
-        search: Search,
-        seed: int,
-        default_threads: int,
-        disposable: bool = False,
+        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, disposable: bool = False
     ) -> None:
         _import_optuna()
-        self._name = name
-        self._space = space
-        self._knobs = Knobs(space, default_threads)
-        self._sampler = _sampler(search, seed)
+        self._name, self._space, self._sampler = name, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
         self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
-        self._fail_what_died()
+        self._end_what_died()
 
     def ask(self, config: LoaderConfig | None = None) -> Claim:
         """A running trial of `config`, or of what the sampler proposes; first of all of what somebody has enqueued."""
         try:
-            return patiently(lambda: self._asked(config), mend=self.close)
+            return self._ask(config)
         except Exception as error:
             self._go_on_in_memory(error)
-            return self._asked(config)
+            return self._ask(config)
 
-    def _asked(self, config: LoaderConfig | None) -> Claim:
-        handed = {} if config is None else self._knobs.of(config)
-        with quiet_optuna():
-            import optuna
+    @quiet_optuna()
+    def _ask(self, config: LoaderConfig | None) -> Claim:
+        import optuna
 
-            self.study.sampler = optuna.samplers.PartialFixedSampler(handed, self._sampler)
-            asked = self.study.ask({name: self._knobs.distribution(name) for name in handed})
-            if config is None or asked.params != handed:
-                config = self._knobs.suggest(asked)
-            for name, value in ((OWNER, owner()), (SINCE, time.time()), (CONFIG, config.to_dict())):
-                asked.set_user_attr(name, value)
+        handed = {} if config is None else _params(config, self._space)
+        self.study.sampler = optuna.samplers.PartialFixedSampler(handed, self._sampler)
+        asked = self.study.ask({name: _distribution(name, self._space) for name in handed})
+        if config is None or asked.params != handed:
+            config = _suggested(asked, self._space)
+        for name, value in ((OWNER, to_plain(Place.here())), (CONFIG, config.to_dict()), (SINCE, time.time())):
+            asked.set_user_attr(name, value)
         return Claim(asked, config)
 
     def tell(self, claim: Claim, trial: Trial) -> None:
         """Complete a claimed trial: its rate as the value, everything else as attributes and constraints."""
-        import optuna
-
         try:
-            patiently(lambda: self._told(claim.asked, trial), mend=self.close)
-        except optuna.exceptions.UpdateFinishedTrialError:
-            log.info("trial %d had been told already", trial.number)  # by a first try whose answer was lost
+            self._tell(claim.asked, trial)
         except Exception as error:
             self._go_on_in_memory(error)
-            self._told(self._asked(trial.config).asked, trial)
+            self._tell(self._ask(trial.config).asked, trial)
 
-    def _told(self, asked: optuna.trial.Trial, trial: Trial) -> None:
+    @quiet_optuna()
+    def _tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         import optuna
 
         attributes = _attributes(trial)
         self._seen.add(attributes["record"])
-        with quiet_optuna():
-            for name, value in attributes.items():
-                asked.set_user_attr(name, value)
-            for name, violation in _constraints(trial, self._space).items():
-                _set_constraint(asked, name, violation)
-            if trial.measurement is not None:
-                self.study.tell(asked, trial.measurement.samples_per_s.value)
-            else:
-                self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        for name, value in attributes.items():
+            asked.set_user_attr(name, value)
+        for name, violation in _constraints(trial, self._space).items():
+            asked.set_user_attr(f"constraint_{name}", violation)  # optuna-dashboard does not show the real ones yet
+            if hasattr(asked, "set_constraint"):  # Optuna 5
+                asked.set_constraint(name, violation)
+        if trial.measurement is not None:
+            self.study.tell(asked, trial.measurement.samples_per_s.value)
+        else:
+            self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
 
+    @quiet_optuna()
     def abandon(self, claim: Claim) -> None:
         """Mark a trial that was interrupted, or that another host runs: it carries no information."""
         import optuna
 
-        with contextlib.suppress(Exception), quiet_optuna():
+        with contextlib.suppress(Exception):
             self.study.tell(claim.asked, state=optuna.trial.TrialState.FAIL)
 
+    @quiet_optuna()
     def finish(self) -> None:
         """Mark the study as searched to the end."""
-        with contextlib.suppress(Exception), quiet_optuna():
+        with contextlib.suppress(Exception):
             self.study.set_user_attr(FINISHED, True)
         self.close()
 
@@ -161,52 +175,48 @@ class OptunaStudy:
 
     def news(self) -> list[Trial]:
         """The trials that other runs of the same study have told since the last call."""
-        texts = [
-            each.user_attrs["record"]
-            for each in self._trials()
-            if "record" in each.user_attrs and each.state.is_finished()
-        ]
-        new = [text for text in dict.fromkeys(texts) if text not in self._seen]
+        told = [each.user_attrs["record"] for each in self._trials(finished=True) if "record" in each.user_attrs]
+        new = [text for text in dict.fromkeys(told) if text not in self._seen]
         self._seen.update(new)
         return [from_plain(json.loads(text), Trial) for text in new]
 
     def elsewhere(self, before: Claim | None = None) -> set[LoaderConfig]:
         """What other processes are running; with a claim of ours, in trials that began before it: of two the first counts."""
-        until = time.monotonic() + (SETTLE_S if before is not None else 0.0)
-        while True:
-            running = [
-                each.user_attrs
-                for each in self._trials()
-                if not each.state.is_finished() and (before is None or each.number < before.asked.number)
-            ]
-            unsaid = [each for each in running if CONFIG not in each]
-            if not unsaid or time.monotonic() >= until:
-                break
-            time.sleep(0.01)
-        return {LoaderConfig.from_dict(each[CONFIG]) for each in running if CONFIG in each and not _is_lost(each)}
+        running = [
+            each.user_attrs
+            for each in self._trials(finished=False)
+            if CONFIG in each.user_attrs and (before is None or each.number < before.asked.number)
+        ]
+        return {LoaderConfig.from_dict(each[CONFIG]) for each in running if not _is_lost(each)}
 
     def close(self) -> None:
-        """Let go of a storage that holds connections."""
-        let_go(self._storage)
+        """Let go of a storage that holds connections: Optuna leaves them to the garbage collector, of which psycopg warns."""
+        if hasattr(self._storage, "engine"):
+            with contextlib.suppress(Exception):
+                self._storage.remove_session()
+                self._storage.engine.dispose()
 
-    def _trials(self) -> list[optuna.trial.FrozenTrial]:
-        return patiently(lambda: self.study.get_trials(deepcopy=False), mend=self.close)
+    def _trials(self, *, finished: bool) -> list[optuna.trial.FrozenTrial]:
+        try:
+            trials = self.study.get_trials(deepcopy=False)
+        except Exception as error:
+            self._go_on_in_memory(error)
+            trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state.is_finished() is finished]
 
+    @quiet_optuna()
     def _opened(self, storage: str | None) -> optuna.Study:
-        with quiet_optuna():
-            import optuna
+        import optuna
 
-            self._storage = open_storage(storage)
-            return patiently(
-                lambda: optuna.create_study(
-                    storage=self._storage,
-                    study_name=self._name,
-                    direction="maximize",
-                    sampler=self._sampler,
-                    pruner=optuna.pruners.NopPruner(),
-                    load_if_exists=True,
-                )
-            )
+        self._storage = open_storage(storage)
+        return optuna.create_study(
+            storage=self._storage,
+            study_name=self._name,
+            direction="maximize",
+            sampler=self._sampler,
+            pruner=optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
 
     def _disposable(self, path: str) -> optuna.Study:
         """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
@@ -217,52 +227,47 @@ class OptunaStudy:
         except Exception as error:
             log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
         try:
-            lock_journal(Path(path), lambda journal: os.truncate(journal, 0))
+            Path(path).unlink()
             return self._opened(path)
         except OSError as error:
             log.warning("%s; the study is kept in memory", without_secrets(str(error)))
             return self._opened(None)
 
+    @quiet_optuna()
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
         reason = without_secrets(f"{type(error).__name__}: {error}")
         log.warning("the study's storage failed (%s); it goes on in memory", reason)
+        self.close()
         lost, self.study = self.study, self._opened(None)
-        with contextlib.suppress(Exception), quiet_optuna():
+        with contextlib.suppress(Exception):
             self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())
 
-    def _fail_what_died(self) -> None:
+    @quiet_optuna()
+    def _end_what_died(self) -> None:
         """Tell the trials that a killed run of this host left running. Those of other live processes and hosts stay."""
         import optuna
 
-        states = optuna.trial.TrialState
-        with quiet_optuna(), contextlib.suppress(Exception):
-            for frozen in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-                if _is_here(frozen.user_attrs) and _is_dead(frozen.user_attrs):
-                    self.study.tell(frozen.number, state=states.FAIL)
+        for frozen in self._trials(finished=False):
+            if (
+                OWNER in frozen.user_attrs
+                and _place(frozen.user_attrs).is_seen_from_here
+                and _is_lost(frozen.user_attrs)
+            ):
+                with contextlib.suppress(Exception):  # another process of ours was quicker
+                    self.study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
 
 
-def owner() -> str:
-    """This process among those that share a study: `host:pid@start`, since the system gives IDs out again."""
-    return f"{platform.node()}:{os.getpid()}@{process_start(os.getpid())}"
-
-
-def _is_here(attributes: Mapping[str, Any]) -> bool:
-    """Whether a trial is run on this host."""
-    return str(attributes.get(OWNER, "")).rpartition(":")[0] == platform.node()
-
-
-def _is_dead(attributes: Mapping[str, Any]) -> bool:
-    """Whether the process of this host that ran a trial is gone; what this very one left is of an earlier run."""
-    pid, _, began = str(attributes[OWNER]).rpartition(":")[2].partition("@")
-    return int(pid) == os.getpid() or process_start(int(pid)) != began
+def _place(attributes: Mapping[str, Any]) -> Place:
+    return from_plain(attributes[OWNER], Place)
 
 
 def _is_lost(attributes: Mapping[str, Any]) -> bool:
     """Whether a running trial has, as far as can be told from here, nobody who would finish it."""
-    if _is_here(attributes):
-        return _is_dead(attributes)
-    return time.time() - float(attributes.get(SINCE, 0.0)) > LOST_S
+    place = _place(attributes)
+    if place.is_seen_from_here:
+        return place.has_ended() or place == Place.here()  # what this very process left running is of an earlier run
+    return time.time() - float(attributes.get(SINCE, time.time())) > LOST_S
 
 
 def _import_optuna() -> None:
@@ -275,7 +280,7 @@ def _import_optuna() -> None:
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    if search in ("random", "grid"):  # the search itself walks the grid and enqueues it
+    if search in ("random", "grid"):  # the search itself walks the grid
         return optuna.samplers.RandomSampler(seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -285,6 +290,40 @@ def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
             multivariate=False,
             constant_liar=False,
         )
+
+
+def _values(name: str, space: Space) -> list[Any]:
+    return list(getattr(space, AXES[name]))
+
+
+def _distribution(name: str, space: Space) -> optuna.distributions.BaseDistribution:
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    return (
+        IntDistribution(0, space.max_workers)
+        if name == "num_workers"
+        else CategoricalDistribution(_values(name, space))
+    )
+
+
+def _params(config: LoaderConfig, space: Space) -> dict[str, Any]:
+    """What of a configuration Optuna can be told: not what lies outside of the space. `record` has all of it."""
+    knobs = {name: getattr(config, name) for name in AXES if config.num_workers or name not in ONLY_WITH_WORKERS}
+    known = {
+        name: value for name, value in knobs.items() if len(_values(name, space)) > 1 and value in _values(name, space)
+    }
+    return {"num_workers": min(config.num_workers, space.max_workers), **known}
+
+
+def _suggested(trial: optuna.trial.Trial, space: Space) -> LoaderConfig:
+    workers = trial.suggest_int("num_workers", 0, space.max_workers)
+    workers = min(space.worker_counts(), key=lambda count: abs(count - workers))
+    knobs = {}
+    for name in AXES:
+        first, *others = values = _values(name, space)
+        if workers or name not in ONLY_WITH_WORKERS:
+            knobs[name] = trial.suggest_categorical(name, values) if others else first
+    return LoaderConfig(num_workers=workers, persistent_workers=space.persistent_workers and workers > 0, **knobs)
 
 
 def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
@@ -330,26 +369,3 @@ def _constraints(trial: Trial, space: Space) -> dict[str, float]:
     if space.limits.memory_bytes:
         values["memory"] = space.memory_need(trial.config) / space.limits.memory_bytes - 1.0
     return values
-
-
-def _set_constraint(trial: optuna.trial.Trial, name: str, violation: float) -> None:
-    trial.set_user_attr(f"constraint_{name}", violation)  # optuna-dashboard does not show the real ones yet
-    if hasattr(trial, "set_constraint"):  # Optuna 5
-        trial.set_constraint(name, violation)
-
-
-@contextlib.contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Optuna without its chatter and experimental warnings; its verbosity is global, so it is put back."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in notebooks without ipywidgets
-        import optuna
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
@@ -20,9 +21,8 @@ from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
-from autotune_loader.tuning.assemble import assemble, loader_parts
+from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_reused, loader_parts, saved
 from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.listener import FileAndProgress, saved
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import (
     Ranks,
@@ -36,13 +36,15 @@ from autotune_loader.tuning.ranks import (
 )
 from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, RunContext
-from autotune_loader.tuning.study import name_of_study
+from autotune_loader.tuning.state import RunContext
+from autotune_loader.tuning.study import OptunaStudy, name_of_study
 from autotune_loader.tuning.unwrapping import told_beside_errors
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
+from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
+    import optuna
     import torch
 
 LONG_COMPILING_S = 5.0
@@ -188,18 +190,21 @@ def _tuned(
             tolerance=options.tolerance,
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
-        held = earlier.check(probe, begun, progress.announce)
-        if held is not None:
+        seen = earlier.check(probe, progress.announce)
+        if seen is not None and earlier.entry is not None:
+            study = study_of(earlier.entry.result.trials, space, options)
+            held = assemble_reused(earlier.entry, seen, context, time.monotonic() - begun, study)
             return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
-            space,
+            context,
             options,
-            Job.of(context, earlier.suggestions, options.study_name or name_of_study(space, context.fingerprint)),
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
+            suggestions=() if earlier.entry is None else (earlier.entry.result.best,),
+            study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
@@ -216,3 +221,17 @@ def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple
     return started + warm_up_s, [
         f"torch.compile took {warm_up_s:.0f} s before the first burst; the budget of {budget_s:.0f} s was counted without them"
     ]
+
+
+def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions) -> optuna.Study:
+    """The Optuna study of an earlier result's trials, in memory."""
+    study = OptunaStudy(
+        storage=None,
+        name=options.study_name or "autotune-reused",
+        space=space,
+        search=options.search,
+        seed=options.seed,
+    )
+    for trial in trials:
+        study.tell(study.ask(trial.config), trial)
+    return study.study

@@ -51,7 +51,7 @@ def unwrapped(given: Any) -> tuple[Any, list[str]]:
     from torch.utils.data import DataLoader
 
     if (answer := _answer_by_ability(given)) is not None:
-        raise _neither(given, answer)
+        raise neither(given, answer)
     is_group = isinstance(given, (list, tuple, Mapping))
     if isinstance(given, DataLoader) or (
         hasattr(given, "__getitem__") and not is_group and not is_iterable_dataset(given)
@@ -73,12 +73,19 @@ def unwrapped(given: Any) -> tuple[Any, list[str]]:
             f"dataset_or_loader={name} holds {len(found)} DataLoaders ({', '.join(found)}); one at a time would work: "
             "tune(loader, model)"
         )
-    raise _neither(given, answer_for(given))
+    raise neither(given)
 
 
-def _neither(given: Any, answer: str) -> TypeError:
+def neither(given: Any, answer: str | None = None) -> TypeError:
+    """An object is no dataset and no loader: the error, with the call, or the kind of argument, that would work."""
+    if answer is None and hasattr(getattr(given, "dataset", None), "__getitem__"):
+        answer = f"its dataset, tune({type(given).__name__.lower()}.dataset, model, batch_size=..., collate_fn=...),"
+    elif answer is None:
+        answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
+    text = repr(given)
+    shown = text if len(text) < LONGEST_SHOWN else type(given).__name__
     return TypeError(
-        f"dataset_or_loader={_shown(given)} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
+        f"dataset_or_loader={shown} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
         f"__getitem__ and __len__; {answer} would work"
     )
 
@@ -119,13 +126,6 @@ def _name_of_stage(stage: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).strip("_").lower()
 
 
-def answer_for(given: Any) -> str:
-    """The call, or the kind of argument, that would work instead."""
-    if hasattr(getattr(given, "dataset", None), "__getitem__"):
-        return f"its dataset, tune({type(given).__name__.lower()}.dataset, model, batch_size=..., collate_fn=...),"
-    return "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
-
-
 def _answer_by_ability(given: Any) -> str | None:
     train = None
     with contextlib.suppress(Exception):  # an object that looks attributes up elsewhere may raise anything
@@ -156,8 +156,3 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     else:
         yield from dict(getattr(value, "__dict__", {})).items()
-
-
-def _shown(given: Any) -> str:
-    text = repr(given)
-    return text if len(text) < LONGEST_SHOWN else type(given).__name__

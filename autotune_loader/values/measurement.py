@@ -61,8 +61,6 @@ class GpuUse:
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
     reason: str | None = None
     """Why utilisation or memory is missing."""
-    allocated_bytes: int | None = None
-    """Peak of what torch itself allocated there for model, step and batches; None off CUDA."""
     copy_s: float | None = None
     """Mean seconds that a batch took to the device, by its own clock; None off CUDA."""
 

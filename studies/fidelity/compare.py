@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.tuning.schedule import FINAL_BURST
+from autotune_loader.tuning.burst_source import FINAL_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan

@@ -28,7 +28,7 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.schedule import SEARCH_BURST
+from autotune_loader.tuning.burst_source import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import CEILING_BURST
 from autotune_loader.values.statistics import Round, paired_ratio

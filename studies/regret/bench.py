@@ -194,10 +194,10 @@ class TimedJob:
 
     def _timed(self, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
         """Batches of the window, and its seconds."""
-        from autotune_loader.probe.burst import step_threads
+        from autotune_loader.probe.burst import as_configured
 
         if timing.clock == "steady" and self._has_short_epochs:
-            with step_threads(config.consumer_threads):
+            with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
                 return self._run_epochs(config, timing.seconds)
         started, ends = self.run(config, timing)
         if timing.clock == "start":
@@ -220,9 +220,9 @@ class TimedJob:
 
     def run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
         """When the run began, and when each batch of the window was trained on."""
-        from autotune_loader.probe.burst import step_threads
+        from autotune_loader.probe.burst import as_configured
 
-        with step_threads(config.consumer_threads):
+        with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
             return self._run(config, timing)
 
     def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:

@@ -21,17 +21,17 @@ from pathlib import Path
 from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
+from autotune_loader.tuning.burst_source import SEARCH_BURST
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.schedule import SEARCH_BURST
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, SearchState
+from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trial import Trial
 from studies.regret import NEAR, OURS, PLAIN_RULE, at
 from studies.regret.machines import WIDE, few_cores_machine, oracle_of, random_machine, space_of
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
 # What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
@@ -100,14 +100,8 @@ def by_search(
         clock.advance(START_S)
         found = TuningSession(
             seen_by(probe),
-            space,
+            simulated_run(machine, space, epoch_batches=epoch_batches, on_cpu=kind == "cpu step"),
             TuneOptions(budget_s=budget_s, search=search, seed=seed),
-            Job(
-                usable_cores=machine.cores,
-                default_threads=machine.cores,
-                step_uses_cores=kind == "cpu step",
-                epoch_batches=epoch_batches,
-            ),
             clock=clock,
             started=0.0,
             listener=watcher,

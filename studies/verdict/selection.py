@@ -36,8 +36,8 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.report.units import is_claimed
-from autotune_loader.tuning.finals import run_rounds
-from autotune_loader.tuning.schedule import FINAL_BURST, FINALS_PATIENCE_S
+from autotune_loader.tuning.burst_source import FINAL_BURST
+from autotune_loader.tuning.finals import FINALS_PATIENCE_S, run_rounds
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan

@@ -199,6 +199,17 @@ def test_who_was_beaten_by_anybody_does_not_win_by_the_disturbed_rounds_of_the_i
     assert opened.outcome().winner in (SOME, MANY)
 
 
+def test_rounds_that_are_slow_for_everybody_count_against_nobody():
+    # GIVEN 1000 against 950 in two rounds, and then rounds in which everything is 20 % slower, without the other
+    rules = RaceRules(tolerance=0.02, cost=lambda config: (config.num_workers,), patience_s=9.0)
+    opened, shape = Race([SOME], FEW, rules), RatedProbe({})._shape
+    for rates in [{SOME: 1000.0, FEW: 950.0}] * 2 + [{SOME: 800.0}] * 3:
+        measured = [(c, replace(shape, samples_per_s=replace(shape.samples_per_s, value=r))) for c, r in rates.items()]
+        opened.record(measured, seconds=1.0)
+    # THEN the one that was 5 % faster in every pair wins
+    assert opened.outcome().winner == SOME
+
+
 def test_there_is_an_end_without_any_limit():
     probe = RatedProbe({BASELINE: 100.0, FEW: 100.0, SOME: 100.0}, noise=0.2)
     assert len(race(probe, [FEW, SOME], budget_s=1e9, patience_s=1e9).rounds) <= MAX_ROUNDS

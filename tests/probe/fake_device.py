@@ -81,7 +81,7 @@ class FakeLane:
     def __init__(self, timeline: FakeTimeline) -> None:
         self.timeline = timeline
         self.busy_until = 0.0
-        self.marks: list[tuple[float, float]] = []
+        self.copies: list[tuple[float, float]] = []
 
     def open(self) -> None:
         self.timeline.events.append("lane")
@@ -89,16 +89,13 @@ class FakeLane:
     def send(self, batch: Any) -> tuple[Any, float]:
         begin = max(self.busy_until, self.timeline.clock())
         self.busy_until = begin + self.timeline.copy_s
-        self.marks.append((begin, self.busy_until))
+        self.copies.append((begin, self.busy_until))
         return move(batch, "cpu"), self.busy_until
 
     def receive(self, sent: tuple[Any, float]) -> Any:
         batch, there = sent
         self.timeline.busy_until = max(self.timeline.busy_until, there)
         return batch
-
-    def copies(self) -> list[tuple[Any, Any]]:
-        return self.marks
 
 
 class FakeStep:

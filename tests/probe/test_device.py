@@ -18,10 +18,9 @@ from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of, warm_up
-from autotune_loader.probe.burst import run_burst, run_step_ceiling
-from autotune_loader.probe.burst_loop import DeviceRun
-from autotune_loader.probe.device import EventTimeline, timeline_of
-from autotune_loader.probe.epoch_burst import measure_epochs
+from autotune_loader.probe.burst import Cached, run_burst, run_epochs
+from autotune_loader.probe.burst_loop import Run
+from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import is_device_broken
 from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.step import TrainingStep, build_step
@@ -52,7 +51,7 @@ def measured(
     step: Any = FakeStep(timeline, step_s=step_s, copy_s=0.0 if ahead else copy_s, host_s=host_s)
     lane = FakeLane(timeline) if ahead else None
     timeline.open()
-    run = DeviceRun(PLAN, workers, clock(), timeline, lane)
+    run = Run(PLAN, workers, clock(), timeline=timeline, lane=lane)
     batches: Iterator[Any] = (made_in_time if workers else made_here)(clock, fetch_s)
     batches = batches if lane is None else prefetched(batches, lane, ahead)
     run.deliver(batches, step)
@@ -61,42 +60,32 @@ def measured(
     return run.measurement(), timeline
 
 
-def test_a_host_that_runs_ahead_of_a_busy_device_shows_no_waiting() -> None:
-    # GIVEN batches that come faster than the device steps, and a host that hands steps over in a millisecond
-    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
-    # THEN the rate is the device's, and so are the step and the copy
-    assert found.samples_per_s.value == pytest.approx(4 / 0.012, rel=1e-3)
-    assert (found.step_s, found.receive_s) == (pytest.approx(0.010), pytest.approx(0.002))
-    assert found.gpu.copy_s == pytest.approx(0.002)
-    # THEN only the copy keeps the device from its step
-    assert found.wait_share == pytest.approx(0.002 / 0.012, rel=1e-3)
-
-
-def test_a_slow_loader_shows_as_waiting_of_the_device() -> None:
-    found, _ = measured(fetch_s=0.040, step_s=0.010)
-    assert found.samples_per_s.value == pytest.approx(4 / 0.040, rel=1e-3)
-    assert found.step_s == pytest.approx(0.010)
-    assert found.wait_share == pytest.approx(0.75, rel=0.01)
-
-
-def test_a_step_that_takes_the_host_longer_than_the_device_takes_the_hosts_time() -> None:
-    found, _ = measured(fetch_s=0.001, step_s=0.002, host_s=0.010)
-    assert found.step_s == pytest.approx(0.010)
-    assert found.samples_per_s.value == pytest.approx(4 / 0.010, rel=1e-3)
-
-
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_copies_ahead_of_the_step_are_hidden_behind_it(ahead: int) -> None:
-    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.006, ahead=ahead)
-    assert found.samples_per_s.value == pytest.approx(4 / 0.010, rel=0.01)
-    # THEN what a copy takes is known all the same
-    assert found.gpu.copy_s == pytest.approx(0.006)
-
-
-def test_copies_that_take_longer_than_the_step_bind() -> None:
-    found, _ = measured(fetch_s=0.002, step_s=0.005, copy_s=0.020, ahead=2)
-    assert found.samples_per_s.value == pytest.approx(4 / 0.020, rel=0.02)
-    assert (found.step_s, found.wait_share) == (pytest.approx(0.005), pytest.approx(0.75, rel=0.05))
+@pytest.mark.parametrize(
+    ("times", "period_s", "step_s", "wait_share"),
+    [
+        # a host that runs ahead of a busy device shows no waiting: only the copy keeps the device from its step
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.002}, 0.012, 0.010, 2 / 12),
+        # a slow loader shows as waiting of the device
+        ({"fetch_s": 0.040, "step_s": 0.010}, 0.040, 0.010, 0.75),
+        # a step that takes the host longer than the device takes the host's time
+        ({"fetch_s": 0.001, "step_s": 0.002, "host_s": 0.010}, 0.010, 0.010, 0.0),
+        # copies ahead of the step are hidden behind it, and those that take longer bind
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 1}, 0.010, 0.010, 0.0),
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 2}, 0.010, 0.010, 0.0),
+        ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.005, 0.75),
+        # a step may be longer than the window
+        ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 10.0, 0.0),
+    ],
+)
+def test_a_run_on_a_device_has_the_devices_times(
+    times: dict[str, Any], period_s: float, step_s: float, wait_share: float
+) -> None:
+    found, _ = measured(**times)
+    assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
+    assert found.step_s == pytest.approx(step_s, rel=0.01)
+    assert found.wait_share == pytest.approx(wait_share, abs=0.03)
+    # what a copy takes is known also where it is hidden
+    assert found.gpu.copy_s == pytest.approx(times.get("copy_s", 0.0))
 
 
 def test_the_twin_learns_the_copy_that_was_hidden() -> None:
@@ -170,11 +159,11 @@ def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_ha
     holder = Epochs(clock)
     holder.open(holder)
     timeline.open()
-    run = DeviceRun(PLAN, 1, clock(), timeline)
+    run = Run(PLAN, 1, clock(), timeline=timeline)
     # WHEN whole epochs are measured
-    found = measure_epochs(holder, holder, run, step, replace(PLAN, max_s=0.8), lambda phase: None)
+    run.deliver(holder.iterator, step)
+    found = run.measurement(*run_epochs(holder, holder, run, step, replace(PLAN, max_s=0.8)))
     # THEN the rate is the device's, and so is the share of the window in which it worked
-    assert isinstance(found, Measurement)
     assert found.samples_per_s.value == pytest.approx(80, rel=1e-3)
     assert found.gpu.busy_share == pytest.approx(1.0)
     assert found.window_s == pytest.approx(found.samples / 80)
@@ -214,8 +203,8 @@ class FakeEvent:
 def test_other_accelerators_are_timed_by_their_events_and_may_lack_the_rest() -> None:
     # GIVEN a torch for XPU, and one of a kind that has events and little else, as MPS does
     little = SimpleNamespace(Event=FakeEvent, synchronize=lambda: None, empty_cache=lambda: None)
-    assert isinstance(timeline_of(torch.device("xpu:0")), EventTimeline)
-    timeline = EventTimeline(torch.device("mps:0"), little)
+    assert isinstance(timeline_of(torch.device("xpu:0")), Timeline)
+    timeline = Timeline(torch.device("mps:0"), little)
     # WHEN the latter times a burst
     timeline.open()
     begun = timeline.now()
@@ -264,12 +253,6 @@ def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
     assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
 
 
-def test_a_step_longer_than_the_window_is_still_measured() -> None:
-    # GIVEN a step of 10 s and a window of a second
-    found, _ = measured(fetch_s=0.001, step_s=10.0)
-    assert found.step_s == pytest.approx(10.0, rel=0.01)
-
-
 def rows() -> DataSide:
     return DataSide.from_dataset(TensorDataset(torch.arange(64.0)), batch_size=4)
 
@@ -292,7 +275,7 @@ def test_a_burst_measures_on_the_device_and_keeps_its_memory_for_the_next() -> N
     # THEN
     assert isinstance(found, Measurement)
     assert found.step_s == pytest.approx(0.005, rel=0.3)
-    assert found.gpu.allocated_bytes == 123
+    assert found.gpu.memory_bytes == 123
     assert timeline.events == ["open", "lane", "synchronize"]
 
 
@@ -360,7 +343,7 @@ def test_the_ceilings_batch_lies_on_the_device_beforehand() -> None:
 
     step = TrainingStep(train, "a step", torch.device("meta"))
     # WHEN the ceiling is measured
-    found = run_step_ceiling(torch.ones(4), 4, step, None, QUICK, timeline)
+    found = run_burst(Cached(torch.ones(4), 4), step, LoaderConfig(), QUICK, timeline=timeline)
     # THEN every step had the very same tensor: it was copied once, outside the window
     assert isinstance(found, Measurement)
     assert {id(batch) for batch in seen} == {id(seen[0])}
@@ -369,7 +352,7 @@ def test_the_ceilings_batch_lies_on_the_device_beforehand() -> None:
 
 def test_a_ceiling_that_does_not_fit_the_device_is_a_failure_and_releases() -> None:
     timeline = FakeTimeline()
-    failure = run_step_ceiling(torch.ones(4), 4, step_of(out_of_memory), None, QUICK, timeline)
+    failure = run_burst(Cached(torch.ones(4), 4), step_of(out_of_memory), LoaderConfig(), QUICK, timeline=timeline)
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.phase, timeline.events[-1]) == ("device_memory", "step", "release")
 
@@ -443,7 +426,7 @@ def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
 def test_what_the_meter_saw_joins_what_the_burst_knew_of_the_gpu() -> None:
     # GIVEN a burst that knows its copies, and a meter that saw utilisation
     found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.002)
-    known = replace(found.gpu, allocated_bytes=7, memory_bytes=7)
+    known = replace(found.gpu, memory_bytes=7)
     found = replace(found, gpu=known, cpu_share=1.0)
     meter = TreeMeter(os.getpid(), usable_cores=2)
     # WHEN they are put together THEN nothing is lost
@@ -457,7 +440,7 @@ def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     bench = Bench(rows, rows, TrainingSide())
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
-    assert (timeline_of(torch.device("cpu")), gpus_of(warmup), warmup.device_uuid) == (None, None, None)
+    assert (timeline_of(torch.device("cpu")), gpus_of(warmup.device_uuid), warmup.device_uuid) == (None, None, None)
 
 
 def test_a_model_that_is_on_a_device_already_is_told_what_its_copy_costs() -> None:

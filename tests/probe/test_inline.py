@@ -25,7 +25,7 @@ from trouble import Trouble
 from autotune_loader import TuningResult
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.inline import InlineProbe, _Stop
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -111,6 +111,15 @@ def test_a_hang_inline_ends_at_the_deadline(workers: int, monkeypatch: pytest.Mo
     assert (failure.kind, failure.phase) == ("deadline", "batches")
     assert time.monotonic() - begun < WAIT_S / 2
     assert multiprocessing.active_children() == []
+
+
+def test_a_deadline_that_passes_just_behind_a_burst_ends_nothing() -> None:
+    # GIVEN a burst that is over WHEN its deadline passes THEN this process is neither killed nor interrupted
+    with _Stop(deadline_s=0.2) as stop:
+        pass
+    stop._expire()
+    time.sleep(0.3)
+    assert not stop.was_asked
 
 
 def test_what_this_process_holds_anyway_is_no_part_of_the_budget(trouble_file: Path) -> None:
@@ -216,7 +225,7 @@ import time, torch
 from torch.utils.data import Dataset, get_worker_info
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.probe.inline import InlineProbe, _Stop
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan

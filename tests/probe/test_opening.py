@@ -1,80 +1,26 @@
-"""What cannot run beside the caller's own model, and what must be given time: opening a probe on a scarce GPU."""
+"""What cannot run beside the caller's own model, and what must be given time."""
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
-from autotune_loader.probe import opening
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
+from autotune_loader.probe.failures import failure_of
+from autotune_loader.probe.opening import OpenProbe, compiles
 from autotune_loader.tuning.tune import start_of_budget
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
-
-QUICK = BurstPlan(max_s=0.3, min_s=0.1, relative_error=0.2)
-STEP_S = 0.02
 
 
-class FitsInOneProcess:
-    """A step of 20 ms that finds no memory on the device in any process but this one."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __call__(self, model: Any, batch: Any) -> None:
-        if os.getpid() != self.pid:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        time.sleep(STEP_S)
-
-
-def fits_nowhere(model: Any, batch: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-def workload_of(step: Any) -> Workload:
-    data = DataSide.from_dataset(TensorDataset(torch.arange(64.0)), batch_size=4)
-    return Workload(data=data, training=TrainingSide(train_step=step))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_where_the_step_fits_no_second_process_the_loader_is_tuned_against_its_time(
-    monkeypatch: pytest.MonkeyPatch, is_taken: bool
-) -> None:
-    # GIVEN a GPU that this process has to itself, or whose memory it holds
-    monkeypatch.setattr(opening, "is_taken_by_this_process", lambda device: is_taken)
-    monkeypatch.setattr(opening, "held_bytes", lambda device: 3 << 30)
-    # WHEN a probe is opened
-    with open_probe(workload_of(FitsInOneProcess()), inspect_machine(), "process", None) as opened:
-        burst = opened.probe.burst(LoaderConfig(num_workers=1), QUICK)
-    # THEN its step is a wait of the time that the step took here, and the notes say why
-    stand_in = opened.workload.training.train_step
-    assert isinstance(stand_in, StepTime)
-    assert STEP_S <= stand_in.seconds < 3 * STEP_S
-    assert isinstance(burst, Measurement)
-    assert burst.step_s == pytest.approx(stand_in.seconds, rel=0.5)
-    assert opened.warmup.step == str(stand_in)
-    assert ("EXCLUSIVE_PROCESS" if is_taken else "3072 MiB") in opened.notes[0]
-    assert any("pin_memory" in note for note in opened.notes)
-
-
-def test_where_it_fits_nowhere_the_error_says_how_to_give_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "is_taken_by_this_process", lambda device: True)
-    with (
-        pytest.raises(WorkloadError, match=r"EXCLUSIVE_PROCESS.*out of memory.*train_step=0\.05"),
-        open_probe(workload_of(fits_nowhere), inspect_machine(), "auto", None),
-    ):
-        pass
+@pytest.mark.parametrize(
+    "said",
+    ["CUDA out of memory. Tried to allocate 2.00 GiB", "CUDA error: all CUDA-capable devices are busy or unavailable"],
+)
+def test_where_a_second_process_does_not_fit_the_gpu_the_error_says_how_to_go_on(said: str) -> None:
+    failure = failure_of(RuntimeError(said), "step")
+    assert "train_step=0.05" in failure.message
 
 
 def test_compiling_is_seen_in_model_step_and_what_the_step_calls() -> None:

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.probe.payload import DataSide, Payload, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.payload import Payload
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 import limited

@@ -9,7 +9,7 @@ import torch
 from fake_device import FakeStep, FakeTimeline
 
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.probe.burst_loop import DeviceRun, Run
+from autotune_loader.probe.burst_loop import Run
 from autotune_loader.probe.step import build_step
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
@@ -46,7 +46,7 @@ def test_the_last_batch_lives_until_the_next_has_arrived_as_in_a_training_loop(o
     fetches, clock = Fetches(), FakeClock()
     if on_device:
         timeline = FakeTimeline(clock, clock.sleep)
-        run: Run = DeviceRun(PLAN, 0, 0.0, timeline)
+        run = Run(PLAN, 0, 0.0, timeline=timeline)
         step: Any = FakeStep(timeline, step_s=0.01)
     else:
         run = Run(PLAN, 0, 0.0)

@@ -1,4 +1,4 @@
-"""No result contradicts itself: simulated searches on quiet and busy machines, and files that were kept."""
+"""No result contradicts itself: simulated searches on quiet and busy machines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from autotune_loader.values.statistics import Interval
 from tests.support import SimulatedMachine, simulated_result
 from tests.support.invariants import contradictions
 
-KEPT = sorted((Path(__file__).parent / "data").glob("*.json"))
-"""Of real runs: the demo and a job that sleeps, on a quiet machine and beside two busy processes."""
 JOBS: dict[str, dict[str, Any]] = {  # seconds of one batch
     "decodes": {"cpu_s": 0.04, "step_s": 0.005, "receive_s": 1e-4},
     "decodes beside a step on the CPU": {"cpu_s": 0.03, "step_s": 0.02, "step_cores": 1.0, "receive_s": 2e-4},
@@ -59,11 +57,6 @@ NUMBERS = [
 @pytest.mark.parametrize("number", NUMBERS)
 def test_no_search_contradicts_itself(number: int) -> None:
     assert contradictions(searched(number)) == []
-
-
-@pytest.mark.parametrize("path", KEPT, ids=[path.name for path in KEPT])
-def test_no_kept_result_contradicts_itself(path: Path) -> None:
-    assert contradictions(TuningResult.load(path)) == []
 
 
 def test_files_of_every_version_can_be_checked() -> None:

@@ -13,7 +13,7 @@ from tests.support.gpus import (
 )
 from tests.support.machine import SimulatedMachine
 from tests.support.replay import ReplayProbe
-from tests.support.searching import simulated_result
+from tests.support.searching import on_simulated_machines, simulated_result, simulated_run, simulated_search
 from tests.support.simulation import Clock, SimulatedProbe
 from tests.support.source import SimulatedSource
 from tests.support.training import SimulatedTraining
@@ -31,5 +31,8 @@ __all__ = [
     "SimulatedProbe",
     "SimulatedSource",
     "SimulatedTraining",
+    "on_simulated_machines",
     "simulated_result",
+    "simulated_run",
+    "simulated_search",
 ]

@@ -34,8 +34,6 @@ class FakeGpu:
     memory_bytes: int = 16 << 30
     samples: Callable[[], Sequence[tuple[float, int]]] = tuple
     """NVML's own samples of the moment: stamps in seconds, and percent."""
-    is_exclusive: bool = False
-    """Whether one process at a time may use it."""
     migs: tuple[FakeGpu, ...] = ()
     unsupported: frozenset[str] = frozenset()
     """NVML functions that this device refuses."""
@@ -119,10 +117,6 @@ class FakeGpus:
             for stamp, percent in stamped
             if stamp > since_us
         ]
-
-    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetComputeMode", gpu)
-        return 3 if gpu.is_exclusive else 0
 
     def _check(self, function: str, gpu: FakeGpu | None = None) -> None:
         self.calls.append(function)

@@ -26,6 +26,7 @@ JARGON = (
     "takes the fastest",
     "the least of",
     "what can be told",
+    "the twin predicts",
 )
 """Phrases of a private dialect; each was once in a message, and a reader had to ask what it means."""
 

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autotune_loader import TuningResult, tune
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.standings import standings
-from autotune_loader.report.summary import speedup_sentence, why_undecided
-from autotune_loader.tuning import assemble as assembly
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job
+from autotune_loader.report.summary import rate_words, speedup_sentence, why_undecided
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    on_simulated_machines,
+    simulated_result,
+    simulated_run,
+    simulated_search,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +38,7 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated
     ],
 )
 def test_a_rate_has_an_interval_only_where_it_tells_something(low: float, high: float, words: str) -> None:
-    assert assembly.rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
+    assert rate_words(Interval(value=1100.0, low=low, high=high, count=3)) == words
 
 
 def outcome(rates: float, *, rounds: int, foreign: float = 0.0, expected_loss: float = 0.0) -> RaceOutcome:
@@ -101,7 +110,7 @@ def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
     machine = SimulatedMachine(cores=2, cpu_s=0.004, step_s=0.03, step_cores=2.0, neighbours=0.0)
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock)
-    job = Job(usable_cores=2, default_threads=2, step_uses_cores=True, epoch_batches=10_000)
+    run = simulated_run(machine, Space(max_workers=4), epoch_batches=10_000)
 
     class Coming:
         def trial(self, *_: object) -> None:
@@ -109,9 +118,7 @@ def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
 
         def finals_round(self, *_: object) -> None: ...
 
-    state = TuningSession(
-        probe, Space(max_workers=4), TuneOptions(budget_s=40.0), job, clock=clock, started=0.0, listener=Coming()
-    ).run()
+    state = simulated_search(probe, run, clock, listener=Coming(), budget_s=40.0)
     # THEN the ceiling is that of the step under the load that the rounds ran under
     alone = max(each.samples_per_s.value for each in state.ceilings.values())
     ceiling = state.ceiling_of(state.finals.winner)
@@ -136,3 +143,44 @@ def test_a_speed_up_of_too_few_rounds_is_told_as_the_report_has_it() -> None:
     assert told == (
         "It was 3.23x as fast as 0 workers (before tuning) in 2 paired rounds, too few or too noisy for an interval."
     )
+
+
+def test_the_file_is_rewritten_after_every_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, seen, original = tmp_path / "loader.json", list[tuple[str, int]](), TuningResult.save
+
+    def save(self: TuningResult, where: Any) -> None:
+        original(self, where)
+        seen.append((TuningResult.load(path).status, len(TuningResult.load(path).trials)))
+
+    monkeypatch.setattr(TuningResult, "save", save)
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine())
+    tune([0] * 10_000, batch_size=32, output=path, max_trials=2, reuse=False, progress=False)
+    assert seen == [("partial", 1), ("partial", 2), ("complete", 2)]
+
+
+def test_when_every_trial_fails_the_defaults_are_given_with_the_distinct_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(config: LoaderConfig) -> Failure:
+        place = "a worker" if config.num_workers else "the main process"
+        return Failure(kind="user_exception", phase="batches", message=f"broken in {place}")
+
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(fails=fails))
+    result = tune([0] * 10_000, batch_size=32, output=tmp_path / "x.json", max_trials=4, reuse=False, progress=False)
+    assert (result.status, result.best) == ("fallback", LoaderConfig())
+    assert {"user_exception: broken in a worker", "user_exception: broken in the main process"} <= {*result.summary}
+    assert TuningResult.load(tmp_path / "x.json").status == "fallback"
+    assert any("failed (user_exception)" in warning for warning in result.warnings)
+
+
+def test_an_interrupted_search_says_so_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(SimulatedProbe):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Any:
+            if len(self.bursts) == 3:
+                raise KeyboardInterrupt
+            return super().burst(config, plan)
+
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(), Interrupted)
+    result = tune([0] * 10_000, batch_size=32, reuse=False, progress=False)
+    assert (result.status, len(result.trials)) == ("partial", 3)
+    assert result.summary[0].startswith("Interrupted")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from autotune_loader import Comparison, LoaderConfig, TuningResult, compare
 from autotune_loader import __main__ as cli
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.probe.opening import OpenProbe
 from autotune_loader.report.units import ratio_text
 from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
+from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.paired import paired
-from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support import SimulatedMachine, on_simulated_machines
 
 
 @pytest.mark.parametrize(
@@ -74,25 +69,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | st
     }
     machine_of = {id(workloads[name].data): machine for name, machine in machines.items()}
 
-    @contextlib.contextmanager
-    def opened(workload: Workload, *_: Any, **__: Any) -> Iterator[OpenProbe]:
-        machine = machine_of[id(workload.data)]
-        if isinstance(machine, str):
-            raise WorkloadError(machine, "the traceback")
-        warmup = WarmupReport(
-            step="simulated",
-            samples=machine.batch_size,
-            batch_bytes=machine.batch_bytes,
-            batch_tensors=2,
-            on_accelerator=False,
-            first_fetch_s=machine.cpu_s,
-            first_fetch_cpu_s=machine.cpu_s,
-            default_threads=4,
-        )
-        probe: Any = SimulatedProbe(machine, FakeClock(), seed=len(machine_of))
-        yield OpenProbe(probe=probe, workload=workload, warmup=warmup)
-
-    monkeypatch.setattr("autotune_loader.tuning.compare.open_probe", opened)
+    on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data)])
     return compare_workloads(workloads, TuneOptions(budget_s=30.0, progress="off"))
 
 

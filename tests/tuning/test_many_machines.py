@@ -1,4 +1,4 @@
-"""One study shared by several processes through PostgreSQL, which goes away and comes back while they are at it."""
+"""One study shared by several hosts through PostgreSQL, one of which is lost while they are at it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import pwd
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,114 +14,52 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
-from autotune_loader.tuning.study import LOST_S, OptunaStudy, owner
-from autotune_loader.tuning.study_storage import is_connection_loss, open_database, patiently
+from autotune_loader.machine.ranks import Place
+from autotune_loader.tuning.study import LOST_S, OptunaStudy
+from autotune_loader.tuning.study_storage import open_database
 from autotune_loader.values.config import LoaderConfig
-from tests.support import FakeClock
+from autotune_loader.values.serialization import to_plain
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class OperationalError(Exception):
-    """As database drivers call a lost connection."""
-
-
-class Flaky:
-    """Fails so many times before it works."""
-
-    def __init__(self, times: int, error: Exception) -> None:
-        self.left, self.error = times, error
-
-    def __call__(self) -> str:
-        self.left -= 1
-        if self.left >= 0:
-            raise self.error
-        return "done"
-
-
-def test_a_lost_connection_is_tried_again_with_growing_pauses() -> None:
-    # GIVEN a storage that is away for three tries
-    clock, pauses = FakeClock(), []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        clock.advance(seconds)
-
-    # WHEN it is asked patiently
-    said = patiently(Flaky(3, OperationalError("gone")), clock=clock, sleep=sleep)
-
-    # THEN it answers in the end
-    assert said == "done"
-    assert pauses == [0.1, 0.2, 0.4]
-
-
-def test_patience_ends() -> None:
-    # GIVEN a storage that never comes back
-    clock = FakeClock()
-
-    # WHEN THEN its own error is raised when the patience is over
-    with pytest.raises(OperationalError):
-        patiently(Flaky(10**6, OperationalError("gone")), patience_s=30.0, clock=clock, sleep=clock.advance)
-    assert 20.0 <= clock() <= 30.0
-
-
-def test_a_mistake_is_not_tried_again() -> None:
-    # GIVEN a call that is wrong
-    flaky = Flaky(1, ValueError("a mistake"))
-
-    # WHEN THEN it is raised at once
-    with pytest.raises(ValueError, match="a mistake"):
-        patiently(flaky)
-
-
-def test_a_lost_connection_is_known_however_deep_it_is_wrapped() -> None:
-    # GIVEN Optuna's own error around the driver's
-    wrapped = RuntimeError("storage")
-    wrapped.__cause__ = OperationalError("server closed the connection")
-
-    # WHEN THEN
-    assert is_connection_loss(wrapped)
-    assert not is_connection_loss(RuntimeError("storage"))
-
-
 def a_ledger(url: str) -> OptunaStudy:
-    return OptunaStudy(
-        storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0, default_threads=4
-    )
+    return OptunaStudy(storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0)
 
 
-HERE, THERE = owner().rpartition(":")[0], "elsewhere"
-PARENT = f"{os.getppid()}@{process_start(os.getppid())}"
+ME = Place.here()
+PARENT = replace(ME, pid=os.getppid(), began=str(process_start(os.getppid())))
+THERE = replace(ME, node="elsewhere")
 
 
 @pytest.mark.parametrize(
-    ("owned_by", "ago_s", "is_run", "state"),
+    ("owner", "ago_s", "is_run", "state"),
     [
-        (f"{THERE}:1@5", 1.0, True, "RUNNING"),
-        (f"{THERE}:1@5", LOST_S + 1, False, "RUNNING"),  # of a host that is lost; its clock may be wrong
-        (f"{HERE}:{PARENT}", LOST_S + 1, True, "RUNNING"),  # alive, however long it takes
-        (f"{HERE}:999999999@5", 1.0, False, "FAIL"),
-        (f"{HERE}:{os.getppid()}@0", 1.0, False, "FAIL"),  # another process has its ID now
-        (owner(), 1.0, False, "FAIL"),  # of an earlier run in this process
+        (THERE, 1.0, True, "RUNNING"),
+        (THERE, LOST_S + 1, False, "RUNNING"),  # of a host that is lost; its clock may be wrong
+        (PARENT, LOST_S + 1, True, "RUNNING"),  # alive, however long it takes
+        (replace(ME, pid=999999999), 1.0, False, "FAIL"),
+        (replace(PARENT, began="0"), 1.0, False, "FAIL"),  # another process has its ID now
+        (ME, 1.0, False, "FAIL"),  # of an earlier run in this process
     ],
     ids=["elsewhere", "elsewhere_and_lost", "alive", "ended", "ended_and_its_id_given_again", "an_earlier_run_of_ours"],
 )
 def test_what_others_run_is_passed_over_and_what_died_is_not(
-    tmp_path: Path, owned_by: str, ago_s: float, is_run: bool, state: str
+    tmp_path: Path, owner: Place, ago_s: float, is_run: bool, state: str
 ) -> None:
     # GIVEN a running trial of somebody
     url = f"sqlite:///{tmp_path}/study.db"
     theirs = a_ledger(url)
     claim = theirs.ask(LoaderConfig(num_workers=3))
-    claim.asked.set_user_attr("owner", owned_by)
+    claim.asked.set_user_attr("owner", to_plain(owner))
     claim.asked.set_user_attr("since", time.time() - ago_s)
     # WHEN a run of ours begins
     mine = a_ledger(url)
@@ -137,7 +74,7 @@ def test_of_two_who_begin_at_once_the_first_counts(tmp_path: Path) -> None:
     url, config = f"sqlite:///{tmp_path}/study.db", LoaderConfig(num_workers=3)
     theirs, mine = a_ledger(url), a_ledger(url)
     first = theirs.ask(config)
-    first.asked.set_user_attr("owner", "elsewhere:1@5")
+    first.asked.set_user_attr("owner", to_plain(THERE))
     second = mine.ask(config)
     assert config in mine.elsewhere(before=second)
     assert config not in theirs.elsewhere(before=first)
@@ -208,12 +145,15 @@ def _exists(name: str) -> bool:
 
 
 HOST = """
-    import json, sys, time
+    import json, platform, sys, time
+    platform.node = lambda: sys.argv[2]
+    from autotune_loader.tuning import study
+    study.LOST_S = 1.0
+    from autotune_loader.tuning.finals import Finals
     from autotune_loader.tuning.session import TuningSession
     from autotune_loader.tuning.options import TuneOptions
-    from autotune_loader.tuning.state import Job
     from autotune_loader.decision.space import Space
-    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
 
     class Probe(SimulatedProbe):
         def burst(self, config, plan):
@@ -225,11 +165,11 @@ HOST = """
         def finals_round(self, number, rates, seconds_left): pass
 
     clock = FakeClock()
-    probe = Probe(SimulatedMachine(), clock, seed=int(sys.argv[2]))
+    probe = Probe(SimulatedMachine(), clock)
     options = TuneOptions(storage=sys.argv[1], search="grid", budget_s=1e6)
-    job = Job(usable_cores=4, default_threads=4, step_uses_cores=False, has_step=False, study_name="shared")
-    search = TuningSession(probe, Space(max_workers=8), options, job, clock=clock, started=0.0, listener=Nobody())
-    search._race = lambda: None
+    run = simulated_run(probe.machine, Space(max_workers=8), has_step=False)
+    search = TuningSession(probe, run, options, clock=clock, started=0.0, listener=Nobody(), study_name="shared")
+    Finals.run = lambda *_: None
     found = search.run()
     print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)
 """
@@ -237,49 +177,61 @@ HOST = """
 
 @pytest.mark.system
 @pytest.mark.timeout(110)
-def test_two_hosts_share_a_study_through_a_restart_of_the_server(server: Server, tmp_path: Path) -> None:
-    # GIVEN two processes that take trials of one study, a grid of 33 configurations
+def test_two_hosts_share_a_study_and_one_that_is_killed_loses_nothing(server: Server, tmp_path: Path) -> None:
+    # GIVEN two hosts that take trials of one study, a grid of 33 configurations
     script = tmp_path / "host.py"
     script.write_text(textwrap.dedent(HOST))
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, str(script), server.url, str(seed)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    started: list[subprocess.Popen[str]] = []
+
+    def host(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), server.url, name]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         )
-        for seed in (0, 1)
-    ]  # fmt: skip
+        return started[-1]
+
     try:
-        # WHEN the server crashes in the middle and comes back two seconds later
-        assert hosts[0].stdout is not None
-        lines = [hosts[0].stdout.readline() for _ in range(4)]
-        assert lines[-1].startswith("TRIAL"), "".join(lines + hosts[0].stdout.readlines())
-        server.kill()
-        time.sleep(2.0)
-        server.start()
-        output = [host.communicate(timeout=90)[0] for host in hosts]
+        first, second = host("first"), host("second")
+        assert second.stdout is not None
+        lines = [second.stdout.readline() for _ in range(4)]
+        assert lines[-1].startswith("TRIAL"), "".join(lines + second.stdout.readlines())
+        # WHEN one is killed in the middle of a trial
+        second.kill()
+        output = first.communicate(timeout=60)[0]
+        # THEN the other comes to the end, and what was running on the lost one was run again
+        told = trials_of(server.url)
+        assert "SAID" in output
+        configs = Counter(config for _, state, config in told if state == "COMPLETE")
+        assert set(configs) == set(Space(max_workers=8).configs())
+        assert set(configs.values()) == {1}
+        counts = Counter(node for node, state, _ in told if state == "COMPLETE")
+        assert set(counts) == {"first", "second"}
+        assert counts["second"] >= 4
+
+        # AND WHEN the lost one begins again THEN it has all trials, runs none, and no trial is left running
+        again = host("second").communicate(timeout=60)[0]
+        assert len(json.loads(again[again.index("SAID ") :].removeprefix("SAID "))) == len(configs)
+        assert "TRIAL" not in again
+        assert {state for _, state, _ in trials_of(server.url)} <= {"COMPLETE", "FAIL"}
     finally:
-        for host in hosts:
-            if host.poll() is None:
-                os.kill(host.pid, signal.SIGKILL)
-                host.communicate()
+        for each in started:
+            if each.poll() is None:
+                each.kill()
+            each.communicate()
 
-    # THEN both went on to the end
-    said: list[Any] = []
-    for text in output:
-        line = next((line for line in text.splitlines() if line.startswith("SAID ")), None)
-        assert line is not None, text
-        said.append(json.loads(line.removeprefix("SAID ")))
 
-    # AND every configuration was told exactly once, by one of them; neither lost one nor did another's work again
-    storage = open_database(server.url)
-    study = optuna.load_study(study_name="shared", storage=storage)
-    told = [trial for trial in study.get_trials(deepcopy=False) if trial.state == optuna.trial.TrialState.COMPLETE]
-    configs = Counter(json.dumps(trial.user_attrs["config"], sort_keys=True) for trial in told)
-    expected = {json.dumps(config.to_dict(), sort_keys=True) for config in Space(max_workers=8).configs()}
-    assert set(configs) == expected
-    assert set(configs.values()) == {1}
-    counts = Counter(trial.user_attrs["owner"] for trial in told)
-    assert len(counts) == 2, counts
-    assert min(counts.values()) >= 3, counts
+def trials_of(url: str) -> list[tuple[str, str, LoaderConfig]]:
+    """Node, state and configuration of every trial, as Optuna alone reads them."""
+    storage = open_database(url)
+    trials = optuna.load_study(study_name="shared", storage=storage).get_trials()
     storage.remove_session()
     storage.engine.dispose()
+    return [
+        (
+            trial.user_attrs["owner"]["node"],
+            trial.state.name,
+            LoaderConfig.from_dict(trial.user_attrs["config"]),
+        )
+        for trial in trials
+    ]

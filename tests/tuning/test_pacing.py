@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.tuning.schedule import LONGEST_PREFILL_S, prefill_s
+from autotune_loader.tuning.burst_source import LONGEST_PREFILL_S, prefill_s
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan

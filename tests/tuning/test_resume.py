@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.results.loader_file import ENDED
+from tests.support import SimulatedMachine, on_simulated_machines
 
-pytestmark = pytest.mark.process
-
-
-class Rows(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 128
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.0005)
-        return torch.zeros(3)
+Call = Callable[..., TuningResult]
 
 
-def quick(path: Path, **options: Any) -> TuningResult:
-    defaults = {"budget": 2, "max_trials": 1, "max_workers": 1, "isolation": "inline", "progress": False}
-    return tune(Rows(), batch_size=8, output=path, **{**defaults, **options})
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`tune()` with one trial, on a machine that is never twice as fast."""
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(noise_sd=0.05, drift_per_hour=50.0))
+    given = {"batch_size": 8, "max_trials": 1, "max_workers": 1, "progress": False}
+    return lambda path, **options: tune([0] * 10_000, output=path, **{**given, **options})
 
 
 def test_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a run that is cut off once its first trial is on disk
     path = tmp_path / "loader.json"
@@ -41,10 +34,10 @@ def test_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
         original(self, where)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TuningResult, "save", save)
-    with pytest.raises(KeyboardInterrupt):
-        quick(path)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(TuningResult, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            quick(path)
     (first,) = TuningResult.load(path).trials
     # WHEN it is started again
     result = quick(path)
@@ -53,7 +46,7 @@ def test_an_interrupted_run_is_resumed_from_the_journal_beside_its_file(
     assert (result.trials[0].seconds, result.trials[0].config) == (first.seconds, first.config)
 
 
-def test_a_run_that_came_to_its_end_is_not_resumed(tmp_path: Path) -> None:
+def test_a_run_that_came_to_its_end_is_not_resumed(quick: Call, tmp_path: Path) -> None:
     path = tmp_path / "loader.json"
     first = quick(path)
 

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.space import Limits, Space
-from autotune_loader.results.cache import Entry, Note
 from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.tuning.earlier import EarlierResult
-from autotune_loader.tuning.recheck import MOST_ROUNDS, ROUNDS, check
+from autotune_loader.tuning.earlier import MOST_ROUNDS, ROUNDS, check
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 BEST = LoaderConfig(num_workers=3)
 THEN = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.005)
-NOTE = Note(key="0" * 32, tuned_at="2026-11-20T12:00:00+00:00", budget_s=60.0)
 
 
-def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> Entry:
+def earlier(machine: SimulatedMachine = THEN, best: LoaderConfig = BEST) -> TuningResult:
     """What a search on this machine would have kept, noise-free."""
     probe = SimulatedProbe(machine, FakeClock())
     rates = [probe.truth(config) for config in (best, LoaderConfig())]
     known = Interval(value=rates[0], low=0.99 * rates[0], high=1.01 * rates[0], count=5)
-    result = TuningResult(
+    return TuningResult(
         best=best,
         status="complete",
         baseline=LoaderConfig(),
         measured=Measured(samples_per_s=known),
         finals=Finals(configs=(best, LoaderConfig()), rounds=(tuple(rates),)),
     )
-    return Entry(result=result, note=NOTE)
 
 
-def checked(now: SimulatedMachine, entry: Entry | None = None, *, seed: int = 0, space: Space | None = None) -> Any:
+def checked(
+    now: SimulatedMachine, then: TuningResult | None = None, *, seed: int = 0, space: Space | None = None
+) -> Any:
     probe = SimulatedProbe(now, FakeClock(), seed=seed)
-    return check(probe, entry or earlier(), LoaderConfig(), space or Space(max_workers=4), 0.02)
+    return check(probe, then or earlier(), LoaderConfig(), space or Space(max_workers=4), 0.02)
 
 
 def test_on_the_same_machine_an_earlier_result_holds_after_the_fewest_rounds() -> None:
@@ -69,20 +63,19 @@ SHORT_EPOCHS = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s
 def checked_by_epochs(epoch_batches: int, *, noise_sd: float = 0.0, seed: int = 0) -> tuple[Any, float]:
     """A check of a result whose finals ran whole epochs, and the seconds that it took."""
     machine = replace(SHORT_EPOCHS, noise_sd=noise_sd)
-    kept = earlier(machine)
     probe = SimulatedProbe(replace(machine, noise_sd=0.0), FakeClock(), epoch_batches=epoch_batches)
     rates = [
         probe.burst(config, BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)).samples_per_s
         for config in (BEST, LoaderConfig())
     ]
-    result = replace(
-        kept.result,
+    then = replace(
+        earlier(machine),
         measured=Measured(samples_per_s=rates[0]),
         finals=Finals(configs=(BEST, LoaderConfig()), rounds=((rates[0].value, rates[1].value),), whole_epochs=True),
     )
     clock = FakeClock()
     now = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
-    seen = check(now, replace(kept, result=result), LoaderConfig(), Space(max_workers=4), 0.02, clock)
+    seen = check(now, then, LoaderConfig(), Space(max_workers=4), 0.02, clock)
     return seen, clock()
 
 
@@ -186,42 +179,44 @@ def test_what_was_found_with_whole_epochs_is_checked_with_whole_epochs(whole: bo
             return super().burst(config, plan)
 
     plans: list[tuple[int, bool]] = []
-    entry = earlier()
-    entry = replace(entry, result=replace(entry.result, finals=replace(entry.result.finals, whole_epochs=whole)))
-    check(Noting(THEN, FakeClock(), epoch_batches=16), entry, LoaderConfig(), Space(max_workers=4), 0.02)
+    then = replace(earlier(), finals=replace(earlier().finals, whole_epochs=whole))
+    check(Noting(THEN, FakeClock(), epoch_batches=16), then, LoaderConfig(), Space(max_workers=4), 0.02)
     # Without workers epochs are nothing but their batches.
     assert set(plans) == {(BEST.num_workers, whole), (0, False)}
 
 
-# tune(), in this process
+# tune(), on simulated machines
 
 
-class Rows(Dataset[Any]):
-    """Waits, so that two workers are twice as fast on any machine, and a busy one hardly slows them."""
+class Rows:
+    """A dataset whose batches come from a simulated machine."""
 
-    sleep_s = 0.01
+    def __init__(self, machine: SimulatedMachine = THEN, length: int = 40_000) -> None:
+        self.machine, self.length = machine, length
 
     def __len__(self) -> int:
-        return 4000
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.sleep_s)
         return torch.full((3,), float(index))
 
 
-def quick(dataset: Any, **options: Any) -> TuningResult:
-    given = {"budget": 1.5, "max_trials": 2, "max_workers": 2, "isolation": "inline", "batch_size": 4, **options}
-    return tune(dataset, None, **given)
+Call = Callable[..., TuningResult]
 
 
-@pytest.mark.process
-def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`tune()` with two trials."""
+    on_simulated_machines(monkeypatch, lambda workload: workload.data.dataset.machine)
+    given = {"budget": 20, "max_trials": 2, "max_workers": 2, "batch_size": 32, "progress": False}
+    return lambda dataset, **options: tune(dataset, None, **{**given, **options})
+
+
+def test_the_second_call_uses_the_first_ones_result_and_says_so(quick: Call, tmp_path: Path) -> None:
     # GIVEN a finished run
     first = quick(Rows())
-
     # WHEN the same is asked again
     second = quick(Rows(), output=tmp_path / "loader.json")
-
     # THEN its result is used after a few bursts, complete, with the evidence of the search
     assert first.reused is None
     assert second.reused is not None
@@ -233,78 +228,46 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(tmp_path: Path) 
     assert len(second.study.trials) == len(first.trials)
     # AND the file is written, and makes a loader
     assert TuningResult.load(tmp_path / "loader.json").reused == second.reused
-    assert len(next(iter(second.make_loader(Rows())))) == 4
+    assert second.make_loader(Rows()).batch_size == 32
 
 
-@pytest.mark.process
-def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early() -> None:
+def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_early(quick: Call) -> None:
     # GIVEN a run on a dataset that then became twice as slow
-    first = quick(Rows(), budget=12)
-    slower = Rows()
-    slower.sleep_s = 0.02
-
+    first = quick(Rows())
+    slower = Rows(replace(THEN, cpu_s=2 * THEN.cpu_s))
     # WHEN the same is asked again
-    second = quick(slower, budget=12)
-
+    second = quick(slower)
     # THEN it is tuned anew, with the earlier best among the first, and the reason is told
     assert second.reused is None
     assert first.best in [trial.config for trial in second.trials[:2]]
     assert any("was not reused: " in warning for warning in second.warnings)
     # AND the new one holds for the next call, without that old story
-    third = quick(slower, budget=12)
+    third = quick(slower)
     assert third.reused is not None
     assert not any("was not reused" in warning for warning in third.warnings)
 
 
-class FewRows(Rows):
-    def __len__(self) -> int:
-        return 32
-
-
-@pytest.mark.process
-def test_a_result_of_short_epochs_is_reused_too() -> None:
-    first = quick(FewRows())
+def test_a_result_of_short_epochs_is_reused_too(quick: Call) -> None:
+    first = quick(Rows(SHORT_EPOCHS, length=8 * 32))
     assert first.finals.whole_epochs
-    assert quick(FewRows()).reused is not None
+    assert quick(Rows(SHORT_EPOCHS, length=8 * 32)).reused is not None
 
 
-@pytest.mark.process
-def test_without_reuse_everything_is_tuned_anew_and_kept_for_later() -> None:
-    assert quick(Rows(), reuse=False).reused is None
-    assert quick(Rows(), reuse=False).reused is None
+def test_when_everything_is_tuned_anew(quick: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # GIVEN an earlier result WHEN it is not wanted, a study is to be gone on with, or more trials are granted
+    quick(Rows())
+    for options in ({"reuse": False}, {"storage": tmp_path / "study.journal"}, {"max_trials": 4}):
+        # THEN the search runs, and its result is kept for later
+        assert quick(Rows(), **options).reused is None
     assert quick(Rows()).reused is not None
-
-
-@pytest.mark.process
-def test_with_the_cache_off_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path) -> None:
+    # AND with the cache off nothing is used
     monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
-    assert [quick(Rows()).reused for _ in range(2)] == [None, None]
-    assert list(cache_of_its_own.iterdir()) == []
+    assert quick(Rows()).reused is None
 
 
-@pytest.mark.process
-def test_a_study_that_is_kept_on_purpose_is_gone_on_with_instead(tmp_path: Path) -> None:
-    quick(Rows())
-    assert quick(Rows(), storage=tmp_path / "study.journal").reused is None
-
-
-@pytest.mark.process
-def test_more_budget_than_the_earlier_search_had_is_used_for_a_search() -> None:
-    quick(Rows())
-    assert quick(Rows(), max_trials=4).reused is None
-
-
-@pytest.mark.parametrize(
-    ("origin", "reuse", "expected"), [("live", True, [BEST]), ("tune", True, []), ("live", False, [])]
-)
-def test_what_a_live_loader_wrote_where_the_result_will_be_is_tried_early(
-    origin: Any, reuse: bool, expected: list[LoaderConfig], tmp_path: Path
+def test_with_the_cache_off_nothing_is_kept(
+    quick: Call, monkeypatch: pytest.MonkeyPatch, cache_of_its_own: Path
 ) -> None:
-    path = tmp_path / "loader.json"
-    TuningResult(best=BEST, status="complete", baseline=LoaderConfig(), origin=origin).save(path)
-    options: Any = SimpleNamespace(reuse=reuse, output=str(path))
-    none: Any = None
-
-    found = EarlierResult(context=none, options=options, key="", entry=None).suggestions
-
-    assert list(found) == expected
+    monkeypatch.setenv("AUTOTUNE_LOADER_CACHE", "off")
+    quick(Rows())
+    assert list(cache_of_its_own.iterdir()) == []

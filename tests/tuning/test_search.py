@@ -11,20 +11,19 @@ import pytest
 
 from autotune_loader.decision.acquisition import initial_design
 from autotune_loader.decision.belief import Beliefs
-from autotune_loader.decision.evidence import Evidence
+from autotune_loader.decision.evidence import Ask, Evidence
 from autotune_loader.decision.space import Space, max_useful_workers
 from autotune_loader.decision.stopping import StopReason
+from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.schedule import deadline_s
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run, simulated_search
 
 OWN = LoaderConfig(num_workers=2)
 
@@ -63,28 +62,19 @@ class Interrupting:
         return self.probe.step_ceiling(threads, plan)
 
 
-def run_on(
-    machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, name="test", job=None, **options
-):
+def run_on(machine, *, own=OWN, budget_s=60.0, probe=None, seed=0, space=None, listener=None, job=None, **options):
     clock = FakeClock()
     probe = probe or SimulatedProbe(machine, clock, seed=seed)
     simulated = getattr(probe, "probe", probe)
     simulated._clock = clock
     run = TuningSession(
         probe,
-        space or space_of(machine),
+        simulated_run(machine, space or space_of(machine), own=own, **(job or {})),
         TuneOptions(budget_s=budget_s, seed=seed, **options),
-        Job(
-            own_config=own,
-            usable_cores=machine.cores,
-            default_threads=machine.cores,
-            step_uses_cores=machine.step_cores > 0,
-            study_name=name,
-            **(job or {}),
-        ),
         clock=clock,
         started=clock(),
         listener=listener or Log(),
+        study_name="test",
     )
     return run.run(), simulated, clock
 
@@ -203,17 +193,8 @@ def test_trials_are_numbered_from_zero():
 
 
 def test_without_a_step_there_is_no_ceiling():
-    clock = FakeClock()
-    run = TuningSession(
-        SimulatedProbe(FAST_STEP, clock),
-        space_of(FAST_STEP),
-        TuneOptions(),
-        Job(usable_cores=4, default_threads=4, step_uses_cores=False, has_step=False),
-        clock=clock,
-        started=0.0,
-        listener=Log(),
-    )
-    found = run.run()
+    clock, run = FakeClock(), simulated_run(FAST_STEP, space_of(FAST_STEP), has_step=False)
+    found = simulated_search(SimulatedProbe(FAST_STEP, clock), run, clock)
     assert found.ceiling is None
     assert found.finals is not None
 
@@ -246,16 +227,6 @@ def test_a_resumed_search_goes_on_in_the_same_way_for_a_seed(tmp_path):
         return probe.bursts, found.finals.winner
 
     assert resumed("one.journal") == resumed("other.journal")
-
-
-def test_a_hang_near_the_end_does_not_overrun_the_budget_by_half_a_minute():
-    # GIVEN a search whose budget is all but spent THEN a burst that hangs is given up soon after, but not sooner than any
-    # normal burst would take
-    assert 15 < deadline_s([], seconds_left=1.0) < 30
-
-
-def test_the_very_first_burst_leaves_half_of_the_budget_to_others():
-    assert deadline_s([], seconds_left=50.0) == 25.0
 
 
 def test_a_step_that_sleeps_keeps_no_core_busy():
@@ -350,22 +321,36 @@ def test_no_round_waits_for_a_hang_that_was_to_be_expected():
 
 def test_workers_are_tried_first_where_a_fetch_takes_seconds():
     machine = SimulatedMachine(cores=4, cpu_s=0.1, wait_s=3.0)
-    found, _, _ = run_on(machine, own=None, job={"fetch_s": 3.1, "first_batch_s": 3.1})
+    found, _, _ = run_on(machine, own=None, job={"first_fetch_s": 3.1, "first_batch_s": 3.1})
     # THEN there was time for some trials, and the one that tells most is among them
     assert found.trials[0].config.num_workers == 4
     assert all(trial.measurement for trial in found.trials)
 
 
-def test_a_deadline_follows_the_first_fetches():
-    # GIVEN a first batch that took 16 s, and a budget that is nearly spent THEN no burst is taken for a hang before it has
-    # had time for some
-    assert deadline_s([], seconds_left=1.0, first_batch_s=16.0) > 3 * 16.0
+@pytest.mark.parametrize(
+    ("seconds_left", "first_batch_s", "low", "high"),
+    [
+        pytest.param(50.0, 0.0, 20.0, 25.0, id="half of the budget is left to others"),
+        pytest.param(1.0, 0.0, 15.0, 30.0, id="near the end no sooner than a normal burst would take"),
+        pytest.param(1.0, 16.0, 48.0, 80.0, id="slow first batches are waited for"),
+    ],
+)
+def test_a_burst_is_taken_for_a_hang_in_time(seconds_left, first_batch_s, low, high):
+    clock = FakeClock()
+    context = TwinContext(usable_cores=4, consumer_cores=1.0)
+    source = BurstSource(
+        Hanging(FAST_STEP, clock), Space(max_workers=4), context, [], lambda: seconds_left, first_batch_s
+    )
+    source.gather(LoaderConfig(num_workers=1), Ask())
+    assert low <= clock() <= high
 
 
 def test_rounds_for_which_there_is_no_time_are_not_begun():
     machine = SimulatedMachine(cores=2, cpu_s=0.1, wait_s=3.0)
     few = Space(max_workers=8)
-    found, _, clock = run_on(machine, own=None, space=few, budget_s=25.0, job={"fetch_s": 3.1, "first_batch_s": 3.1})
+    found, _, clock = run_on(
+        machine, own=None, space=few, budget_s=25.0, job={"first_fetch_s": 3.1, "first_batch_s": 3.1}
+    )
     assert found.fastest() is not None
     assert clock() <= 1.1 * 25
 

@@ -73,9 +73,10 @@ def test_workers_that_wait_may_be_many_on_few_cores() -> None:
     assert make_space(workload, waits, two_cores, TuneOptions(max_workers=6)).max_workers == 6
 
 
-def test_a_dataset_that_reads_by_itself_gets_no_workers() -> None:
+@pytest.mark.parametrize("said", [{"reads_by_itself": True}, {"on_accelerator": True}, {"same_in_workers": False}])
+def test_a_dataset_that_workers_cannot_read_gets_none(said: dict[str, bool]) -> None:
     workload = Workload(data=DataSide.from_dataset(Rows(), batch_size=8), training=TrainingSide())
-    space = make_space(workload, replace(READY, reads_by_itself=True), inspect_machine(), TuneOptions())
+    space = make_space(workload, replace(READY, **said), inspect_machine(), TuneOptions())  # type: ignore[arg-type]
     assert space.max_workers == 0
 
 

@@ -10,22 +10,26 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader import TuningResult, tune
-from autotune_loader.decision.acquisition import initial_design
-from autotune_loader.decision.race import TYPICAL_NOISE
 from autotune_loader.decision.space import Space
-from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.schedule import SHORT_EPOCH_S, EpochLength, startup_s, with_fewer_rounds
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, SearchState
+from autotune_loader.tuning.burst_source import SHORT_EPOCH_S, BurstSource, startup_s
+from autotune_loader.tuning.state import SearchState
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    simulated_result,
+    simulated_run,
+    simulated_search,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -41,12 +45,6 @@ class Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.002)
         return torch.full((3,), float(index))
-
-
-class Stamped(Rows):
-    """Is told the epoch, so that its workers must not live on."""
-
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 # A burst of whole epochs
@@ -120,35 +118,25 @@ class ShortEpochs(SimulatedProbe):
         return super().burst(config, plan)
 
 
-class Silent:
-    def trial(self, *arguments: Any) -> None: ...
-    def finals_round(self, *arguments: Any) -> None: ...
-
-
+TWO = LoaderConfig(num_workers=2)
 MACHINE = SimulatedMachine(cpu_s=0.02, step_s=0.002, start_s=0.02, worker_start_s=0.2)
 
 
 def searched(
-    batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, settings: TuneOptions | None = None
+    batches: int | None, *, may_keep: bool, machine: SimulatedMachine = MACHINE, **options: Any
 ) -> tuple[SearchState, ShortEpochs]:
     clock = FakeClock()
     probe = ShortEpochs(machine, batches, clock)
-    run = TuningSession(
-        probe,
-        Space(max_workers=4, may_keep_workers=may_keep),
-        settings or TuneOptions(),
-        Job(usable_cores=4, default_threads=4, step_uses_cores=False, epoch_batches=batches),
-        clock=clock,
-        started=0.0,
-        listener=Silent(),
+    run = simulated_run(machine, Space(max_workers=4, may_keep_workers=may_keep), epoch_batches=batches)
+    return simulated_search(probe, run, clock, **options), probe
+
+
+def source_of(found: SearchState, batches: int) -> BurstSource:
+    """A source that knows the bursts of a search, of epochs of so many batches."""
+    context = replace(found.context, epoch_batches=batches)
+    return BurstSource(
+        ShortEpochs(MACHINE, batches, FakeClock()), Space(max_workers=4), context, found.trials, lambda: 60.0
     )
-    return run.run(), probe
-
-
-def epoch_of(found: SearchState, batches: int) -> float:
-    """Seconds of an epoch of so many batches, by what was found."""
-    epoch = EpochLength.of(found.trials, batches)
-    return 0.0 if epoch is None else epoch.seconds
 
 
 def winner(found: SearchState) -> LoaderConfig:
@@ -172,12 +160,26 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     # GIVEN 16 batches that take 0.4 s each to fetch: with four workers 1.6 s, a quarter of it for the first
     slow = replace(MACHINE, cpu_s=0.4)
     found, probe = searched(16, may_keep=True, machine=slow)
-    assert epoch_of(found, 16) > SHORT_EPOCH_S
+    assert source_of(found, 16).epoch_s > SHORT_EPOCH_S
     assert found.whole_epochs
     assert any(plan.whole_epochs for plan in probe.plans)
     # BUT not 160 of them, whose first is little of an epoch
     longer, _ = searched(160, may_keep=True, machine=slow)
     assert not longer.whole_epochs
+
+
+def trial(*, epoch_s: float, first_batch_s: float = 0.0) -> Trial:
+    """A burst whose rate makes 100 batches last so long, in which workers fetched the first batch so long."""
+    shape = SimulatedProbe(MACHINE, FakeClock()).burst(TWO, PLAN)
+    assert isinstance(shape, Measurement)
+    rate = 100 * shape.batch_size / epoch_s
+    interval = Interval(value=rate, low=rate, high=rate, count=9)
+    return Trial(
+        number=0,
+        config=TWO,
+        role="search",
+        measurement=replace(shape, samples_per_s=interval, service_s=first_batch_s),
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,21 +188,11 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     ids=["quick", "first batch counts", "first batch hardly counts", "no time for it"],
 )
 def test_which_epochs_are_run_whole(epoch_s: float, first_batch_s: float, seconds_left: float, short: bool) -> None:
-    assert EpochLength(seconds=epoch_s, first_fetch_s=first_batch_s).is_short(seconds_left) is short
-
-
-@pytest.mark.parametrize(
-    ("epoch_s", "first_batch_s", "kept_s"),
-    [(2.0, 0.2, 36.0), (1.5, 0.2, 27.0), (0.1, 0.0, 4.5), (3.1, 0.5, 0.0), (2.0, 0.05, 0.0)],
-    ids=["most of 60 s", "three rounds of three", "bursts of many epochs", "too long", "first batch hardly counts"],
-)
-def test_the_search_leaves_time_for_whole_epochs(epoch_s: float, first_batch_s: float, kept_s: float) -> None:
-    assert EpochLength(seconds=epoch_s, first_fetch_s=first_batch_s).kept_s(60.0) == pytest.approx(kept_s)
-
-
-def test_one_epoch_tells_less_than_many() -> None:
-    noise = [EpochLength(seconds=seconds).noise_sd for seconds in (3.0, 0.4, 0.1, 0.001)]
-    assert noise[0] == noise[1] > noise[2] > noise[3] == TYPICAL_NOISE
+    context = TwinContext(usable_cores=4, consumer_cores=1.0, epoch_batches=100)
+    seen = [trial(epoch_s=epoch_s, first_batch_s=first_batch_s)]
+    source = BurstSource(SimulatedProbe(MACHINE, FakeClock()), Space(max_workers=4), context, seen, lambda: 60.0)
+    assert source.epoch_s == pytest.approx(epoch_s)
+    assert source.has_short_epochs(seconds_left) is short
 
 
 def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
@@ -214,35 +206,20 @@ def test_start_up_is_what_the_first_batch_took_beyond_its_own_fetch() -> None:
 
 
 def test_a_search_leaves_time_for_whole_epochs() -> None:
-    # GIVEN epochs of 1.6 s, of which six bursts of two take half of 40 s, and a search that would go on
-    slow, settings = replace(MACHINE, cpu_s=0.4), TuneOptions(search="random", budget_s=40.0)
-    found, probe = searched(16, may_keep=True, machine=slow, settings=settings)
-    # THEN it ends for want of time, and epochs are run whole
-    assert found.stop_reason is StopReason.OUT_OF_BUDGET
+    # GIVEN epochs of 1.6 s, of which six bursts of two take half of 42 s, and a search that goes on to the end
+    _, probe = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), search="random", budget_s=42.0)
+    # THEN epochs are run whole
     assert any(plan.whole_epochs for plan in probe.plans)
 
 
-def test_where_whole_epochs_take_most_of_the_budget_the_scouts_are_the_search() -> None:
-    # GIVEN epochs of 1.6 s: three rounds of three bursts take 29 of 60 s
-    found, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=60.0))
-    design = initial_design(Space(max_workers=4), usable_cores=4)
-    assert [trial.config.num_workers for trial in found.trials] == [scout.num_workers for scout in design]
-    assert found.stop_reason is StopReason.OUT_OF_BUDGET
-    # BUT not where there is time for both
-    longer, _ = searched(16, may_keep=True, machine=replace(MACHINE, cpu_s=0.4), settings=TuneOptions(budget_s=120.0))
-    assert longer.stop_reason is not StopReason.OUT_OF_BUDGET
-
-
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
-    few = LoaderConfig(num_workers=5, prefetch_factor=4, consumer_threads=2)
-    more = with_fewer_rounds(few, epoch_batches=16, max_workers=16)
-    assert [(each.num_workers, each.prefetch_factor, each.consumer_threads) for each in more] == [
-        (16, 4, None),
-        (8, 4, None),
-    ]
-    # AND not more than are allowed, nor where none are wanted
-    assert [each.num_workers for each in with_fewer_rounds(few, epoch_batches=16, max_workers=12)] == [8]
-    assert with_fewer_rounds(LoaderConfig(), epoch_batches=16, max_workers=16) == []
+    # GIVEN 16 batches that wait, and a step for which three workers suffice
+    slow = replace(MACHINE, cpu_s=0.001, wait_s=0.05, step_s=0.02, worker_start_s=0.01)
+    run = simulated_run(slow, Space(max_workers=20, may_keep_workers=True), epoch_batches=16)
+    clock = FakeClock()
+    found = simulated_search(ShortEpochs(slow, 16, clock), run, clock)
+    assert found.finals is not None
+    assert {8, 16} <= {config.num_workers for config in found.finals.configs}
 
 
 def test_no_more_workers_than_an_epoch_has_batches() -> None:
@@ -267,27 +244,7 @@ def test_epochs_of_unknown_length_are_not_run_whole() -> None:
     found, probe = searched(None, may_keep=False)
     assert not found.whole_epochs
     assert not any(plan.whole_epochs for plan in probe.plans)
-    assert SHORT_EPOCH_S > 0
 
 
-# tune(), in this process
-
-
-def quick(dataset: Any, **options: Any) -> TuningResult:
-    return tune(dataset, None, batch_size=8, isolation="inline", reuse=False, max_workers=2, **options)
-
-
-@pytest.mark.process
-def test_tiny_epochs_of_a_dataset_that_is_told_its_epoch_get_no_forkserver_workers() -> None:
-    # GIVEN epochs of 0.13 s, and a start method that takes longer than that
-    loader = DataLoader(Stamped(), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="forkserver")
-    result = tune(loader, None, isolation="inline", reuse=False, max_workers=2, budget=30)
-    assert result.best.num_workers == 0
-    assert any("Epochs are short" in sentence for sentence in result.summary)
-    assert result.speedup is None or result.speedup.value > 2
-
-
-@pytest.mark.process
-def test_tiny_epochs_of_other_datasets_get_workers_that_persist() -> None:
-    result = quick(Rows(), budget=15)
-    assert (result.best.num_workers, result.best.persistent_workers) == (2, True)
+def test_that_epochs_are_short_is_said() -> None:
+    assert any("Epochs are short" in sentence for sentence in simulated_result(MACHINE, epoch_batches=8).summary)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.decision.space import BatchCost, Limits, Space
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import Job, SearchState
+from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    on_simulated_machines,
+    simulated_run,
+    simulated_search,
+)
 
 OWN_SIZE = 32
 # One worker keeps this step busy.
@@ -36,8 +39,9 @@ class Batches:
 
     per_batch_s: float
     most_samples: int = 10**9
-    forkserver_gain: float = 1.0
+    gain: Callable[[LoaderConfig], float] = lambda config: 1.0
     clock: FakeClock = field(default_factory=FakeClock)
+    epoch_batches: int | None = None
     asked: list[LoaderConfig] = field(default_factory=list)
     ceilings: list[int | None] = field(default_factory=list)
 
@@ -45,7 +49,8 @@ class Batches:
         size = batch_size or OWN_SIZE
         share = size / OWN_SIZE
         step_s = self.per_batch_s + (MACHINE.step_s - self.per_batch_s) * share
-        return SimulatedProbe(replace(MACHINE, batch_size=size, cpu_s=MACHINE.cpu_s * share, step_s=step_s), self.clock)
+        machine = replace(MACHINE, batch_size=size, cpu_s=MACHINE.cpu_s * share, step_s=step_s)
+        return SimulatedProbe(machine, self.clock, epoch_batches=self.epoch_batches)
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         self.asked.append(config)
@@ -53,7 +58,7 @@ class Batches:
             return Failure(kind="out_of_memory", phase="step", message="CUDA out of memory")
         outcome = self._probe(config.batch_size).burst(replace(config, batch_size=None), plan)
         assert isinstance(outcome, Measurement)
-        gain = self.forkserver_gain if config.multiprocessing_context == "forkserver" else 1.0
+        gain = self.gain(config)
         rate = outcome.samples_per_s
         rate = replace(rate, value=rate.value * gain, low=rate.low * gain, high=rate.high * gain)
         return replace(outcome, samples_per_s=rate, gpu=GpuUse(memory_bytes=1000 * (config.batch_size or OWN_SIZE)))
@@ -63,22 +68,8 @@ class Batches:
         return self._probe(plan.batch_size).step_ceiling(consumer_threads, plan)
 
 
-class Silent:
-    def trial(self, *arguments: Any) -> None: ...
-    def finals_round(self, *arguments: Any) -> None: ...
-
-
 def searched(probe: Batches, space: Space, **options: Any) -> SearchState:
-    run = TuningSession(
-        probe,
-        space,
-        TuneOptions(**{"budget_s": 60.0, **options}),
-        Job(usable_cores=4, default_threads=4, step_uses_cores=False),
-        clock=probe.clock,
-        started=0.0,
-        listener=Silent(),
-    )
-    return run.run()
+    return simulated_search(probe, simulated_run(MACHINE, space), probe.clock, **options)
 
 
 def space(**changes: Any) -> Space:
@@ -155,7 +146,7 @@ def test_an_order_that_nothing_waits_for_is_chosen_where_some_batches_take_long(
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.3, "forkserver"), (1.0, None)])
 def test_another_start_method_is_chosen_only_where_it_gains(gain: float, chosen: str | None) -> None:
-    probe = Batches(per_batch_s=0.0, forkserver_gain=gain)
+    probe = Batches(per_batch_s=0.0, gain=lambda config: gain if config.multiprocessing_context else 1.0)
     found = searched(probe, space(multiprocessing_contexts=(None, "forkserver")))
     assert winner(found).multiprocessing_context == chosen
     assert "forkserver" in {config.multiprocessing_context for config in probe.asked}
@@ -178,91 +169,85 @@ def test_the_other_searches_propose_them_like_any_other_knob(search: Any) -> Non
     assert {config.batch_size for config in probe.asked} > {None}
 
 
-# tune(), in this process
+# tune(), on simulated machines
 
 
-class Rows(Dataset[Any]):
-    def __init__(self, length: int = 4096) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    sleep_s = 0.0
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.sleep_s)
-        return torch.full((3,), float(index))
-
-
-class Slow(Rows):
-    sleep_s = 0.002
-
-
-class Stamped(Slow):
+class Stamped(TensorDataset):
     """Is told the epoch."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def fixed_step(model: Any, batch: Any) -> None:
-    time.sleep(0.004)
+def rows(length: int = 40_000, kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
+    return kind(torch.zeros(length, 3))
 
 
-def quick(dataset: Any, **options: Any) -> TuningResult:
-    given = {"budget": 4, "max_workers": 1, "isolation": "inline", "batch_size": 8, "train_step": fixed_step, **options}
-    return tune(dataset, None, **given)
+def tuned(
+    monkeypatch: pytest.MonkeyPatch,
+    dataset: Any,
+    gain: Callable[[LoaderConfig], float] = lambda config: 1.0,
+    **given: Any,
+) -> TuningResult:
+    """What `tune()` finds where most of a step is the same for every batch, and some configurations gain."""
+
+    def probe_on(machine: SimulatedMachine, clock: FakeClock, epoch_batches: int | None) -> Batches:
+        return Batches(per_batch_s=0.009, gain=gain, clock=clock, epoch_batches=epoch_batches)
+
+    on_simulated_machines(monkeypatch, lambda workload: MACHINE, probe_on)
+    options = {"batch_size": OWN_SIZE, "max_workers": 2, "budget": 60, "reuse": False, "progress": False, **given}
+    return tune(dataset, None, train_step=lambda model, batch: None, **options)
 
 
-@pytest.mark.process
-def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(tmp_path: Path) -> None:
-    # GIVEN a step that takes as long for any batch
-    result = quick(Rows(), allow=("batch_size",), output=tmp_path / "loader.json", budget=20)
+def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "loader.json"
+    result = tuned(monkeypatch, rows(), allow=("batch_size",), output=path)
     # THEN a larger batch is chosen, and everything that comes of it has that size
     size = result.best.batch_size
-    assert size in (16, 32)
+    assert size in (64, 128)
     assert (result.batch_size.value, result.batch_size.tuned) == (size, True)
-    content = json.loads((tmp_path / "loader.json").read_text())
+    content = json.loads(path.read_text())
     assert content["batch_size"] == {"value": size, "tuned": True}
     assert "batch_size" not in content["dataloader_kwargs"]
-    assert load_config(tmp_path / "loader.json") == result.best
-    assert len(next(iter(result.make_loader(Rows())))) == size
-    assert any(f"from 8 to {size}: the learning rate" in warning for warning in result.warnings)
+    assert load_config(path) == result.best
+    assert result.make_loader(rows()).batch_size == size
+    assert any(f"from 32 to {size}: the learning rate" in warning for warning in result.warnings)
     assert result.ceiling is not None
-    assert result.ceiling.value == pytest.approx(size / 0.004, rel=0.3)
+    assert result.ceiling.value == pytest.approx(size / (0.009 + 0.001 * size / 32), rel=0.1)
 
 
-@pytest.mark.process
-def test_a_batch_size_that_cannot_be_tuned_is_told(tmp_path: Path) -> None:
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Rows()), 8, False)
-    result = quick(
-        Rows(), batch_size=None, batch_sampler=sampler, allow=("batch_size",), budget=1, max_trials=1, train_step=None
-    )
+def test_a_batch_size_that_cannot_be_tuned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(rows()), OWN_SIZE, False)
+    result = tuned(monkeypatch, rows(), batch_size=None, batch_sampler=sampler, allow=("batch_size",), max_trials=1)
     assert not result.batch_size.tuned
     assert any("batch_size is not tuned: a batch_sampler makes the batches" in warning for warning in result.warnings)
 
 
-@pytest.mark.process
-def test_dropping_the_last_batch_is_chosen_where_it_is_half_of_the_work() -> None:
-    # GIVEN epochs of one whole batch and one sample more, each a step of its own
-    result = quick(Rows(length=9), allow=("drop_last",), budget=8)
-    # THEN dropping it is as good as twice as fast, is in the arguments, and its price is told
+def test_dropping_the_last_batch_is_chosen_where_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN epochs of some whole batches and one sample more
+    length = 300 * OWN_SIZE + 1
+    result = tuned(monkeypatch, rows(length), lambda config: 2.0 if config.drop_last else 1.0, allow=("drop_last",))
+    # THEN dropping it is in the arguments, and its price is told
     assert result.best.to_kwargs()["drop_last"] is True
     assert any("leaves out the last 1 samples of every epoch" in warning for warning in result.warnings)
-    assert len(list(result.make_loader(Rows(length=9)))) == 1
+    assert len(result.make_loader(rows(length))) == 300
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "dataset", "field_name", "values"),
     [
-        ("multiprocessing_context", Slow(), "multiprocessing_context", {None, "forkserver"}),
-        ("sharing_strategy", Slow(), "sharing_strategy", {None, "file_system"}),
-        ("persistent_workers", Stamped(64), "persistent_workers", {False, True}),
+        ("multiprocessing_context", rows(), "multiprocessing_context", {None, "forkserver"}),
+        ("sharing_strategy", rows(), "sharing_strategy", {None, "file_system"}),
+        ("persistent_workers", rows(1000, Stamped), "persistent_workers", {False, True}),
     ],
 )
-def test_what_is_allowed_is_tried_and_nothing_else(name: str, dataset: Any, field_name: str, values: set[Any]) -> None:
-    without = quick(dataset, reuse=False, budget=6, max_trials=4)
-    allowed = quick(dataset, reuse=False, budget=12, allow=(name,))
-    assert {getattr(trial.config, field_name) for trial in without.trials} < values
-    assert {getattr(trial.config, field_name) for trial in allowed.trials} == values
+def test_what_is_allowed_is_tried_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, name: str, dataset: Any, field_name: str, values: set[Any]
+) -> None:
+    def seen(**given: Any) -> set[Any]:
+        found = tuned(monkeypatch, dataset, **given)
+        return {getattr(config, field_name) for config in (*(t.config for t in found.trials), *found.finals.configs)}
+
+    assert seen() < values
+    assert seen(allow=(name,)) == values

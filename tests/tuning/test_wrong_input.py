@@ -11,9 +11,10 @@ import torch
 from autotune_loader import cli, tune
 from autotune_loader.results.loader_file import ENDED
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.listener import NOT_WRITTEN
+from autotune_loader.tuning.assemble import NOT_WRITTEN
 from autotune_loader.tuning.study_storage import open_database
 from autotune_loader.values.errors import MissingExtraError
+from tests.support import SimulatedMachine, on_simulated_machines
 
 DATASET = [(torch.rand(4), 0)] * 64
 
@@ -35,7 +36,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_probe_starts(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
-@pytest.mark.process
 def test_a_disk_that_fills_up_meanwhile_costs_a_warning_and_not_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,16 +45,8 @@ def test_a_disk_that_fills_up_meanwhile_costs_a_warning_and_not_the_result(
 
     monkeypatch.setattr(TuningResult, "save", no_space)
     # WHEN tuning ends
-    result = tune(
-        DATASET,
-        batch_size=8,
-        budget=3,
-        max_trials=1,
-        isolation="inline",
-        output=tmp_path / "x.json",
-        reuse=False,
-        progress=False,
-    )
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine())
+    result = tune(DATASET, batch_size=8, output=tmp_path / "x.json", reuse=False, progress=False)
     # THEN the result is there, and says that its file is not
     assert result.status in ENDED
     assert any(NOT_WRITTEN in warning for warning in result.warnings)
