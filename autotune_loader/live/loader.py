@@ -73,8 +73,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             `tune()` found best for these data on this machine (`AUTOTUNE_LOADER_CACHE=off` forgets it), is tried first.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
         tune: False only watches: `report()` says what binds.
-        stages: watch the workers for where a sample's time goes, at about 1 % of their time, so that `report()` tells. The
-            timer of CPU time (SIGPROF) is then taken in them.
+        stages: clock in the workers where a sample's time goes, at about 1 % of their time, so that `report()` tells.
         step_threads: "auto" tries fewer intra-op threads for a step on the CPU, too, which then has the cores that its workers
             leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them.
         on_change: called with an `Event` whenever the loader has settled on a configuration, for a logger. A line says so in

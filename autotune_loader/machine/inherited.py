@@ -35,25 +35,35 @@ def own_positions() -> None:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
-            again = os.open(f"/proc/self/fd/{fd}", flags)  # also a file that has been unlinked
-            os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
-            os.dup2(again, fd, inheritable=os.get_inheritable(fd))
-            os.close(again)
+            reopen(fd, flags, inheritable=os.get_inheritable(fd))
+
+
+def reopen(fd: int, flags: int, *, inheritable: bool) -> None:
+    """Open a file once more, also one that has been unlinked, under the number and at the position that it has.
+
+    Raises:
+        OSError: it has no position, or may not be opened.
+    """
+    position = os.lseek(fd, 0, os.SEEK_CUR)
+    again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    os.lseek(again, position, os.SEEK_SET)
+    os.dup2(again, fd, inheritable=inheritable)
+    os.close(again)
 
 
 def own_shared_memory() -> None:
     """Replace each shared mapping that this process may write to, so that its parent no longer sees what is written."""
     if not Path("/proc/self/maps").exists():
         return
-    mappings = list(_writable_shared_mappings(Path("/proc/self/maps").read_text()))
+    mappings = list(writable_shared_mappings(Path("/proc/self/maps").read_text()))
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
-        for mapping in mappings:
+        for mapping in (each for each in mappings if _is_memory_or_file(each.path)):
             with contextlib.suppress(OSError):
                 _replace(mapping, memory.fileno())
 
 
 @dataclass(frozen=True, slots=True)
-class _Mapping:
+class Mapping:
     """One line of /proc/self/maps."""
 
     begin: int
@@ -63,8 +73,8 @@ class _Mapping:
     path: str
 
 
-def _writable_shared_mappings(text: str) -> Iterator[_Mapping]:
-    """Those of memory and of regular files, from /proc/self/maps; devices (a GPU's, say) are left alone.
+def writable_shared_mappings(text: str) -> Iterator[Mapping]:
+    """Those of this process, from /proc/self/maps.
 
     `address perms offset dev inode pathname`, where the last of perms is `s` for shared (proc(5)):
 
@@ -72,20 +82,21 @@ def _writable_shared_mappings(text: str) -> Iterator[_Mapping]:
     """
     for line in text.splitlines():
         address, permissions, offset, _, _, *path = line.split(maxsplit=5)
-        if permissions[1] != "w" or permissions[3] != "s" or not path or not _is_memory_or_file(path[0]):
+        if permissions[1] != "w" or permissions[3] != "s":
             continue
         begin, end = (int(each, 16) for each in address.split("-"))
         protection = sum(flag for letter, flag in zip(permissions, (1, 2, 4), strict=False) if letter != "-")
-        yield _Mapping(begin, end - begin, int(offset, 16), protection, path[0])
+        yield Mapping(begin, end - begin, int(offset, 16), protection, path[0] if path else "")
 
 
 def _is_memory_or_file(path: str) -> bool:
+    """Devices (a GPU's, say) are left alone."""
     if path.startswith(("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")):  # noqa: S108 - names of mappings
         return True
     return path.startswith("/") and not path.startswith("/dev/") and Path(path.removesuffix(" (deleted)")).is_file()
 
 
-def _replace(mapping: _Mapping, memory_fd: int) -> None:
+def _replace(mapping: Mapping, memory_fd: int) -> None:
     is_file = not mapping.path.startswith(("/dev/", "/memfd:", "/SYSV")) and not mapping.path.endswith(" (deleted)")
     if is_file or mapping.size > MOST_COPIED_BYTES:
         fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +108,7 @@ def _replace(mapping: _Mapping, memory_fd: int) -> None:
     os.close(fd)
 
 
-def _copy(mapping: _Mapping, memory_fd: int, fd: int) -> None:
+def _copy(mapping: Mapping, memory_fd: int, fd: int) -> None:
     os.ftruncate(fd, mapping.size)
     for at in range(0, mapping.size, CHUNK_BYTES):
         # Read by the kernel: pages behind the end of a file would end this process by SIGBUS.
@@ -105,7 +116,7 @@ def _copy(mapping: _Mapping, memory_fd: int, fd: int) -> None:
         os.pwrite(fd, data, at)
 
 
-def _map(mapping: _Mapping, kind: int, fd: int, offset: int) -> None:
+def _map(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

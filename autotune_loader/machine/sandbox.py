@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune_loader.machine.inherited import reopen, writable_shared_mappings
+
 NICE = 5
 """What the loop does comes first."""
 PR_SET_PDEATHSIG, PROT_READ = 1, 1
@@ -137,7 +139,10 @@ def cut_off(keep: int) -> None:
         with contextlib.suppress(OSError):
             mode = os.fstat(number).st_mode
             if stat.S_ISREG(mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
-                _reopen(number, nowhere)
+                try:
+                    reopen(number, os.O_RDONLY, inheritable=False)
+                except OSError:
+                    os.dup2(nowhere, number, inheritable=False)
             elif not stat.S_ISDIR(mode) and not (stat.S_ISCHR(mode) and not os.isatty(number)):
                 os.dup2(nowhere, number, inheritable=False)
     _unflushed.extend((sys.stdout, sys.stderr))
@@ -148,24 +153,10 @@ _unflushed: list[Any] = []
 """Kept, as they may hold what the training process will write."""
 
 
-def _reopen(number: int, nowhere: int) -> None:
-    try:
-        position = os.lseek(number, 0, os.SEEK_CUR)
-        own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        os.dup2(nowhere, number, inheritable=False)
-        return
-    os.lseek(own, position, os.SEEK_SET)
-    os.dup2(own, number, inheritable=False)
-    os.close(own)
-
-
 def _protect_shared_memory(libc: Any) -> None:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, *_ = line.split(maxsplit=2)
-        if permissions.startswith("rw") and permissions.endswith("s"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), PROT_READ)
+    for each in writable_shared_mappings(Path("/proc/self/maps").read_text()):
+        if each.protection & PROT_READ:
+            libc.mprotect(ctypes.c_void_p(each.begin), ctypes.c_size_t(each.size), PROT_READ)
 
 
 class Guard:

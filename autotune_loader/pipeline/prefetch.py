@@ -8,11 +8,9 @@ Torch is imported when a `DevicePrefetcher` is made, not before.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from autotune_loader.values.config import LoaderConfig
@@ -151,27 +149,18 @@ class CudaLane:
 
 def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
-    import torch
+    from torch import Tensor
 
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
+    from autotune_loader.pipeline.batches import mapped
 
-    def again(value: Any) -> Any:
-        return move(value, device, non_blocking=non_blocking)
+    def moved(leaf: Any) -> Any:
+        to = None if isinstance(leaf, type) else getattr(leaf, "to", None)
+        if not callable(to):
+            return leaf
+        takes_it = isinstance(leaf, Tensor) or _takes_non_blocking(to)
+        return to(device, non_blocking=non_blocking) if takes_it else to(device)
 
-    if isinstance(batch, (str, bytes, type)):
-        return batch
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device, non_blocking=non_blocking) if _takes_non_blocking(batch.to) else batch.to(device)
-    if dataclasses.is_dataclass(batch):
-        return _with_fields(batch, again)
-    if isinstance(batch, Mapping):
-        return _with_items(batch, {key: again(value) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(again, batch))
-    if isinstance(batch, (list, tuple)):
-        return _with_elements(batch, [again(value) for value in batch])
-    return batch
+    return mapped(moved, batch)
 
 
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
@@ -182,52 +171,19 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def _with_fields(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy, since the constructor may not take every field; written past `__setattr__`, since it may be frozen."""
-    changed = copy.copy(batch)
-    for field in dataclasses.fields(batch):
-        object.__setattr__(changed, field.name, change(getattr(batch, field.name)))
-    return changed
-
-
-def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(batch) is dict or not isinstance(batch, MutableMapping):
-        return items
-    changed = copy.copy(batch)  # keeps a default_factory and the like
-    changed.update(items)
-    return changed
-
-
-def _with_elements(batch: Sequence[Any], elements: list[Any]) -> Any:
-    try:
-        return type(batch)(elements)  # type: ignore[call-arg]
-    except TypeError:  # a subclass with a constructor of its own
-        return tuple(elements) if isinstance(batch, tuple) else elements
-
-
-def _record_stream(value: Any, stream: Any) -> bool:
-    """Tell the allocator that `stream` uses every tensor in `value`; False where there may be tensors out of reach."""
+def _record_stream(batch: Any, stream: Any) -> bool:
+    """Tell the allocator that `stream` uses every tensor in a batch; False where there may be tensors out of reach."""
     import torch
 
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        return False  # sparse tensors do not implement it
-    if callable(getattr(value, "record_stream", None)):
-        if getattr(value, "is_cuda", True):
-            value.record_stream(stream)
-        return True
-    inner = _inside(value)
-    if inner is None:
-        return not callable(getattr(value, "to", None))
-    recorded = [_record_stream(each, stream) for each in inner]  # every one, so no short cut
-    return all(recorded)
+    from autotune_loader.pipeline.batches import leaves
 
-
-def _inside(value: Any) -> list[Any] | None:
-    """What a container holds; None if it is none."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return None
+    is_all = True
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            is_all = False  # sparse tensors do not implement it
+        elif callable(getattr(leaf, "record_stream", None)):
+            if getattr(leaf, "is_cuda", True):
+                leaf.record_stream(stream)
+        elif callable(getattr(leaf, "to", None)):
+            is_all = False
+    return is_all

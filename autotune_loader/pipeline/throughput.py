@@ -26,7 +26,6 @@ from itertools import pairwise
 from statistics import pstdev
 from typing import Literal
 
-from autotune_loader.pipeline.trace_log import History
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import (
@@ -212,17 +211,11 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
     round_ = max(workers, 1)
     count = len(traces) - first
     stride = 1 if count <= MAX_POINTS else round_ * math.ceil(count / MAX_POINTS / round_)
-    ends, sizes = _ends_and_sizes(traces, first, stride)
-    seconds = [b - a for a, b in pairwise(ends)]
+    ends, sizes = traces[first - 1 :: stride], [trace.samples for trace in traces[first::stride]]
+    seconds = [after.step_end - before.step_end for before, after in pairwise(ends)]
     # With strides of whole rounds the bursts of W no longer show.
     period = round_ if stride == 1 else 1
     return _rate(correlated_mean_interval(seconds, period), _mean(sizes) * stride, count)
-
-
-def _ends_and_sizes(traces: Sequence[BatchTrace], first: int, stride: int) -> tuple[list[float], list[int]]:
-    if isinstance(traces, History):
-        return traces.step_ends(first - 1, stride), traces.samples(first, stride)
-    return [t.step_end for t in traces[first - 1 :: stride]], [t.samples for t in traces[first::stride]]
 
 
 def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from autotune_loader.pipeline.stage_watch import Report
+from autotune_loader.pipeline.stage_clock import Report
 from autotune_loader.values.trace import BatchTrace
 
 Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, Report]
-"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what a watcher of the worker has seen"""
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
 REPORTED = 7
-"""Figures of a fetch that carries what a watcher has seen, as its last one."""
+"""Figures of a fetch that carries what clocks have seen, as its last one."""
 
 
 class History(Sequence[BatchTrace]):
@@ -42,14 +42,6 @@ class History(Sequence[BatchTrace]):
         if isinstance(index, slice):
             return [self._trace(i) for i in range(*index.indices(len(self._rows)))]
         return self._trace(index)
-
-    def step_ends(self, start: int, stride: int) -> list[float]:
-        """`step_end` of every `stride`-th batch from `start` on, without making their traces."""
-        return [row.step_end if isinstance(row, BatchTrace) else row[3] for row in self._rows[start::stride]]
-
-    def samples(self, start: int, stride: int) -> list[int]:
-        """`samples` of every `stride`-th batch from `start` on, without making their traces."""
-        return [row.samples if isinstance(row, BatchTrace) else row[0][5] for row in self._rows[start::stride]]
 
     def forget(self, count: int) -> None:
         """Drop the oldest batches, so that a log of weeks stays small."""

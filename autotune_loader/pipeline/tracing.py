@@ -18,22 +18,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
-from autotune_loader.pipeline.stage_watch import StageWatch
+from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.trace_log import Fetch
 from autotune_loader.values.trace import MAIN_PROCESS
 
-SHORT_S, CPU_EVERY = 0.0005, 8
-"""Of batches shorter than this, CPU seconds are read for every 8th only: the two readings take 0.3 us."""
-
 
 class _Process:
-    """What one process knows of the batch that it is making; one is made at a time, so one slot is enough.
+    """What one process knows of the batch that it is making; one is made at a time, so one slot is enough."""
 
-    Kept in one place and looked up once per batch: with the records as plain tuples, tracing stays near a microsecond,
-    which is what 1 % of a batch from memory leaves.
-    """
-
-    __slots__ = ("asked", "begun", "cpu_begun", "cpu_clock", "cpu_share", "skip", "watch", "worker")
+    __slots__ = ("asked", "begun", "clock", "cpu_begun", "cpu_clock", "worker")
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -41,38 +34,22 @@ class _Process:
         self.asked: int | None = None
         """Samples that the batch was asked for, where it was asked for as a whole."""
         self.cpu_begun = 0.0
-        """CPU seconds at the begin, where they are read for this batch."""
-        self.skip = 0
-        """Short batches to come for which they are not: they take `cpu_share` of their wall seconds."""
-        self.cpu_share = 1.0
+        """CPU seconds at the begin."""
         self.worker = MAIN_PROCESS
-        self.watch: StageWatch | None = None
+        self.clock: StageClock | None = None
         # In the main process the training step's threads must not count; in a worker every thread works for the batch.
         self.cpu_clock: Callable[[], float] = time.thread_time
-
-    def becomes(self, worker: int) -> None:
-        """A new worker, which must not inherit what a fork copied."""
-        self.begun, self.asked, self.skip = None, None, 0
-        self.worker, self.cpu_clock = worker, time.process_time
-
-    def cpu_s(self, wall_s: float) -> float:
-        """CPU seconds of the batch that ends now."""
-        if self.skip:
-            self.skip -= 1
-            return self.cpu_share * wall_s
-        cpu_s = self.cpu_clock() - self.cpu_begun
-        if wall_s < SHORT_S:
-            self.skip, self.cpu_share = CPU_EVERY - 1, cpu_s / wall_s if wall_s > 0 else 1.0
-        return cpu_s
 
 
 _here = _Process()
 
 
-def _begin() -> None:
+def _begin(asked: int | None = None) -> None:
     here = _here
-    if not here.skip:
-        here.cpu_begun = here.cpu_clock()
+    here.asked = asked
+    if here.clock is not None:
+        here.clock.fetch()
+    here.cpu_begun = here.cpu_clock()
     here.begun = time.monotonic()
 
 
@@ -84,23 +61,22 @@ class TracedCollate:
         self._batched = batched
 
     def __call__(self, samples: Any) -> tuple[Any, Fetch]:
-        fetch_end = time.monotonic()
         here = _here
         if here.begun is None:
             _begin()
+        fetch_end, clock, count = time.monotonic(), here.clock, here.asked
         start, here.begun = here.begun or fetch_end, None
-        count, here.asked = here.asked, None
+        if clock is not None:
+            clock.collate(self._collate_fn)
         if count is None and self._batched:
             count = len(samples)
         batch = self._collate_fn(samples)
-        end = time.monotonic()
+        end, cpu_s = time.monotonic(), here.cpu_clock() - here.cpu_begun
         if count is None:
             count = samples_in(batch) or 1
-        cpu_s = here.cpu_s(end - start)
-        report = here.watch.batch(end, end - start, cpu_s, count) if here.watch is not None else None
-        if report is None:
-            return batch, (here.worker, start, fetch_end, end, cpu_s, count)
-        return batch, (here.worker, start, fetch_end, end, cpu_s, count, report)
+        report = None if clock is None else clock.batch(end - start, cpu_s, count)
+        fetch: Fetch = (here.worker, start, fetch_end, end, cpu_s, count)
+        return batch, fetch if report is None else (*fetch[:6], report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn, self._batched)),)
@@ -147,16 +123,11 @@ class TracedDataset(Wrapped):
         object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
 
     def __getitem__(self, index: Any) -> Any:
-        _begin()
-        _here.asked = len(index) if isinstance(index, (list, np.ndarray)) else None
+        _begin(len(index) if isinstance(index, (list, np.ndarray)) else None)
         return object.__getattribute__(self, "_inner")[index]
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        here = _here
-        here.asked = len(indices)  # what comes back may be a whole batch, of any type
-        if not here.skip:
-            here.cpu_begun = here.cpu_clock()
-        here.begun = time.monotonic()
+        _begin(len(indices))  # what comes back may be a whole batch, of any type
         if self._fetch_many:
             return self._fetch_many(indices)
         inner = self._inner
@@ -216,7 +187,7 @@ class EndlessBatches:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _here.begun, _here.asked, _here.skip = None, None, 0
+    _here.begun = _here.asked = None
 
 
 def _give_own_dataset() -> None:
@@ -232,19 +203,22 @@ class TracedWorkerInit:
 
     Args:
         inner: the user's.
-        watches: whether what the worker is at is watched from then on.
+        stages: whether it is clocked from then on what the worker is at.
     """
 
-    def __init__(self, inner: Callable[[int], None] | None, watches: bool = False) -> None:
+    def __init__(self, inner: Callable[[int], None] | None, stages: bool = False) -> None:
         self._inner = inner
-        self._watches = watches
+        self._stages = stages
 
     def __call__(self, worker: int) -> None:
-        _here.becomes(worker)
+        forget_open_batch()
+        _here.worker, _here.cpu_clock, _here.clock = worker, time.process_time, None
         _give_own_dataset()
         if self._inner is not None:
             self._inner(worker)
-        _here.watch = StageWatch.begin() if self._watches else None
+        info = get_worker_info()
+        if self._stages and info is not None:
+            _here.clock = StageClock.begin(info.dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._inner, self._watches)),)
+        return loads, (dumps((type(self), self._inner, self._stages)),)

@@ -130,8 +130,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
             way the result is kept for later.
-        stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): workers are watched
-            during the search, at about 1 % of their time, and not in the paired rounds that rates are taken from.
+        stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): it is clocked in
+            workers during the search, at about 1 % of their time, and not in the paired rounds that rates are taken from.
         output: write `loader.json` here, after every trial.
         progress: True, False or "auto": one line per trial on a terminal or in a notebook.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 HAND_OVER = "hand over"
 """The stage beside the others: a thread of its own writes batches to the queue."""
@@ -31,36 +32,26 @@ class StageTime:
         return max(0.0, self.wall_s - self.cpu_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """How often one line was found at work."""
+class Seen(NamedTuple):
+    """What was seen of one stage."""
 
     stage: str
     where: str
-    computing: float = 0.0
-    """CPU samples in it."""
-    waiting: float = 0.0
-    """Looks that found it with nothing to run."""
-    released: float = 0.0
-    """Looks that found it computing without the interpreter lock: certain, while a CPU sample may come a line late."""
+    wall_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSamples:
-    """What the watchers in a burst's workers saw."""
+    """What the clocks in a burst's workers saw, of the batches that were clocked."""
 
     seen: tuple[Seen, ...]
     samples: float
-    """Samples of the batches that were watched, like all that follows."""
     wall_s: float
     """Seconds from fetch to collated batch."""
     cpu_s: float
     """CPU seconds of the process meanwhile, all its threads together."""
-    thread_cpu_s: float
-    """CPU seconds of the thread that makes the batches."""
     crowded_s: float
-    """Seconds in which that thread was ready and had no core."""
+    """Seconds in which the thread that makes the batches was ready and had no core."""
     queue_cpu_s: float
     """CPU seconds of the thread that writes batches to the queue."""
-    looks: float
-    """Looks that fell into a batch."""

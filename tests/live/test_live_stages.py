@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import AutoLoader
-from autotune_loader.pipeline.stages import StageTally
 
 
 class Photos(Dataset[Any]):
@@ -59,16 +58,7 @@ def test_nobody_watches_unless_asked() -> None:
 def test_a_copy_watches_as_well_and_begins_anew() -> None:
     loader = AutoLoader(Photos(), batch_size=4, num_workers=1, stages=True)
     assert loader._state.stages is not None
-    loader._state.stages.add(((), (1.0,) * 7))
+    loader._state.stages.add(((), (1.0,) * 5))
     again = copy.copy(loader)
     assert again._state.stages is not None
     assert again._state.stages.samples() is None
-
-
-def test_only_the_latest_is_kept() -> None:
-    tally = StageTally(most=2)
-    for samples in (1.0, 2.0, 3.0):
-        tally.add(((("read", "photos.py:1", 1.0, 0.0, 0.0),), (samples, *(1.0,) * 6)))
-    found = tally.samples()
-    assert found is not None
-    assert found.samples == 5

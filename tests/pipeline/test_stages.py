@@ -1,38 +1,282 @@
-"""From counts to shares: what adds up, and what is left unsaid."""
+"""Where a sample's time goes: what is clocked in a worker, by which name and line, and what follows from the seconds."""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from autotune_loader.pipeline import stage_clock
+from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.stages import HAND_OVER, OTHER_THREADS, REST, StageTally, pooled, stage_times
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.probe.burst import run_burst
+from autotune_loader.probe.step import build_step
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import Seen, StageSamples, StageTime
+from tests.support import FakeClock
 
-SEEN = (
-    Seen(stage="read", where="a.py:1, open", waiting=200.0),
-    Seen(stage="decode", where="a.py:2, PIL.Image.convert", computing=300.0),
-    Seen(stage="decode", where="a.py:3, PIL.Image.convert", computing=50.0),
-    Seen(stage="crop", where="a.py:9", computing=50.0, waiting=50.0),
+
+class Thread(FakeClock):
+    """The clocks of a worker's thread: computing moves both, waiting one."""
+
+    cpu_s = 0.0
+
+    def monotonic(self) -> float:
+        return self()
+
+    def thread_time(self) -> float:
+        return self.cpu_s
+
+    def works(self, seconds: float) -> None:
+        self.advance(seconds)
+        self.cpu_s += seconds
+
+
+now = Thread()
+
+
+@pytest.fixture(autouse=True)
+def clocks_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    global now
+    now = Thread()
+    monkeypatch.setattr(stage_clock, "MOST_COST", 1e9)  # on a clock that stands still, all is let go
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, dataset: Any, fetch: Callable[[Any], Any]) -> dict[str, tuple[str, float]]:
+    """Where and seconds of each stage of a batch of 10 s and more that a worker would make."""
+    monkeypatch.setattr(stage_clock, "time", now)
+    clock = StageClock.begin(dataset)
+    try:
+        clock.fetch()
+        samples = fetch(dataset)
+        clock.collate(joined)
+        joined(samples)
+        report = clock.batch(10.0, 5.0, 1)
+    finally:
+        clock.end()
+    assert report is not None
+    return {stage: (where, wall_s) for stage, where, wall_s, _ in report[0]}
+
+
+def joined(samples: Any) -> Any:
+    now.works(1)
+    return samples
+
+
+class Of(Dataset[Any]):
+    """A dataset whose samples are what a function makes of their index; 2 s are its own."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        now.works(2)
+        return self.transform(index)
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Compose:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, sample: Any) -> Any:
+        for t in self.transforms:
+            sample = t(sample)
+        return sample
+
+
+class Flip:
+    def __call__(self, sample: Any) -> Any:
+        now.works(3)
+        return sample
+
+
+class Layer(nn.Module):
+    def forward(self, sample: Any) -> Any:
+        now.works(4)
+        return sample
+
+
+def crop(sample: Any, by: int = 0) -> Any:
+    now.works(5)
+    return sample
+
+
+class Photos(Of):
+    def __getitem__(self, index: int) -> Any:
+        return self.augmented(self.fetch(index))
+
+    def fetch(self, index: int) -> Any:
+        now.advance(6)
+        return index
+
+    def augmented(self, sample: Any) -> Any:
+        return [self.inner(each) for each in (sample, sample)]
+
+    def inner(self, sample: Any) -> Any:
+        now.works(1)
+        return sample
+
+
+class Recipe(Of):
+    def __getitem__(self, index: int) -> Any:
+        return crop(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield self.made()
+
+    def made(self) -> int:
+        now.works(7)
+        return 1
+
+
+def by_index(dataset: Any) -> Any:
+    return dataset[5]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "seconds"),
+    [
+        (Of(Compose(Flip(), crop)), {"Of.__getitem__": 2, "Flip": 3, "crop": 5}),
+        (Of(Compose(Compose(Flip()), Compose(crop))), {"Of.__getitem__": 2, "Flip": 3, "crop": 5}),
+        (Of(Compose(Flip(), Flip())), {"Of.__getitem__": 2, "Flip": 6}),
+        (Of(Compose(functools.partial(crop, by=3))), {"Of.__getitem__": 2, "crop": 5}),
+        (Of(Compose(lambda sample: crop(sample))), {"Of.__getitem__": 2, "lambda": 5}),
+        (Of(Compose(nn.Sequential(nn.Identity(), Layer()))), {"Of.__getitem__": 2, "Layer": 4, "Identity": 0}),
+        (Of(functools.partial(crop, by=3)), {"Of.__getitem__": 2, "crop": 5}),
+        (Of(Flip()), {"Of.__getitem__": 2, "Flip": 3}),
+        (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), {"Of.__getitem__": 2, "crop": 5}),
+        # the outermost function of the user's below __getitem__
+        (Photos(None), {"Photos.__getitem__": 0, "fetch": 6, "augmented": 2}),
+        (Recipe(None), {"Recipe.__getitem__": 0, "crop": 5}),
+    ],
 )
+def test_what_a_dataset_calls_and_members_of_transforms_are_stages(
+    monkeypatch: pytest.MonkeyPatch, dataset: Any, seconds: dict[str, float]
+) -> None:
+    found = clocked(monkeypatch, dataset, by_index)
+    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == seconds | {"collate": 1}
+    assert all(where.startswith("test_stages.py:") for stage, (where, _) in found.items() if stage != "Identity")
+    # THEN all is as it was, and the next batch is clocked by nobody
+    assert type(dataset[5]) is type(dataset[5])
+    assert not hasattr(Flip.__call__, "__wrapped__")
+    assert not hasattr(crop, "__wrapped__")
+
+
+def test_a_stream_is_clocked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = clocked(monkeypatch, Stream(), lambda dataset: next(iter(dataset)))
+    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == {"Stream.__iter__": 0, "made": 7, "collate": 1}
+
+
+def test_what_libraries_read_and_decode_has_its_own_name_and_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    json = pytest.importorskip("json")
+    monkeypatch.setattr(json, "loads", lambda text: now.works(8))
+    found = clocked(monkeypatch, Of(lambda index: json.loads("1")), by_index)
+    assert found["decode"][1] == 8
+    assert found["decode"][0].startswith("test_stages.py:")
+
+
+def test_an_exception_ends_its_stages_and_the_next_batch_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(index: int) -> Any:
+        now.works(1)
+        if index == 1:
+            raise ValueError("odd")
+
+    def fetch(dataset: Any) -> None:
+        with pytest.raises(ValueError, match="odd"):
+            _ = dataset[1]
+        _ = dataset[5]
+
+    found = clocked(monkeypatch, Of(odd), fetch)
+    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == {"Of.__getitem__": 4, "odd": 2, "collate": 1}
+
+
+class Closed(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError("closed")
+
+
+class Sealed(metaclass=Closed):
+    def __call__(self, sample: Any) -> Any:
+        now.works(1)
+
+
+def counting(sample: Any) -> Any:
+    counting.calls += 1  # type: ignore[attr-defined]
+    now.works(1)
+
+
+counting.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("transform", [Sealed(), counting])
+def test_what_cannot_be_clocked_is_part_of_its_caller(monkeypatch: pytest.MonkeyPatch, transform: Any) -> None:
+    assert clocked(monkeypatch, Of(transform), by_index)["Of.__getitem__"][1] == 3
+
+
+def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a batch of 1 ms, in which a function is called a thousand times
+    monkeypatch.setattr(stage_clock, "time", now)
+    monkeypatch.setattr(stage_clock, "MOST_COST", 0.005)
+    transform = Compose(lambda sample: None, Flip())
+    clock = StageClock.begin(Of(transform))
+    try:
+        clock.fetch()
+        for _ in range(1000):
+            transform.transforms[0](0)
+        clock.batch(0.001, 0.001, 1)
+        # THEN the function is the user's own again
+        assert not hasattr(transform.transforms[0], "__wrapped__")
+        # WHEN a few calls are clocked THEN the next batches go without
+        clock.fetch()
+        for _ in range(5):
+            transform.transforms[1](0)
+        clock.batch(0.001, 0.001, 1)
+        clock.fetch()
+        assert not clock.is_on()
+    finally:
+        clock.end()
+
+
+# From seconds to shares
+
 # 8 s of which 4 s were computed, by one thread on a quiet machine
-BURST = StageSamples(
-    seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=4.0, thread_cpu_s=4.0, crowded_s=0.0, queue_cpu_s=0.0, looks=400.0
+SEEN = (
+    Seen("read", "a.py:1, open", 3.0, 0.0),
+    Seen("decode", "a.py:2, PIL.Image.convert", 3.0, 3.0),
+    Seen("decode", "a.py:3, PIL.Image.convert", 0.5, 0.5),
+    Seen("crop", "a.py:9", 1.5, 0.5),
 )
+BURST = StageSamples(seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=4.0, crowded_s=0.0, queue_cpu_s=0.0)
 
 
 def by_name(burst: StageSamples) -> dict[str, StageTime]:
     return {each.stage: each for each in stage_times(burst)}
 
 
-def test_computing_and_waiting_are_shared_out() -> None:
+def test_seconds_become_shares_of_a_samples_time() -> None:
     found = by_name(BURST)
-    assert found["decode"].wall_s == pytest.approx(350 / 400 * 4 / 1000)
-    assert found["decode"].cpu_share == pytest.approx(350 / 400)
+    assert found["decode"].wall_s == pytest.approx(3.5 / 1000)
+    assert found["decode"].cpu_share == pytest.approx(3.5 / 4)
     assert found["decode"].where == "a.py:2, PIL.Image.convert"
-    assert found["read"].wall_share == pytest.approx(0.8 * 4 / 8)
-    assert found["read"].cpu_share == 0
-    assert found["crop"].wall_s == pytest.approx((0.125 * 4 + 0.2 * 4) / 1000)
+    assert found["read"].wall_share == pytest.approx(3 / 8)
+    assert (found["read"].cpu_share, found["read"].waited_s) == (0, found["read"].wall_s)
 
 
 @pytest.mark.parametrize("queue_cpu_s", [0.0, 1.0])
@@ -44,55 +288,89 @@ def test_shares_add_up_to_one_and_the_longest_comes_first(queue_cpu_s: float) ->
     assert {each.stage: each for each in found}[HAND_OVER].cpu_s == pytest.approx(queue_cpu_s / 1000)
 
 
-def test_waiting_for_a_core_is_no_stages_own() -> None:
-    # GIVEN 2 of the 4 s that were not computed were spent waiting for a core
-    found = by_name(replace(BURST, crowded_s=2.0))
-    # THEN they belong to the burst, and to no stage
-    assert found["read"].wall_s == pytest.approx(0.8 * 2 / 1000)
-    assert found["decode"].wall_s == pytest.approx(350 / 400 * 4 / 1000)
+def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() -> None:
+    # GIVEN 2 of the 8 s were spent waiting for a core, half of it by who computes, and as much was computed by other threads
+    crowded = (Seen("decode", "a.py:2", 5.0, 4.0), Seen("read", "a.py:1", 3.0, 0.0))
+    found = by_name(replace(BURST, seen=crowded, crowded_s=2.0, cpu_s=8.0))
+    assert found["decode"].wall_s == pytest.approx(4 / 1000)
+    assert found["read"].wall_s == pytest.approx(2 / 1000)
+    assert (found[OTHER_THREADS].cpu_share, found[OTHER_THREADS].wall_share) == (pytest.approx(0.5), 0)
 
 
-def test_what_other_threads_compute_is_told_apart() -> None:
-    found = by_name(replace(BURST, cpu_s=8.0))
-    assert found[OTHER_THREADS].cpu_share == pytest.approx(0.5)
-    assert found[OTHER_THREADS].wall_share == 0
-
-
-def test_an_operator_whose_samples_come_late_keeps_what_was_seen_of_it_for_certain() -> None:
-    # GIVEN 100 of 350 looks found `scale` computing; its CPU samples were all taken in the next function
-    seen = (*SEEN[1:], Seen(stage="scale", where="a.py:5", released=100.0), Seen(stage="read", where="", waiting=200.0))
-    assert by_name(replace(BURST, seen=seen))["scale"].cpu_share > 0.15
-
-
-def test_too_few_samples_say_nothing() -> None:
-    few = tuple(replace(each, computing=each.computing / 100, waiting=each.waiting / 100) for each in SEEN)
-    assert stage_times(replace(BURST, seen=few)) == ()
-    assert stage_times(None) == ()
-    assert stage_times(replace(BURST, samples=0.0)) == ()
-
-
-def test_lines_without_a_name_and_small_stages_take_nothing_away() -> None:
-    seen = (*SEEN, Seen(stage="", where="", computing=500.0), Seen(stage="tiny", where="a.py:7", computing=1.0))
-    found = by_name(replace(BURST, seen=seen))
-    assert found["decode"].cpu_share == pytest.approx(350 / 401)
+def test_too_little_says_nothing_and_small_stages_are_told_together() -> None:
+    assert (
+        stage_times(replace(BURST, wall_s=0.01)) == stage_times(None) == stage_times(replace(BURST, samples=0.0)) == ()
+    )
+    found = by_name(replace(BURST, seen=(*SEEN, Seen("tiny", "a.py:7", 0.002, 0.002))))
     assert "tiny" not in found
-    assert found[REST].cpu_share == pytest.approx(1 / 401)
+    assert found[REST].cpu_share == pytest.approx(0.002 / 4.002)
 
 
-def test_bursts_are_pooled_by_what_was_seen() -> None:
+def test_bursts_and_reports_of_workers_add_up() -> None:
     both = pooled([BURST, None, BURST])
     assert both is not None
     assert (both.samples, both.wall_s) == (2000.0, 16.0)
     assert stage_times(both) == stage_times(BURST)
-    assert pooled([None]) is None
-
-
-def test_reports_of_workers_add_up() -> None:
-    tally = StageTally()
-    assert tally.samples() is None
-    for _ in range(2):
-        tally.add(((("read", "a.py:1", 0.0, 3.0, 1.0),), (4.0, 0.5, 0.25, 0.25, 0.0, 0.125, 4.0)))
+    assert pooled([None]) is StageTally().samples() is None
+    tally = StageTally(most=2)
+    for _ in range(3):  # only the latest are kept
+        tally.add(((("read", "a.py:1", 3.0, 1.0),), (4.0, 0.5, 0.25, 0.0, 0.125)))
     found = tally.samples()
     assert found is not None
-    assert found.seen == (Seen(stage="read", where="a.py:1", waiting=6.0, released=2.0),)
+    assert found.seen == (Seen("read", "a.py:1", 6.0, 2.0),)
     assert (found.samples, found.wall_s, found.queue_cpu_s) == (8.0, 1.0, 0.25)
+
+
+# Real workers
+
+
+class Known(Dataset[torch.Tensor]):
+    """Waits 6 ms, and computes 3 ms with the interpreter lock and as long in C calls."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.fetch()
+        self.spin()
+        return self.sorted()
+
+    def fetch(self) -> None:
+        time.sleep(0.006)
+
+    def spin(self) -> None:
+        end = time.thread_time() + 0.003
+        while time.thread_time() < end:
+            pass
+
+    def sorted(self) -> torch.Tensor:
+        end, total = time.thread_time() + 0.003, 0
+        while time.thread_time() < end:
+            total += sum(range(20_000))
+        return torch.tensor([total])
+
+
+def burst(**config: Any) -> Measurement:
+    plan = BurstPlan(max_s=1.0, min_s=0.8, relative_error=0.0, stages=True)
+    step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
+    data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
+    outcome = run_burst(data, step, LoaderConfig(**{"num_workers": 1, **config}), plan)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_waiting_and_computing_are_told_apart_in_workers(start: str) -> None:
+    found = {each.stage: each for each in stage_times(burst(multiprocessing_context=start).stages)}
+    # 6 ms of 12 are waited for, whoever holds the lock and however long
+    assert 0.3 < found["fetch"].wall_share < 0.7
+    assert found["fetch"].cpu_share < 0.1
+    assert found["spin"].cpu_share == pytest.approx(0.5, abs=0.1)
+    assert found["sorted"].cpu_share == pytest.approx(0.5, abs=0.1)
+    assert "test_stages.py:" in found["fetch"].where
+    assert sum(each.wall_share for each in found.values()) == pytest.approx(1)
+    # THEN here nothing is clocked
+    assert not hasattr(Known.fetch, "__wrapped__")
+    assert burst(num_workers=0).stages is None

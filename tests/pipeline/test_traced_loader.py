@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
-from autotune_loader.pipeline import tracing as traced_module
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
@@ -224,21 +223,6 @@ def test_an_epoch_without_a_batch_ends_instead_of_turning_for_ever() -> None:
     data = DataSide.from_dataset(Squares(), batch_size=16, drop_last=True)
 
     assert take(traced(data), 1) == []
-
-
-@pytest.mark.parametrize(("short_s", "readings"), [(1.0, 2 * 4), (0.0, 2 * 32)])
-def test_the_cpu_clock_is_read_for_one_short_batch_in_eight_and_for_every_long_one(monkeypatch, short_s, readings):
-    # GIVEN a CPU clock that counts how often it is read
-    read = []
-    monkeypatch.setattr(traced_module._here, "cpu_clock", lambda: float(len(read.append(None) or read)))
-    monkeypatch.setattr(traced_module._here, "skip", 0)
-    monkeypatch.setattr(traced_module, "SHORT_S", short_s)
-    # WHEN 32 batches are made
-    batches = iter(traced(in_order(Squares())))
-    fetches = [next(batches)[1] for _ in range(32)]
-    # THEN each has CPU seconds all the same
-    assert len(read) == readings
-    assert all(cpu_s > 0 for *_, cpu_s, _ in fetches)
 
 
 class Batch:
