@@ -57,8 +57,6 @@ BASELINE_PRECISION = 0.03
 NEAR_CEILING, ABOVE_CEILING = 0.95, 1.08
 """As fast as the step alone, within noise: a loader has nothing left to gain. Beyond the second the ceiling is none: means of
 rounds, and of the step alone beside them, may differ by so much although nothing is wrong."""
-LEVELLINGS = 20
-"""So many turns tell apart what a round and a configuration have in common; each halves what is left of it, or more."""
 MAX_FAILURES = 2
 """A candidate that failed this often in the race is out ..."""
 OUT_AT_ONCE = ("deadline",)
