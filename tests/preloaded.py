@@ -119,6 +119,7 @@ class PreloadedPython:
 
     def close(self) -> None:
         """End it and every script that still runs."""
+        self._ours.shutdown(socket.SHUT_RDWR)  # also where a process that a test has forked holds it, too
         self._ours.close()
         self._process.wait(timeout=30)
         for run in self._started:
