@@ -25,7 +25,7 @@ from typing import Any
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Round, log_ratios, paired_ratio
-from studies.regret.bench import ROOT, Bench, regret_workload
+from studies.regret.bench import ROOT, Bench, StudyJob, regret_workload
 from studies.regret.oracle import config_of, key, leader_of, race, survey
 from studies.regret.strategies import lattice_of
 
@@ -138,26 +138,8 @@ def child(what: str, seconds: float) -> dict[str, Any]:
     return train_live(Job(regret_workload(name)), seconds, step_threads="auto" if kind == "threads" else None)
 
 
-class Job:
-    """A workload of the studies and its step."""
-
-    def __init__(self, workload: Any) -> None:
-        from torch.utils.data import DataLoader
-
-        from autotune_loader.pipeline.workload import TrainingSide
-        from autotune_loader.probe.step import build_step
-
-        self.workload = workload
-        first = next(iter(DataLoader(workload.dataset, batch_size=workload.batch_size, shuffle=True)))
-        self.step = build_step(TrainingSide(model=workload.model, train_step=workload.train_step), first)
-        for _ in range(3):
-            self.step.run(first)
-
-    def loader(self, kind: Callable[..., Any], **options: Any) -> Any:
-        """One of `kind`: AutoLoader or DataLoader."""
-        sampler = self.workload.sampler
-        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
-        return kind(self.workload.dataset, batch_size=self.workload.batch_size, drop_last=True, **order, **options)
+class Job(StudyJob):
+    """A workload that is trained for a time."""
 
     def ends(self, loader: Any, seconds: float) -> Iterator[float]:
         """Train for so long, whole epochs one after the other; seconds after which each batch was done."""
@@ -171,12 +153,12 @@ class Job:
 
 
 def train_live(
-    job: Job, seconds: float, *, at_half: Callable[[], None] | None = None, step_threads: Any = None
+    job: Job, seconds: float, *, at_half: Callable[[], None] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Train from a cold start; what the loader holds at the end, and how many samples each second had."""
     from autotune_loader import AutoLoader
 
-    loader, ends = job.loader(AutoLoader, step_threads=step_threads), list[float]()
+    loader, ends = job.loader(AutoLoader, **options), list[float]()
     for end in job.ends(loader, seconds):
         ends.append(end)
         if at_half is not None and end > seconds / 2:
@@ -226,7 +208,8 @@ def disturbed(seconds: float) -> str:
             kind="wait",
         )
     )
-    per_s = train_live(job, seconds, at_half=slower)["per_s"]
+    # From 2 workers: what processes share is no proof that workers give the same, so that none would be started.
+    per_s = train_live(job, seconds, at_half=slower, num_workers=2)["per_s"]
     best = max(fixed_rate(job, workers) for workers in FIXED)
     after = per_s[int(seconds / 2) :]
     reached, late = reached_s(after, best), statistics.median(after[len(after) // 2 :])

@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -161,21 +161,34 @@ def _foreign_cpu_s() -> float | None:
     return None if cpu is None else cpu.busy_s - sum(os.times()[:4])
 
 
-class TimedJob:
-    """The child's side: one workload, ready to be timed with any configuration."""
+class StudyJob:
+    """A workload of the studies, its step warmed up."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, workload: Any) -> None:
+        from torch.utils.data import DataLoader
 
         from autotune_loader.pipeline.workload import TrainingSide
         from autotune_loader.probe.step import build_step
 
-        self._study = regret_workload(name)
-        self._has_short_epochs = name in SHORT_EPOCHS
-        side = TrainingSide(model=self._study.model, train_step=self._study.train_step)
-        first = next(iter(self._loader(LoaderConfig())))
-        self._step = build_step(side, first)
+        self.workload = workload
+        first = next(iter(self.loader(DataLoader)))
+        self.step = build_step(TrainingSide(model=workload.model, train_step=workload.train_step), first)
         for _ in range(3):
-            self._step.run(first)
+            self.step.run(first)
+
+    def loader(self, kind: Callable[..., Any], **options: Any) -> Any:
+        """One of `kind`: DataLoader or AutoLoader."""
+        sampler = self.workload.sampler
+        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
+        return kind(self.workload.dataset, batch_size=self.workload.batch_size, drop_last=True, **order, **options)
+
+
+class TimedJob(StudyJob):
+    """The child's side: one workload, ready to be timed with any configuration."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(regret_workload(name))
+        self._has_short_epochs = name in SHORT_EPOCHS
 
     def time(self, config: LoaderConfig, timing: Timing) -> Timed:
         import torch
@@ -185,7 +198,7 @@ class TimedJob:
         random.seed(timing.seed)
         batches, window_s = self._timed(config, timing)
         return Timed(
-            samples_per_s=batches * self._study.batch_size / window_s,
+            samples_per_s=batches * self.workload.batch_size / window_s,
             batches=batches,
             window_s=window_s,
             wall_s=time.perf_counter() - begun,
@@ -210,11 +223,11 @@ class TimedJob:
         """Whole epochs after the first, for at least so many seconds."""
         loader = self._loader(config)
         for batch in loader:
-            self._step.run(batch)
+            self.step.run(batch)
         batches, started = 0, time.perf_counter()
         while time.perf_counter() - started < seconds:
             for batch in loader:
-                self._step.run(batch)
+                self.step.run(batch)
                 batches += 1
         return batches, time.perf_counter() - started
 
@@ -231,7 +244,7 @@ class TimedJob:
         skip = batches_until_settled(config) if timing.clock == "steady" else 0
         ends: list[float] = []
         for batch in self._batches(loader, timing.epochs):
-            self._step.run(batch)
+            self.step.run(batch)
             now = time.perf_counter()
             if skip and not ends and now - started < LONGEST_WARM_UP_S:
                 skip -= 1
@@ -254,15 +267,7 @@ class TimedJob:
     def _loader(self, config: LoaderConfig) -> Any:
         from torch.utils.data import DataLoader
 
-        sampler = self._study.sampler
-        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
-        return DataLoader(
-            self._study.dataset,
-            batch_size=self._study.batch_size,
-            drop_last=True,
-            **order,
-            **config.to_kwargs(),
-        )
+        return self.loader(DataLoader, **config.to_kwargs())
 
 
 def batches_until_settled(config: LoaderConfig, fills: int = FILLS) -> int:
