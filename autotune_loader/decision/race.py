@@ -144,6 +144,9 @@ class Race:
         self.bursts = 0
         self._believe = believe
         self._failures: dict[LoaderConfig, list[Failure]] = {}
+        self._asked_of: tuple[Posterior | None, int] | None = None
+        self._beliefs: dict[tuple[LoaderConfig, ...], Posterior] = {}
+        """What is believed of some candidates, until anything more is known."""
 
     def record(self, outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> Round:
         """One round, in the order in which it was run, and the seconds that it took."""
@@ -253,9 +256,16 @@ class Race:
     def _belief(self, configs: Sequence[LoaderConfig]) -> Posterior:
         """What is believed of some candidates that ran, in their order: of all that is known, or by the rounds alone."""
         known = self._believe()
-        if known is None:
-            return _by_rounds(configs, self.usable(), self.rules.noise_sd)
-        return known.at([config.key() for config in configs])
+        if self._asked_of != (known, len(self.rounds)):
+            self._asked_of, self._beliefs = (known, len(self.rounds)), {}
+        some = tuple(configs)
+        if some not in self._beliefs:
+            self._beliefs[some] = (
+                _by_rounds(configs, self.usable(), self.rules.noise_sd)
+                if known is None
+                else known.at([config.key() for config in configs])
+            )
+        return self._beliefs[some]
 
     def _is_answered(self, config: LoaderConfig, incumbent: LoaderConfig) -> bool:
         """Whether it is certain that one is slower, or that none is faster than the other by more than the tolerance."""

@@ -105,9 +105,8 @@ class StageClock:
     def _report(self) -> Report:
         self._due = self._wall + REPORT_S
         before, self._outside = self._outside, (_crowded_s(self._schedule), _queue_cpu_s())
-        share = (
-            self._totals[1] / self._all_s
-        )  # what is counted without a stop is taken for the batches that are clocked
+        # What is counted without a stop is taken for the batches that are clocked.
+        share = self._totals[1] / self._all_s
         outside = [(after - earlier) * share for after, earlier in zip(self._outside, before, strict=True)]
         rows = tuple((*line, wall_s, cpu_s) for line, (wall_s, cpu_s) in self._seen.items())
         totals = (*self._totals, *outside)

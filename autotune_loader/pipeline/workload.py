@@ -75,6 +75,11 @@ class DataSide:
         return self.batch_size is not None or self.batch_sampler is not None
 
     @property
+    def has_batched_fetch(self) -> bool:
+        """Whether the dataset fetches the samples of a batch in one call."""
+        return bool(getattr(self.dataset, "__getitems__", None))
+
+    @property
     def has_own_order(self) -> bool:
         """Whether a sampler of the user's decides which samples there are, and not just whether they are shuffled."""
         if self.batch_sampler is not None:

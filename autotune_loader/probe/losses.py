@@ -65,9 +65,8 @@ def _of_tensors(text: str, answer: torch.Tensor, of: str, target: Any) -> str:
     if answer.shape == target.shape:
         as_answer = "float()" if answer.dtype is torch.float32 else f"to({answer.dtype})"
         return f"binary_cross_entropy_with_logits({text}, {of}.{as_answer})"
-    if (
-        target.ndim == answer.ndim and target.shape[1] == 1
-    ):  # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
+    # (N, 1) and (N, 1, H, W), whose answers are (N, C) and (N, C, H, W)
+    if target.ndim == answer.ndim and target.shape[1] == 1:
         of, target = f"{of}.squeeze(1)", target.squeeze(1)
     if answer.shape[:-1] == target.shape and answer.shape[:1] + answer.shape[2:] != target.shape:
         # (N, T, C), as language models have it

@@ -12,7 +12,7 @@ from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.advice.memory import growth_warning
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import measurement_of
-from autotune_loader.report.summary import NOTHING_MEASURED
+from autotune_loader.report.summary import NOTHING_MEASURED, told
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
 
@@ -47,7 +47,7 @@ def judged(
     measurement = measurement_of(found.best, found.finals, found.trials)
     if measurement is None or rate is None or context is None:
         verdict = Verdict(binding="unknown", sentence=nothing)
-        return replace(found, verdict=verdict, summary=_told(*before, nothing, *after))
+        return replace(found, verdict=verdict, summary=told(*before, nothing, *after))
     about = Evidence(
         best=found.best,
         measurement=measurement,
@@ -69,10 +69,6 @@ def judged(
         found,
         verdict=verdict,
         advice=advise(about, verdict),
-        summary=_told(*before, verdict.sentence, *after),
+        summary=told(*before, verdict.sentence, *after),
         warnings=found.warnings if growth is None else (*found.warnings, growth),
     )
-
-
-def _told(*sentences: str) -> tuple[str, ...]:
-    return tuple(sentence for sentence in sentences if sentence)

@@ -63,6 +63,11 @@ def why_undecided(outcome: RaceOutcome | None, tolerance: float) -> str | None:
     return None
 
 
+def told(*sentences: str) -> tuple[str, ...]:
+    """A summary of those that say anything."""
+    return tuple(sentence for sentence in sentences if sentence)
+
+
 def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
     if rate is None:
         return "not measured"

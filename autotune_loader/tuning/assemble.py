@@ -85,7 +85,7 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         after=summary.failure_kinds(found.trials) if is_fallback else _after(state, context),
         nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
         on_accelerator=not context.workload.on_cpu,
-        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+        has_batched_fetch=data.has_batched_fetch,
         space=context.space,
         held=largest_held(data.dataset),
     )
@@ -117,7 +117,7 @@ def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: flo
         seconds=earlier.spent.seconds,
     )
     doubt = earlier.summary[0] if earlier.status == "undecided" else ""
-    sentences = (
+    sentences = summary.told(
         doubt,
         summary.reused_sentence(reused, seen.partner, seen.why_long),
         summary.use_sentence(earlier.best, measured.samples_per_s),
@@ -129,7 +129,7 @@ def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: flo
         earlier,
         baseline=baseline,
         measured=measured,
-        summary=tuple(sentence for sentence in sentences if sentence),
+        summary=sentences,
         warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
         space_hash=context.space.hash,

@@ -298,7 +298,7 @@ def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Sid
     verdict = judged(
         found,
         on_accelerator=not entrant.workload.on_cpu,
-        has_batched_fetch=bool(getattr(data.dataset, "__getitems__", None)),
+        has_batched_fetch=data.has_batched_fetch,
     ).verdict
     return Side(name=name, config=config, measurement=measurement, verdict=verdict)
 
