@@ -161,7 +161,7 @@ class _Stop:
         """Wakes the main thread where it hangs."""
         self._is_over = False
         self._was_sent = False
-        """Whether an exception was sent to the thread. Taking one back that was never sent lets Python 3.11 hang under a profiler."""
+        """Whether an exception was sent to the thread. To take back one that was not lets Python 3.11 hang under a profiler."""
         self._lock = threading.Lock()
         """Held by whoever ends the block, from without or within."""
 
