@@ -18,9 +18,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
-from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.pipeline.stage_clock import Report, StageClock
 from autotune_loader.values.trace import MAIN_PROCESS
+
+Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, Report]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
+REPORTED = 7
+"""Figures of a fetch that carries what clocks have seen, as its last one."""
 
 
 class _Process:
