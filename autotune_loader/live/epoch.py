@@ -150,7 +150,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._expected is not None and self._num_yielded > self._expected:
             self._warn_of_length()
         if len(fetch) == REPORTED and state.stages is not None:
-            state.stages.add(fetch[-1])
+            state.stages.append(fetch[-1])
         self._last = (fetch, requested, time.monotonic())
         return batch
 

@@ -84,7 +84,9 @@ def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
     changed = copy.copy(loader)
     tuned = {name: value for name, value in vars(made).items() if name not in UNTUNED}
     running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
-    context = {name: made.multiprocessing_context for name in vars(loader) if name.endswith("__multiprocessing_context")}
+    context = {
+        name: made.multiprocessing_context for name in vars(loader) if name.endswith("__multiprocessing_context")
+    }
     # Past DataLoader's guard of what must not change once there are workers.
     vars(changed).update(tuned, **running, **context)
     return changed

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.epoch_throughput import over_epochs
-from autotune_loader.pipeline.stages import StageTally
+from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import REPORTED
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline
@@ -21,6 +21,7 @@ from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import BadSample, FailurePhase, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.trace import BatchTrace
 
 # How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
@@ -68,7 +69,7 @@ class Run:
         self._passages = None if timeline is None else Passages(timeline, lane)
         self._bad = {} if bad is None else bad
         self._traces: list[BatchTrace] = []
-        self._stages = StageTally()
+        self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
@@ -91,7 +92,7 @@ class Run:
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
         if len(fetch) == REPORTED:
-            self._stages.add(fetch[-1])
+            self._stages.append(fetch[-1])
         try:
             if timeline is None:
                 step.run(self._batch)
@@ -145,7 +146,7 @@ class Run:
             traces=tuple(
                 traces if len(traces) <= KEPT_FIRST + KEPT_LAST else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]
             ),
-            stages=self._stages.samples(),
+            stages=pooled(self._stages),
             bad_samples=tuple(self._bad.values()),
         )
 
