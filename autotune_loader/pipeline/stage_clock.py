@@ -64,6 +64,7 @@ class StageClock:
         self._wall = self._cpu = self._due = 0.0
         self._readings = self._skip = 0
         self._is_first = True
+        self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
         self._hooks: list[_Hook] = []
         known = set[tuple[int, Any]]()
         for owner, name, line in _places(dataset):

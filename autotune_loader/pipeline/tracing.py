@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,7 +24,7 @@ from autotune_loader.values.trace import MAIN_PROCESS
 
 Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, StageSamples]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
-REPORTED = 7
+REPORTED: Final = 7
 """Figures of a fetch that carries what clocks have seen, as its last one."""
 
 

@@ -15,7 +15,7 @@ from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.epoch_throughput import over_epochs
 from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.tracing import REPORTED
+from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline
 from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.step import TrainingStep
@@ -83,6 +83,7 @@ class Run:
     def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
         timeline, now = self._timeline, self.now
+        fetch: Fetch
         requested = now()
         try:
             self._batch, fetch = next(iterator)
