@@ -34,7 +34,7 @@ from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError
 from autotune_loader.probe.burst_loop import Announce, Run
 from autotune_loader.probe.device import Timeline
-from autotune_loader.probe.failures import deaths_of, failure_of, is_of_dataset
+from autotune_loader.probe.failures import deaths_of, failure_of
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
@@ -107,7 +107,7 @@ def run_burst(
                 return outcome
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-            if not isinstance(error, Exception) or (isinstance(error, SampleError) and is_of_dataset(error)):
+            if not isinstance(error, Exception) or isinstance(error, SampleError):
                 raise
             if config.num_workers and isinstance(error, (OSError, EOFError)):
                 time.sleep(NEWS_OF_DEATH_S)
