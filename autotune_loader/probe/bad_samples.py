@@ -61,7 +61,7 @@ class SampleError(Exception):
 
 def good(batch: T) -> T:
     """The batch; raises what came in its place."""
-    if type(batch) is SampleError:
+    if isinstance(batch, SampleError):
         raise batch
     return batch
 
@@ -202,8 +202,11 @@ def for_bursts(data: DataSide, without: Collection[str]) -> DataSide:
     if data.is_iterable:
         return replace(data, collate_fn=collate_fn, dataset=NamingStream(data.dataset, ends=bool(without)))
     data = replace(data, collate_fn=collate_fn, dataset=NamingDataset(data.dataset))
-    order = "sampler" if data.batch_sampler is None else "batch_sampler"
-    return replace(data, **{order: Order(getattr(data, order), without)}) if without else data
+    if not without:
+        return data
+    if data.batch_sampler is not None:
+        return replace(data, batch_sampler=Order(data.batch_sampler, without))
+    return replace(data, sampler=Order(data.sampler, without))
 
 
 class BadSamples:

@@ -66,7 +66,7 @@ class Form:
     name: str
     """What is done: the code itself where it was inferred, complete once a batch was run."""
     example: str | None = None
-    """A `train_step` that says the same, for the user to correct; None for the user's own, whose errors speak for themselves."""
+    """A `train_step` that says the same, to be corrected; None for the user's own, whose errors speak for themselves."""
     described: str = ""
     """The batch it was inferred from."""
     notes: list[str] = field(default_factory=list)
@@ -197,9 +197,7 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
     return Call(f"model({', '.join(f'batch[{index}]' for index in range(inputs))})", f"batch[{inputs}]")
 
 
-def _call_with_fields(
-    model: Any, batch: Any, parameters: Parameters, wants_output: bool, at: str = "batch"
-) -> Call:
+def _call_with_fields(model: Any, batch: Any, parameters: Parameters, wants_output: bool, at: str = "batch") -> Call:
     """For a mapping, or an object with attributes: by the names that batch and model have in common."""
     by_key, fields = isinstance(batch, Mapping), fields_of(batch)
     key = next((key for key in TARGETS if key in fields), None)

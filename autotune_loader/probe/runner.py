@@ -86,6 +86,7 @@ class ProcessProbe:
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
         self._device_uuid: str | None = None
+        self.notes: tuple[str, ...] = ()
 
     def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm.

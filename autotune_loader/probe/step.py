@@ -29,10 +29,6 @@ TRAINS_NOTHING = (
     "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
     "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
 )
-OF_ANOTHER_MODEL = (
-    "optimizer={optimizer} is over none of the model's parameters, so none is trained; optimizer=torch.optim.AdamW, its class, "
-    "would be made from them"
-)
 AGAINST_TIME = (
     "{}: workers and their prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown"
 )
@@ -146,8 +142,6 @@ class _Training:
         step.notes += self._form.notes
         if said == FORWARD_ONLY:
             step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
-        if self._steps and not _steps_any_of(self._model, self._optimizer):
-            step.notes.append(OF_ANOTHER_MODEL.format(optimizer=type(self._optimizer).__name__))
         self._finish(loss)
 
     def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, _Seen]:
@@ -281,12 +275,6 @@ def _why_no_gradient(loss: Any, returned: Any) -> str:
 def _trained(model: Any) -> list[torch.nn.Parameter]:
     """The parameters that training changes."""
     return [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
-
-
-def _steps_any_of(model: Any, optimizer: Any) -> bool:
-    stepped = {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
-    own = {id(each) for each in _trained(model)}
-    return not stepped or not own or bool(stepped & own)
 
 
 def _optimizer_of(side: TrainingSide) -> Any:

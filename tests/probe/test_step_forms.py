@@ -568,12 +568,6 @@ def test_a_loss_that_takes_or_gives_something_else_is_named(loss_fn: Any, batch:
     assert says in str(caught.value)
 
 
-def test_an_optimizer_of_another_model_is_said_to_train_nothing() -> None:
-    step = trained((X, Y), model=linear(), optimizer=torch.optim.SGD(linear().parameters(), lr=0.1))
-
-    assert ["over none of the model's parameters" in note for note in step.notes] == [True]
-
-
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
     def fails(model: Any, batch: Any) -> None:
         raise ValueError("mine")
