@@ -216,7 +216,7 @@ class Bench:
         alone = shape.on_accelerator or reads_by_itself
         small = replace(data, batch_size=first.at_most or data.batch_size)
         repeats = data.is_iterable and not alone and workers_repeat_each_other(small, first.first_s)
-        why_none = [] if alone else why_no_workers(small, private, first)
+        why_none = [] if alone else why_no_workers(small, first)
         smaller = SMALLER_BATCHES.format(whole=data.batch_size, whole_s=first.wall_s * more, size=first.at_most)
         told = {
             NO_EVENTS.format(device=step.device): step.device.type != "cpu" and self._timeline is None,

@@ -7,7 +7,6 @@ and optimizer are copied, and every piece of global state that a DataLoader or a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import multiprocessing
@@ -47,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class InlineProbe:
-    """A `Probe` that runs every burst in this process. A hang is broken where Python code or a worker of the burst hangs or, in
-    the main thread, anything that a signal interrupts; not inside of a library's own code.
+    """A `Probe` that runs every burst in this process. A hang is broken where a worker of the burst hangs or, in the main
+    thread, anything that a signal interrupts; not inside of a library's own code.
 
     Args:
         workload: what is run; it is copied as far as that is possible.
@@ -147,14 +146,13 @@ class InlineProbe:
 
 
 class _Stop:
-    """Ends what runs in its block, in the thread that made it, from any other thread: when it is asked to, or at a deadline."""
+    """Ends what runs in its block from any other thread: when it is asked to, or at a deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self.was_asked = False
         self.has_expired = False
         self._deadline_s = deadline_s
         self._phase: FailurePhase = "start"
-        self._thread = threading.get_ident()
         self._timer = threading.Timer(deadline_s, self._expire)
         self._timer.daemon = True
         self._signal: int | None = None
@@ -178,8 +176,6 @@ class _Stop:
         except StoppedError:  # it was on its way
             self._is_over = True
         self._timer.cancel()
-        # Take back an exception that has not been raised yet: it would end whatever comes next.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
         if self._signal is not None:
             signal.signal(self._signal, signal.SIG_DFL)
         return isinstance(error, StoppedError)
@@ -190,7 +186,7 @@ class _Stop:
             self._phase = phase
 
     def now(self) -> None:
-        """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
+        """Kill the workers of the burst; where it has none, raise `StoppedError` in the main thread."""
         with self._lock:
             if self._is_over:
                 return
@@ -198,12 +194,10 @@ class _Stop:
             workers = running_workers()
             for worker in workers:
                 worker.kill()
-            if workers:
-                return
-            if self._signal is not None:  # a signal wakes the thread also where it waits for a lock or a queue
-                signal.pthread_kill(self._thread, self._signal)
-            else:  # Python's only way to reach another thread that runs the user's code
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+            if (
+                self._signal is not None and not workers
+            ):  # it wakes the thread also where that waits for a lock or a queue
+                signal.pthread_kill(threading.main_thread().ident or 0, self._signal)
 
     def failure(self) -> Failure:
         """The failure of what was ended at the deadline."""
