@@ -15,7 +15,7 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -32,6 +32,7 @@ from autotune_loader.machine.processes import tree, tree_pss, tree_use
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
 from autotune_loader.probe.burst import running_workers
+from autotune_loader.probe.burst_loop import Announce
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.probe.leaving import BurstWorkerInit
@@ -102,6 +103,15 @@ class InlineProbe:
         Raises:
             WorkloadError: too many samples of the dataset raise.
         """
+        return self._run(lambda enter: self._bench.burst(config, plan, enter), config, plan)
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        config = LoaderConfig(consumer_threads=consumer_threads)
+        return self._run(lambda _: self._bench.step_ceiling(consumer_threads, plan), config, plan)
+
+    def _run(
+        self, run: Callable[[Announce], Measurement | Failure], config: LoaderConfig, plan: BurstPlan
+    ) -> Measurement | Failure:
         stop = _Stop(plan.deadline_s)
         meter = TreeMeter(
             os.getpid(),
@@ -113,16 +123,12 @@ class InlineProbe:
         )
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), meter:
-            outcome = self._bench.burst(config, plan, stop.enter)
+            outcome = run(stop.enter)
         if stop.has_expired:
             return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         return outcome if isinstance(outcome, Failure) else meter.added_to(outcome)
-
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        with untouched_state(self._user_data):
-            return self._bench.step_ceiling(consumer_threads, plan)
 
     def close(self) -> None:
         """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.

@@ -15,7 +15,7 @@ from autotune_loader.pipeline.look import look, shown
 from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
+from autotune_loader.probe.payload import NotSentError, Payload
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.torch_state import note_of, read_torch_state
@@ -119,7 +119,7 @@ def _sent(exits: contextlib.ExitStack, workload: Workload, machine: Machine, lim
     try:
         payload = exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
         return _opened(exits, ProcessProbe(payload, machine, **limits))
-    except (UnpicklableError, PayloadTooLargeError) as error:
+    except NotSentError as error:
         return str(error)
 
 
@@ -128,7 +128,7 @@ def _forked(exits: contextlib.ExitStack, workload: Workload, machine: Machine, l
     limits = {**limits, "start_deadline_s": min(limits["start_deadline_s"], FORK_DEADLINE_S)}
     try:
         return not_for_a_fork(workload) or _opened(exits, ProcessProbe(workload, machine, **limits))
-    except (UnpicklableError, WorkloadError) as error:
+    except (NotSentError, WorkloadError) as error:
         return str(error).splitlines()[0]
 
 

@@ -33,7 +33,7 @@ from autotune_loader.probe.bench import WarmupReport, gpus_of
 from autotune_loader.probe.child import Message, Request, receive, send, serve_forked, settings
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
 from autotune_loader.probe.forking import Fork
-from autotune_loader.probe.payload import Payload, UnpicklableError
+from autotune_loader.probe.payload import NotSentError, Payload
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -84,7 +84,7 @@ class ProcessProbe:
         """Start the process and wait until the workload is warm.
 
         Raises:
-            UnpicklableError: the workload was pickled, but cannot be unpickled in another process.
+            NotSentError: the workload was pickled, but cannot be unpickled in another process.
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
         message = self._started()
@@ -93,7 +93,7 @@ class ProcessProbe:
         failure = message.failure
         assert failure is not None
         if failure.kind == "pickling" and failure.phase == "start":
-            raise UnpicklableError("the workload", failure.message, "unpickled in another process")
+            raise NotSentError("the workload", f"cannot be unpickled in another process: {failure.message}")
         raise WorkloadError(failure.message, failure.traceback or "")
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:

@@ -220,7 +220,7 @@ def _watched() -> Iterator[_Seen]:
     """Sees, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
     seen = _Seen()
 
-    def told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
+    def watch(owner: Any, name: str, tell: Callable[..., None]) -> None:
         original = getattr(owner, name)
 
         def called(*args: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def _watched() -> Iterator[_Seen]:
             return original(*args, **options)
 
         setattr(owner, name, called)
-        return functools.partial(setattr, owner, name, original)
+        put_back.callback(setattr, owner, name, original)
 
     def saw_backward(*_: Any, **__: Any) -> None:
         seen.has_run_backward = True
@@ -247,19 +247,13 @@ def _watched() -> Iterator[_Seen]:
         if not any(optimizer is each for each in seen.optimizers):
             seen.optimizers.append(optimizer)
 
-    hook = register_optimizer_step_post_hook(saw_step)
-    put_back = [
-        told(torch.autograd, "backward", saw_backward),  # also what Tensor.backward calls
-        told(torch.autograd, "grad", saw_grad),
-        told(torch.optim.Optimizer, "zero_grad", saw_zero),
-        told(torch.nn.Module, "zero_grad", saw_zero),
-    ]
-    try:
+    with contextlib.ExitStack() as put_back:
+        put_back.callback(register_optimizer_step_post_hook(saw_step).remove)
+        watch(torch.autograd, "backward", saw_backward)  # also what Tensor.backward calls
+        watch(torch.autograd, "grad", saw_grad)
+        watch(torch.optim.Optimizer, "zero_grad", saw_zero)
+        watch(torch.nn.Module, "zero_grad", saw_zero)
         yield seen
-    finally:
-        hook.remove()
-        for each in put_back:
-            each()
 
 
 def _why_no_gradient(loss: Any, returned: Any) -> str:

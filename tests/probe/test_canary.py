@@ -141,7 +141,7 @@ def test_the_result_warns_of_it_and_names_the_dataset(path: Path, isolation: Any
     (warning,) = [warning for warning in result.warnings if str(path) in warning]
     assert warning.startswith("Records reads from ")
     assert result.best.num_workers == 0
-    assert "worker_init_fn" in warning
+    assert "open it on first use" in warning
 
 
 class Numbers(IterableDataset[Any]):
