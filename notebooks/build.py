@@ -107,7 +107,6 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)
 # What each picture shows, under it.
 PICTURES = {
     "workers": "Where the line stops rising, more workers do not help; the star is the choice, with its interval.",
-    "heatmap": "Bright is fast, the frame is the choice; hatched cells were predicted and not worth a burst.",
     "timeline": "A gap in the training loop's row is a wait, for the worker whose batch ends where the gap ends.",
     "speedup": "Each dot is a round in which both were timed: where all of the band lies above the line, the gain is real.",
 }
@@ -183,13 +182,6 @@ INSPECT = (
         '    dataset, model, batch_size=32, budget="30s", output="loader.json", progress=False, reuse=False\n'
         ")\n"
         "result.verdict"
-    ),
-    MARKDOWN(
-        "## Why this one\n\nEvery configuration once: its rate in the search, its mean in the paired rounds, its prediction, and "
-        "why it was not chosen. The report's rates are those of the rounds."
-    ),
-    CODE(
-        'import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.to_dataframe(per="configuration").round(0)'
     ),
     MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
     CODE(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates, rate_of, standings, tolerance_of
+from autotune_loader.report.standings import rate_of, standings, tolerance_of
 from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
@@ -35,8 +35,11 @@ def _draw(result: TuningResult, fastest: list[tuple[int, Interval]], axes: canva
         axes.axhspan(low, high, color=canvas.GREEN, alpha=0.18, linewidth=0, label=label)
     canvas.draw_rates(axes, fastest, "o-", color=canvas.BLUE, capsize=3, label="measured, 95 % interval")
     counts = range(max(fastest[-1][0], result.best.num_workers) + 1)
-    rates = predicted_rates(result, [result.best.with_workers(count) for count in counts])
-    curve = list(zip(counts, rates, strict=False))
+    asked = [result.best.with_workers(count) for count in counts]
+    curve = [
+        (each.config.num_workers, each.samples_per_s.value)
+        for each in (result.predict_all(asked) if result.twin else ())
+    ]
     canvas.draw_points(axes, curve, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
     chosen = "chosen, in the paired rounds" if result.finals.rates_of(result.best) else "chosen"
     for config, rate, marker, colour, size, name in (
