@@ -193,6 +193,7 @@ INSPECT = (
     *(cell for name in PICTURES for cell in picture(name)),
     MARKDOWN("## What if\n\nThe twin answers for what was not run, and for machines that are not here."),
     CODE(
+        "import pandas as pd\n\n\n"
         "def rate(workers, cores=None):\n"
         "    return round(result.predict(num_workers=workers, cores=cores).samples_per_s.value)\n\n"
         "counts = [0, 1, 2, 4, 8, 16, 32]\n"
