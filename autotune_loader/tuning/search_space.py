@@ -6,15 +6,7 @@ import math
 import multiprocessing
 from collections.abc import Collection
 
-from autotune_loader.decision.space import (
-    STARTUP_WORTH_AVOIDING,
-    BatchCost,
-    Limits,
-    Space,
-    consumer_thread_counts,
-    least,
-    max_useful_workers,
-)
+from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, least, max_useful_workers
 from autotune_loader.machine.facts import Machine, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import WarmupReport
@@ -51,10 +43,6 @@ def start_methods(workload: Workload, allow: Collection[str]) -> tuple[str | Non
     return (own, *sorted(others))
 
 
-# About what starting one worker takes; what the trials are tried with, until the search has measured it.
-WORKER_STARTUP_S = {"fork": 0.03, "forkserver": 0.2, "spawn": 0.7}
-
-
 def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
     data, kind = workload.data, workload.training.device.partition(":")[0]
@@ -63,13 +51,15 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
     if workload.on_cpu and workload.has_step:
         threads = consumer_thread_counts(machine.usable_cores, warmup.default_threads, settings.max_cores or math.inf)
     max_workers, capped = _max_workers(data, warmup, machine, settings)
+    # Persistent workers of a dataset that is told its epoch would never hear of the next.
+    keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in settings.allow)
     return Space(
         max_workers=max_workers,
         workers_are_capped=capped,
         pin_memory=(False, True) if accelerated and kind != "mps" else (False,),
         device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" else (0,),
-        persistent_workers=_keeps_workers(workload, warmup, machine, settings),
-        may_keep_workers=_may_keep_workers(data, settings),
+        persistent_workers=keeps,
+        may_keep_workers=keeps,
         in_order=(True, False) if "in_order" in settings.allow else (True,),
         multiprocessing_contexts=start_methods(workload, settings.allow),
         sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
@@ -98,24 +88,6 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, setting
     if cap is None:
         return useful, False
     return (cap if cap == settings.max_workers else min(cap, useful)), True
-
-
-def _may_keep_workers(data: DataSide, settings: TuneOptions) -> bool:
-    """Whether persistent workers are safe: a dataset that is told its epoch would never hear of the next."""
-    if data.has_epochs and "persistent_workers" not in settings.allow:
-        return False
-    return data.batches_per_epoch() is not None
-
-
-def _keeps_workers(workload: Workload, warmup: WarmupReport, machine: Machine, settings: TuneOptions) -> bool:
-    """Whether persistent workers look worth it; the search knows better once it has started some."""
-    batches = workload.data.batches_per_epoch()
-    if batches is None or not _may_keep_workers(workload.data, settings):
-        return False
-    own = workload.own_config.multiprocessing_context if workload.own_config else None
-    quickest_epoch_s = batches * warmup.first_fetch_s / machine.usable_cores
-    startup_s = machine.usable_cores * WORKER_STARTUP_S.get(own or start_method(), max(WORKER_STARTUP_S.values()))
-    return startup_s > STARTUP_WORTH_AVOIDING * quickest_epoch_s
 
 
 def _device_bytes(machine: Machine, workload: Workload) -> int | None:

@@ -42,14 +42,15 @@ class RunContext:
         """What the choice is compared with: the user's own configuration, or else torch's default."""
         return self.workload.own_config or LoaderConfig()
 
-    def twin_context(self) -> TwinContext:
-        """What the twin needs, before the step was measured alone."""
-        data, threads = self.workload.data, float(min(self.warmup.default_threads, self.usable_cores))
-        return TwinContext(
-            usable_cores=self.usable_cores,
-            consumer_cores=threads if self.workload.on_cpu else 1.0,
-            epoch_batches=None if data.is_iterable else data.batches_per_epoch(self.warmup.burst_batch_size),
-        )
+
+def twin_context(workload: Workload, warmup: WarmupReport, usable_cores: int) -> TwinContext:
+    """What the twin needs, before the step was measured alone."""
+    data, threads = workload.data, float(min(warmup.default_threads, usable_cores))
+    return TwinContext(
+        usable_cores=usable_cores,
+        consumer_cores=threads if workload.on_cpu else 1.0,
+        epoch_batches=None if data.is_iterable else data.batches_per_epoch(warmup.burst_batch_size),
+    )
 
 
 @dataclass(slots=True, kw_only=True)

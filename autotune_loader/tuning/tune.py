@@ -25,12 +25,12 @@ from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import (
+    LockstepProbe,
     Ranks,
     common_space,
     environment,
     follow,
     joined_ranks,
-    lead,
     share,
     workload_of_rank,
 )
@@ -176,7 +176,7 @@ def _tuned(
         space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
-        probe = lead(ranks, opened.probe)
+        probe = opened.probe if ranks is None else LockstepProbe(ranks, opened.probe)
         at_first = "" if space.workers_are_capped else " at first"
         progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers{at_first}")
         context = RunContext(
@@ -188,7 +188,7 @@ def _tuned(
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
             tolerance=options.tolerance,
         )
-        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
+        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
         if seen is not None and earlier.entry is not None:
             study = study_of(earlier.entry.result.trials, space, options)

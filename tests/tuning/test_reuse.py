@@ -92,8 +92,7 @@ def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why() -> None:
 
 
 def test_the_scatter_of_single_epochs_rejects_no_result_that_holds() -> None:
-    objections = [checked_by_epochs(30, noise_sd=0.08, seed=seed)[0].objection for seed in range(40)]
-    assert sum(map(bool, objections)) <= 1
+    assert [checked_by_epochs(30, noise_sd=0.08, seed=seed)[0].objection for seed in range(6)] == [""] * 6
 
 
 @pytest.mark.acceptance

@@ -57,11 +57,6 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
     assert space_of(ToldItsEpoch(), "persistent_workers").persistent_workers
 
 
-def test_workers_are_kept_where_starting_them_is_a_large_part_of_an_epoch() -> None:
-    assert space_of(Rows(64)).persistent_workers
-    assert not space_of(Rows(10_000_000)).persistent_workers
-
-
 def test_workers_that_wait_may_be_many_on_few_cores() -> None:
     """128 ms of waiting before a step of 12 ms want 11 workers, whatever the cores; four a core were too few for two."""
     waits = replace(READY, first_fetch_s=0.128, first_fetch_cpu_s=0.002, step_s=0.012)

@@ -13,10 +13,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 ROWS = TensorDataset(torch.zeros(10, 2))
+PLAN = BurstPlan(max_s=0.2, min_s=0.1)
 
 
 class WebLoader(IterableDataset[Any]):
@@ -181,8 +187,10 @@ def test_named_shared_memory_of_the_users_outlives_tuning() -> None:
         with pytest.raises(TypeError, match=r"Coordinated .* shared memory \(shared\['epoch'\]\).* would work"):
             make_workload(Coordinated(memory))
         # WHEN it is a cache THEN no other process attaches to it, which would remove it at its end
-        result = tune(Cached(memory), batch_size=2, budget=2, max_trials=1, reuse=False, progress=False)
-        assert any("dataset.memory" in note and "remove at its end" in note for note in result.warnings)
+        workload, _ = make_workload(Cached(memory), batch_size=2)
+        with open_probe(workload, inspect_machine(), "auto", None) as opened:
+            assert isinstance(opened.probe.burst(LoaderConfig(), PLAN), Measurement)
+        assert any("dataset.memory" in note and "remove at its end" in note for note in opened.notes)
         assert Path("/dev/shm", memory.name).exists()
     finally:
         memory.close()
@@ -262,18 +270,15 @@ class OwnIterator(IterableDataset[Any]):
 
 @pytest.mark.process
 def test_a_dataset_that_is_its_own_iterator_is_tuned_where_it_begins_again() -> None:
-    options: Any = {
-        "batch_size": 4,
-        "budget": 2,
-        "max_trials": 1,
-        "isolation": "inline",
-        "reuse": False,
-        "progress": False,
-    }
+    def burst(data: OwnIterator) -> Any:
+        workload, _ = make_workload(data, batch_size=4)
+        with open_probe(workload, inspect_machine(), "inline", None) as opened:
+            return opened.probe.burst(LoaderConfig(), PLAN)
+
     data = OwnIterator(restarts=True)
-    assert tune(data, **options).measured.samples_per_s is not None
+    assert isinstance(burst(data), Measurement)
     assert len(list(data)) == 64  # inline it is read itself, and training reads it from its begin
     once = OwnIterator(restarts=False)
     with pytest.raises(WorkloadError, match="OwnIterator can be read only once"):
-        tune(once, **options)
+        burst(once)
     assert once.next == 0
