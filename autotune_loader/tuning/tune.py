@@ -190,9 +190,9 @@ def _tuned(
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
-        if seen is not None and earlier.entry is not None:
-            study = study_of(earlier.entry.result.trials, space, options)
-            held = assemble_reused(earlier.entry, seen, context, time.monotonic() - begun, study)
+        if seen is not None:
+            study = study_of(seen.earlier.trials, space, options)
+            held = assemble_reused(seen, context, time.monotonic() - begun, study)
             return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
@@ -202,7 +202,7 @@ def _tuned(
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
-            suggestions=() if earlier.entry is None else (earlier.entry.result.best,),
+            suggestions=() if earlier.entry is None else (earlier.entry.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()

@@ -96,7 +96,7 @@ def test_a_run_in_which_nothing_worked_has_a_page_too() -> None:
 
 
 def test_a_loaded_result_has_a_page_without_the_timeline(result: TuningResult) -> None:
-    reader = read(render_html(TuningResult.from_file(result.to_file())))
+    reader = read(render_html(TuningResult.from_dict(result.to_dict())))
     assert len([tag for tag, _ in reader.tags if tag == "img"]) == 4
 
 

@@ -231,7 +231,7 @@ def test_timeline_of_a_trial_without_traces_names_those_that_have_some(result: T
 
 
 def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult) -> None:
-    loaded = TuningResult.from_file(result.to_file())
+    loaded = TuningResult.from_dict(result.to_dict())
     with pytest.raises(TunerError, match=r"not in loader\.json"):
         plots.plot_timeline(loaded)
 
