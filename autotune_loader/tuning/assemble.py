@@ -98,9 +98,9 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
     )
 
 
-def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
+def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningResult:
     """An earlier result that passed a check as the answer of now: its evidence, what the check saw, and what was said of this
-    call, which took so many seconds. The speed-up is over the baseline of now; `study` has the earlier trials.
+    call, which took so many seconds. The speed-up is over the baseline of now.
     """
     earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
     assert rate is not None
@@ -137,7 +137,6 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         reused=reused,
-        study=study,
         parts=loader_parts(context.workload),
     )
 

@@ -89,6 +89,7 @@ SIMULATED_JOB = """
     from dataclasses import replace
     import torch.distributed as dist
     from autotune_loader.values.config import LoaderConfig
+    from autotune_loader.tuning import ranks
     from autotune_loader.tuning.ranks import LockstepProbe, joined_ranks, serve
     from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
     from autotune_loader.values.measurement import Failure
@@ -105,6 +106,7 @@ SIMULATED_JOB = """
     def lead(probe):
         {lead}
 
+    ranks.FAREWELL_DEADLINE_S = 2.0
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     probe = Probe(SimulatedMachine(cpu_s=0.02 * (1 + rank)), FakeClock())

@@ -14,7 +14,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.search_space import make_space
+from autotune_loader.tuning.state import make_space
 
 READY = WarmupReport(
     step="nothing",

@@ -17,7 +17,7 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.search_space import make_space
+from autotune_loader.tuning.state import make_space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Measurement
