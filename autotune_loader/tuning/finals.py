@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -155,31 +155,30 @@ def run_rounds(
     def observe(config: LoaderConfig, number: int) -> Evidence:
         return source.gather(config, Ask(phase="compare", kind=kind, group=number))
 
-    def record(gathered: Sequence[tuple[LoaderConfig, Evidence]], seconds: float) -> None:
+    for gathered, seconds in paired(sides, observe, seed=seed, clock=lambda: -seconds_left()):
         done = race.record([(config, each.outcome) for config, each in gathered], seconds)
         learn([each for _, each in gathered])
         on_round(len(race.rounds), dict(done.rates), seconds_left())
-
-    paired(sides, observe, record, seed=seed, clock=lambda: -seconds_left())
     return race.outcome()
 
 
 def paired(
     sides: Callable[[int], Sequence[_Side]],
     observe: Callable[[_Side, int], _Outcome],
-    record: Callable[[Sequence[tuple[_Side, _Outcome]], float], object],
     *,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Run round after round, everybody once a round, so that whatever slows a round cancels in its ratios.
+) -> Iterator[tuple[list[tuple[_Side, _Outcome]], float]]:
+    """Round after round, everybody once a round, so that whatever slows a round cancels in its ratios.
 
     Args:
         sides: who takes part in the round of this number, from 0; nobody ends the loop.
         observe: observes one side in one round, over the samples that belong to the number of the round.
-        record: receives what was observed, in the order of observation, and the seconds that the round took.
         seed: of the order.
         clock: seconds.
+
+    Yields:
+        What was observed in a round, in the order of observation, and the seconds that it took.
     """
     number, order = 0, random.Random(seed)
     while entrants := list(sides(number)):
@@ -188,7 +187,7 @@ def paired(
             order.shuffle(entrants)
         elif number % 2:
             entrants.reverse()
-        record([(side, observe(side, number)) for side in entrants], clock() - begun)
+        yield [(side, observe(side, number)) for side in entrants], clock() - begun
         number += 1
 
 
