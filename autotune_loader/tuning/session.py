@@ -88,12 +88,7 @@ class TuningSession:
             options.stages,
         )
         self._study = OptunaStudy(
-            storage=options.storage or (options.output and f"{options.output}.journal"),
-            disposable=options.storage is None,
-            name=study_name,
-            space=run.space,
-            search=options.search,
-            seed=options.seed,
+            storage=options.storage, name=study_name, space=run.space, search=options.search, seed=options.seed
         )
         self.state.study = self._study.study
 
@@ -118,11 +113,6 @@ class TuningSession:
             self.state.study = self._study.study
             self._study.close()
         return self.state
-
-    def finish(self) -> None:
-        """The result is safe: nobody needs to go on from here, unless the search was interrupted."""
-        if not self.state.interrupted:
-            self._study.finish()
 
     def seconds_left(self) -> float:
         return self._options.budget_s - (self._clock() - self._started)

@@ -202,7 +202,6 @@ def _tuned(
         )
         state = session.run()
     result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
-    session.finish()
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(ranks, result)
 

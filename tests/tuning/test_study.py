@@ -235,47 +235,6 @@ def test_what_somebody_enqueued_is_run_first_and_never_mistaken_for_what_is_aske
     assert (second.config, second.asked.params["num_workers"]) == (workers(3), 3)
 
 
-# The journal beside loader.json
-
-
-def test_the_journal_beside_loader_json_is_resumed_until_its_search_has_ended(tmp_path):
-    def opened(**changes):
-        return ledger(tmp_path / "loader.json.journal", **{"name": "autotune-a", "disposable": True, **changes})
-
-    # GIVEN a run that was cut off WHEN the same is begun again THEN its trials are there, but not for another space or machine
-    run(opened(), success(0, workers(1)))
-    assert [trial.config for trial in opened().restored()] == [workers(1)]
-    assert opened(name="autotune-b").restored() == []
-    # WHEN the run has come to its end THEN the next one begins anew, and the one after that goes on from there
-    opened().finish()
-    again = opened()
-    assert again.restored() == []
-    run(again, success(0, workers(2)))
-    assert [trial.config for trial in opened().restored()] == [workers(2)]
-    # BUT a storage of the user's own is kept
-    opened().finish()
-    assert [trial.config for trial in opened(disposable=False).restored()] == [workers(2)]
-
-
-@pytest.mark.parametrize(
-    "content", [b"not json\n", b"\x00\xff\n" * 9, b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 0}\n']
-)
-def test_a_damaged_journal_beside_loader_json_is_started_over(tmp_path, caplog, content):
-    path = tmp_path / "loader.json.journal"
-    path.write_bytes(content)
-    book = ledger(path, disposable=True)
-    run(book, success(0, workers(1)))
-    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
-
-
-def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path, caplog):
-    (tmp_path / "loader.json.journal").mkdir()
-    book = ledger(tmp_path / "loader.json.journal", disposable=True)
-    run(book, success(0, workers(1)))
-    assert len(book.restored()) == 1
-    assert "in memory" in caplog.text
-
-
 def test_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
     # GIVEN a dashboard that holds the database for a second
     book = ledger(f"sqlite:///{tmp_path}/study.db")
