@@ -182,26 +182,24 @@ def _tuned(
             fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
-            tolerance=options.tolerance,
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
         if seen is not None:
             held = assemble_reused(seen, context, time.monotonic() - begun)
             return share(ranks, saved(held, options.output))
-        told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
-            context,
+            replace(context, notes=(*context.notes, *earlier.objections)),
             options,
             clock=time.monotonic,
             started=begun,
-            listener=FileAndProgress(told, options.output, progress, started),
+            listener=FileAndProgress(options.output, progress, started),
             suggestions=() if earlier.entry is None else (earlier.entry.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()
-    result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
+    result = saved(assemble(state, time.monotonic() - started, final=True), options.output)
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(ranks, result)
 
