@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from multiprocessing import current_process
@@ -30,7 +31,7 @@ from autotune_loader.live.trust import Trust
 from autotune_loader.live.tuner import Event
 from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.stages import StageTally, stage_times
+from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.load import load_config
 from autotune_loader.results.loader_file import Verdict
@@ -200,7 +201,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return self._known().result(
             site=self._site,
             has_batched_fetch=hasattr(self.dataset, "__getitems__"),
-            stage_times=() if stages is None else stage_times(stages.samples()),
+            stage_times=() if stages is None else stage_times(pooled(stages)),
         )
 
     def freeze(self) -> None:
@@ -349,7 +350,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             asked=asked,
             config=asked,
             budgets=Budgets(max_workers=self.max_workers, max_host_memory=self.max_host_memory, max_shm=self.max_shm),
-            stages=StageTally(MOST_REPORTS) if self.stages else None,
+            stages=deque(maxlen=MOST_REPORTS) if self.stages else None,
             threads=StepThreads(cores_within(self.max_cores)) if self.step_threads else None,
             is_tuned=self.tune and not isinstance(self.dataset, IterableDataset) and not current_process().daemon,
         )

@@ -200,7 +200,7 @@ def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) 
     traces = trial.measurement.traces
     starts = [traces[0].requested - 1 + position / len(traces) for position in range(len(traces))]
     ready = [
-        replace(trace, fetch_start=start, fetch_end=start + 1e-3, collate_end=start + 1e-3)
+        trace._replace(fetch_start=start, fetch_end=start + 1e-3, collate_end=start + 1e-3)
         for trace, start in zip(traces, starts, strict=True)
     ]
 
