@@ -20,7 +20,7 @@ from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
+from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload, told_beside_errors
 from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_reused, loader_parts, saved
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
@@ -38,7 +38,6 @@ from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import RunContext
 from autotune_loader.tuning.study import OptunaStudy, name_of_study
-from autotune_loader.tuning.unwrapping import told_beside_errors
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 from autotune_loader.values.trial import Trial

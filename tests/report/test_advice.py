@@ -131,7 +131,7 @@ def waiting(limits, **machine):
 def in_memory(**changes):
     """A worker-less loader of 64 samples in 1 ms, nine tenths of it for single samples."""
     fetched = [
-        replace(each, fetch_end=0.0009, collate_end=0.001, received=0.001, step_end=0.0011)
+        each._replace(fetch_end=0.0009, collate_end=0.001, received=0.001, step_end=0.0011)
         for each in traces([0.001] * 30)
     ]
     values = {"batch_size": 64.0, "service_s": 0.001, "service_cpu_s": 0.001, "step_s": 0.0001, "receive_s": 0.0}
