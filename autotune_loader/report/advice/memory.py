@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
 from autotune_loader.report.advice.evidence import Evidence
-from autotune_loader.report.units import bytes_text, seconds_text
+from autotune_loader.report.units import bytes_text
 from autotune_loader.values.config import TORCH_PREFETCH_FACTOR, LoaderConfig
 from autotune_loader.values.measurement import FailureKind
 
@@ -73,32 +73,6 @@ def _ruled_out(evidence: Evidence) -> Iterator[Shortage]:
             has_failed=False,
             gain=rates[config] / fits - 1 if fits > 0 else 0.0,
         )
-
-
-def growth_warning(evidence: Evidence) -> str | None:
-    """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
-
-    Pages that forked workers share with the training process are copied one by one as their samples are first touched
-    (pytorch#13246). No worker can copy more than the training process holds: so fewer workers end up with less.
-    """
-    memory, space = evidence.measurement.memory, evidence.space
-    limit = None if space is None else space.limits.memory_bytes
-    if memory is None or not memory.pss_slope_bytes_per_s or limit is None or evidence.epoch_batches is None:
-        return None
-    epoch_s = evidence.epoch_batches * evidence.period_s
-    end_bytes = memory.taken_bytes + memory.pss_slope_bytes_per_s * epoch_s
-    if end_bytes <= SAFE_SHARE * limit:
-        return None
-    sentence = (
-        f"memory grew by {bytes_text(memory.pss_slope_bytes_per_s)} a second; if it goes on, an epoch of "
-        f"{seconds_text(epoch_s)} ends with {bytes_text(end_bytes)}, and there are {bytes_text(limit)}"
-    )
-    if not evidence.best.num_workers:
-        return sentence
-    return (
-        f"{sentence}: fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and "
-        "dicts as one array or tensor (pytorch#13246)"
-    )
 
 
 def _larger(best: LoaderConfig, space: Space) -> Iterator[LoaderConfig]:

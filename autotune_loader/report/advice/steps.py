@@ -22,8 +22,6 @@ from autotune_loader.values.stages import HAND_OVER
 WORTH_S_TIME = 0.05
 # An estimate above this says that something else will bind long before; it is not printed.
 BELIEVABLE_GAIN = 9.0
-# Host memory that grows faster than this is no noise (bytes per second).
-LEAKING_BYTES_PER_S = 4 << 20
 # Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves.
 PYTHON_SAMPLE_S = 200e-6
 # A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
@@ -49,7 +47,7 @@ Rule = Callable[[Evidence], Steps]
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
     """Concrete next steps: what the verdict calls for first, then what else the measurements show."""
-    also = (_memory_growth,) if verdict.binding in ("step", "unknown") else ALWAYS
+    also = (_lists_of_objects,) if verdict.binding in ("step", "unknown") else ALWAYS
     rules = (*RULES.get(verdict.binding, ()), *also)
     return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
 
@@ -247,15 +245,12 @@ def _heavy_tail(evidence: Evidence) -> Steps:
         )
 
 
-def _memory_growth(evidence: Evidence) -> Steps:
-    memory, held = evidence.measurement.memory, evidence.held
-    slope = None if memory is None else memory.pss_slope_bytes_per_s
-    if slope is not None and slope > LEAKING_BYTES_PER_S and evidence.best.num_workers:
-        where, what = ("", "") if held is None else (f": {held.code()}", f"; {held}")
+def _lists_of_objects(evidence: Evidence) -> Steps:
+    held = evidence.held
+    if held is not None and evidence.best.num_workers:
         yield Advice(
-            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
-            reason=f"the processes' memory grows by {bytes_text(slope)}/s while they read: counting references copies the "
-            f"pages that workers share{what}",
+            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects: {held.code()}.",
+            reason=f"{held}: counting references copies the pages that workers share, until each has a copy of its own",
         )
 
 
@@ -294,5 +289,5 @@ RULES: dict[Binding, tuple[Rule, ...]] = {
     "startup": (_startup,),
 }
 """What a verdict calls for, in this order."""
-ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _memory_growth)
+ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _lists_of_objects)
 """What may be said whatever binds; only the last where the step binds, or nothing is known."""
