@@ -97,7 +97,7 @@ class Gpus:
         return [(now - moment, share) for moment, share in samples]
 
     def _visible(self) -> list[Any]:
-        """What `CUDA_VISIBLE_DEVICES` leaves, by index or UUID, up to the first invalid entry; of a split GPU the first part."""
+        """`CUDA_VISIBLE_DEVICES` by index or UUID, up to the first invalid entry; of a split GPU its first part."""
         gpus = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(self._ask("nvmlDeviceGetCount") or 0)]
         shown = [self._ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, 0) or gpu for gpu in gpus]
         mask = self._environ.get("CUDA_VISIBLE_DEVICES")
