@@ -123,7 +123,7 @@ def launch_of(
         ValueError, TypeError: an option is wrong.
     """
     from autotune_loader.results.result import TuningResult
-    from autotune_loader.tuning.options import parse_seconds
+    from autotune_loader.values.validation import parse_seconds
 
     if options.get("apply") is not None:
         TuningResult.load(options["apply"])

@@ -38,7 +38,7 @@ from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
-from autotune_loader.values.validation import require_bool, require_choice
+from autotune_loader.values.validation import parse_bytes, require_bool, require_choice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,8 +81,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
             the log at INFO.
         max_workers: most worker processes at any time.
         max_cores: cores that may be counted on.
-        max_host_memory: most bytes of workers and the batches they hold.
-        max_shm: most bytes of shared memory that batches take.
+        max_host_memory: most memory of workers and the batches they hold, in bytes or such as "8GB".
+        max_shm: most shared memory that batches take, such as "1GiB".
         **arguments: as for DataLoader.
 
     Raises:
@@ -102,8 +102,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
         max_cores: int | None = None,
-        max_host_memory: int | None = None,
-        max_shm: int | None = None,
+        max_host_memory: str | int | None = None,
+        max_shm: str | int | None = None,
         **arguments: Any,
     ) -> None:
         require_choice("worker_seeds", worker_seeds, ("batch", "torch"))
@@ -117,7 +117,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.worker_seeds, self.tune, self.stages, self.step_threads = worker_seeds, tune, stages, step_threads
         self.max_workers, self.max_cores, self.on_change = max_workers, max_cores, on_change
-        self.max_host_memory, self.max_shm = max_host_memory, max_shm
+        self.max_host_memory = parse_bytes("max_host_memory", max_host_memory)
+        self.max_shm = parse_bytes("max_shm", max_shm)
         self._config: LoaderConfig | None = None  # it is in `num_workers` and its like
         is_seeded = worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
         self._loop_seeds = LoopSeeds() if is_seeded else None

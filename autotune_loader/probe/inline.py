@@ -160,6 +160,8 @@ class _Stop:
         self._signal: int | None = None
         """Wakes the main thread where it hangs."""
         self._is_over = False
+        self._was_sent = False
+        """Whether an exception was sent to the thread. To take back one that was not lets Python 3.11 hang under a profiler."""
         self._lock = threading.Lock()
         """Held by whoever ends the block, from without or within."""
 
@@ -178,8 +180,10 @@ class _Stop:
         except StoppedError:  # it was on its way
             self._is_over = True
         self._timer.cancel()
-        # Take back an exception that has not been raised yet: it would end whatever comes next.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+        if self._was_sent:  # an exception that was not raised yet is raised here, and does not end whatever comes next
+            with contextlib.suppress(StoppedError):
+                for _ in range(1000):
+                    pass
         if self._signal is not None:
             signal.signal(self._signal, signal.SIG_DFL)
         return isinstance(error, StoppedError)
@@ -203,6 +207,7 @@ class _Stop:
             if self._signal is not None:  # a signal wakes the thread also where it waits for a lock or a queue
                 signal.pthread_kill(self._thread, self._signal)
             else:  # Python's only way to reach another thread that runs the user's code
+                self._was_sent = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
 
     def failure(self) -> Failure:

@@ -93,7 +93,8 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     given["train_step"] = _as_step_time(given.get("train_step"))
     for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
         value = given.get(name)
-        refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}=None")
+        instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
+        refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, given)
     data_of, notes = _unwrapped(dataset_or_loader)
     own_config = LoaderConfig.from_loader(data_of) if _is_loader(data_of) else None

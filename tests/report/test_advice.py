@@ -219,7 +219,7 @@ CASES = {
         "6 workers, prefetch 2 ran out of it (oom killed)", "Make a worker smaller"),
     "shared memory that ran out": ("memory", evidence(trials=(failed(6, "shared_memory"),)), "", "--shm-size"),
     "memory that would run out": ("memory", waiting(Limits(memory_bytes=4 * GIB), worker_bytes=500 << 20),
-        "of memory, and there are 4 GiB", "would not fit into memory; each takes 502 MiB"),
+        "of memory, and there are 4 GiB", "Make a worker smaller"),
     "shared memory that would": ("memory", waiting(Limits(shm_bytes=64 << 20), batch_bytes=5 << 20),
         "of shared memory, and there are 64 MiB", "--shm-size"),
     "start-up": ("startup", evidence(measured(first_batch_s=5.0), epoch_batches=100),

@@ -208,6 +208,12 @@ def test_an_existing_loader_is_read_and_never_iterated() -> None:
         ([1, 2], DataLoader(SAMPLES), {}, r"model=DataLoader holds data"),
         (SAMPLES, nn.Linear, {}, r"model=Linear is a class; model=Linear\(...\) would work"),
         (SAMPLES, "resnet50", {}, r"model=str is not callable; train_step="),
+        (
+            SAMPLES,
+            None,
+            {"train_step": "fast"},
+            r"'fast' is not callable; train_step=0.05 \(seconds\) or train_step=lambda",
+        ),
         (SAMPLES, None, {"train_step": lambda batch: None}, r"train_step=.*train_step\(model, batch\).*would work"),
         (SAMPLES, None, {"train_step": lambda model, batch, i: None}, r"train_step=.*train_step\(model, batch\)"),
         (
