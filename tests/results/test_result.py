@@ -385,7 +385,7 @@ def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
 
 
 def test_this_very_machine_loads_in_silence(tmp_path):
-    here = inspect_machine().fingerprint(dataset="my dataset", storage="ext4")
+    here = inspect_machine().fingerprint(dataset="my dataset")
     assert load_config(saved(replace(finished_run(), fingerprint=here), tmp_path), on_mismatch="raise") == BEST
 
 
