@@ -326,8 +326,8 @@ class FakeMachine:
         self._fingerprint = fingerprint
         self.usable_cores = fingerprint.usable_cores
 
-    def fingerprint(self, *, dataset, storage):
-        return replace(self._fingerprint, dataset=dataset, storage=storage)
+    def fingerprint(self, *, dataset):
+        return replace(self._fingerprint, dataset=dataset)
 
 
 @pytest.fixture
