@@ -100,19 +100,17 @@ HELD: list[bytes] = []
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("workers", "plan"), [(1, SHORT), (2, SHORT), (2, replace(SHORT, whole_epochs=True))], ids=["one", "two", "epochs"]
-)
-def test_workers_of_50_mib_each_are_reported_to_10_percent(open_probe: Any, workers: int, plan: BurstPlan) -> None:
+def test_workers_of_50_mib_each_are_reported_to_10_percent(open_probe: Any) -> None:
     # GIVEN bursts of a third of a second, with workers that hold 50 MiB each, and with such that do not
-    config = LoaderConfig(num_workers=workers)
-    holding, plain = (measured(open_probe(Rows(), worker_init_fn=init), config, plan) for init in (hold_50_mib, None))
-    # WHEN their memory is compared THEN it is that of the workers, which live while it is read
-    assert holding.memory is not None
-    assert plain.memory is not None
-    for name in ("pss_bytes", "rss_bytes"):
-        more = getattr(holding.memory, name) - getattr(plain.memory, name)
-        assert more == pytest.approx(workers * 50 * MIB, rel=0.1)
+    holding, plain = (open_probe(Rows(), worker_init_fn=init) for init in (hold_50_mib, None))
+    for workers, plan in ((1, SHORT), (2, SHORT), (2, replace(SHORT, whole_epochs=True))):
+        config = LoaderConfig(num_workers=workers)
+        # WHEN their memory is compared THEN it is that of the workers, which live while it is read
+        memories = [measured(probe, config, plan).memory for probe in (holding, plain)]
+        assert None not in memories
+        for name in ("pss_bytes", "rss_bytes"):
+            more, less = (getattr(memory, name) for memory in memories)
+            assert more - less == pytest.approx(workers * 50 * MIB, rel=0.1)
 
 
 def test_the_start_of_workers_is_reported_apart_and_is_no_part_of_the_rate(even_probe: ProcessProbe) -> None:
