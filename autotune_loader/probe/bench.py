@@ -141,8 +141,9 @@ class Bench:
             data = self._for_bursts((self._data if has_workers else self._private_data)())
             return run_burst(data, step, config, plan, announce, self._timeline, self._bad.by_name)
 
-        failure = self._warm_again()
-        return failure or self._bad.gone_without(run, self._private_data if has_workers else None)
+        if (failure := self._warm_again()) is not None:
+            return failure
+        return self._bad.gone_without(run, self._private_data if has_workers else None)
 
     def step_ceiling(
         self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
