@@ -45,6 +45,7 @@ from autotune_loader.values.plan import BurstPlan
 log = logging.getLogger(__name__)
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
+STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
 # Of what a process that died has printed: the end of it holds the error.
 STDERR_TAIL_BYTES = 4096
 # The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. The lifeline comes before
@@ -182,7 +183,7 @@ class _Child:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         self._segments_before = segments()
-        self._process: psutil.Process
+        self._process: subprocess.Popen[bytes] | psutil.Process
         with theirs:
             if isinstance(source, Workload):
                 self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
@@ -237,7 +238,7 @@ class _Child:
     def _death(self) -> Message:
         self.is_lost = True
         code = None
-        with contextlib.suppress(psutil.TimeoutExpired):
+        with contextlib.suppress(*STILL_RUNS):
             code = self._process.wait(STOP_GRACE_S)
         return Message(failure=failure_of_death(code, self._phase, self._last_words()))
 
@@ -258,7 +259,7 @@ class _Child:
         try:
             self._connection.close()
             if not self.is_lost:
-                with contextlib.suppress(psutil.TimeoutExpired):
+                with contextlib.suppress(*STILL_RUNS):
                     self._process.wait(STOP_GRACE_S)
         finally:  # also when a second Ctrl-C comes
             self.kill()
@@ -269,13 +270,13 @@ class _Child:
             remove_segments_of({*members, self.pid}, self._segments_before)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _spawned(self, payload: Payload, connection: int, lifeline: int) -> psutil.Process:
+    def _spawned(self, payload: Payload, connection: int, lifeline: int) -> subprocess.Popen[bytes]:
         """A fresh interpreter with the flags of this one, which finds what this one finds."""
         descriptors = (connection, lifeline, payload.data.fd, payload.training.fd)
         path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
         named = dict(zip(("connection", "lifeline", "data", "training"), descriptors, strict=True))
         run = RUN.format(path=path, scratch=self._scratch, settings=settings(), **named)
-        return psutil.Popen(
+        return subprocess.Popen(
             [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
