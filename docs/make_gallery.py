@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autotune_loader import TuningResult
 
 DOCS = Path(__file__).parent
-PICTURES = ("workers", "heatmap", "speedup")
+PICTURES = ("workers", "speedup")
 PAGES = (DOCS / "tutorial.md", DOCS / "gallery.md", DOCS.parent / "README.md")
 BLOCK = "(<!-- printed: {name} -->\n```text\n).*?(```)"
 WORD = "(<!-- printed: {name} -->).*?(<!-- end -->)"

@@ -107,7 +107,6 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)
 # What each picture shows, under it.
 PICTURES = {
     "workers": "Where the line stops rising, more workers do not help; the star is the choice, with its interval.",
-    "heatmap": "Bright is fast, the frame is the choice; hatched cells were predicted and not worth a burst.",
     "timeline": "A gap in the training loop's row is a wait, for the worker whose batch ends where the gap ends.",
     "speedup": "Each dot is a round in which both were timed: where all of the band lies above the line, the gain is real.",
 }
@@ -184,13 +183,6 @@ INSPECT = (
         ")\n"
         "result.verdict"
     ),
-    MARKDOWN(
-        "## Why this one\n\nEvery configuration once: its rate in the search, its mean in the paired rounds, its prediction, and "
-        "why it was not chosen. The report's rates are those of the rounds."
-    ),
-    CODE(
-        'import pandas as pd\n\npd.set_option("display.max_colwidth", None)\nresult.to_dataframe(per="configuration").round(0)'
-    ),
     MARKDOWN("## The trials as a pandas frame\n\nSI units, one row per trial; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"
@@ -201,6 +193,7 @@ INSPECT = (
     *(cell for name in PICTURES for cell in picture(name)),
     MARKDOWN("## What if\n\nThe twin answers for what was not run, and for machines that are not here."),
     CODE(
+        "import pandas as pd\n\n\n"
         "def rate(workers, cores=None):\n"
         "    return round(result.predict(num_workers=workers, cores=cores).samples_per_s.value)\n\n"
         "counts = [0, 1, 2, 4, 8, 16, 32]\n"

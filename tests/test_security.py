@@ -21,8 +21,8 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.tuning import study_storage
-from autotune_loader.tuning.study_storage import open_database
+from autotune_loader.tuning import study
+from autotune_loader.tuning.study import open_database
 from autotune_loader.values.errors import ConfigFileError, MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,7 +245,7 @@ def test_a_url_without_its_scheme_makes_no_file_that_is_named_by_a_password(stor
 def test_a_database_that_is_not_there_is_told_soon_and_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if url.startswith("postgresql"):
         pytest.importorskip("psycopg")
-    monkeypatch.setattr(study_storage, "PAUSES_S", ())
+    monkeypatch.setattr(study, "PAUSES_S", ())
     with pytest.raises(
         ValueError, match=r"storage='.*' cannot be opened \(.*\); storage='study.journal' would work"
     ) as caught:

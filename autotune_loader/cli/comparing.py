@@ -46,7 +46,8 @@ def compare_command(
     from autotune_loader.results.load import load_config
     from autotune_loader.tuning.arguments import make_workload
     from autotune_loader.tuning.compare import compare_workloads, sides_of
-    from autotune_loader.tuning.options import TuneOptions, parse_seconds
+    from autotune_loader.tuning.options import TuneOptions
+    from autotune_loader.values.validation import parse_seconds
 
     if len(set(paths)) < 2:
         raise ValueError(f"{paths[0]!r} is one file, and a comparison takes two; a.json b.json would work")

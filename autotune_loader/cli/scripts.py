@@ -122,11 +122,11 @@ def launch_of(
     Raises:
         ValueError, TypeError: an option is wrong.
     """
-    from autotune_loader.results.loader_file import read_loader_file
-    from autotune_loader.tuning.options import parse_seconds
+    from autotune_loader.results.result import TuningResult
+    from autotune_loader.values.validation import parse_seconds
 
     if options.get("apply") is not None:
-        read_loader_file(options["apply"])
+        TuningResult.load(options["apply"])
     for name, option, example in (("output", "--output", "loader.json"), ("page", "--report", "report.html")):
         if options.get(name) is not None:  # now, and not after hours of training
             require_writable(option, options[name], example)

@@ -154,7 +154,7 @@ def result_json(result: TuningResult) -> str:
     """The result as `loader.json` has it."""
     import msgspec
 
-    return msgspec.json.format(msgspec.json.encode(result.to_file()), indent=2).decode()
+    return msgspec.json.format(msgspec.json.encode(result.to_dict()), indent=2).decode()
 
 
 @contextlib.contextmanager

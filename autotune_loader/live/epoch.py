@@ -23,10 +23,11 @@ from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_fra
 from autotune_loader.live.state import WORKER_READ, LoaderState
 from autotune_loader.live.traces import Change
 from autotune_loader.live.trust import Refusal, Trust
-from autotune_loader.pipeline.trace_log import REPORTED, Fetch
+from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
+from autotune_loader.values.trace import BatchTrace
 
 MOST_LOSSES = 3
 """After so many losses without a batch in between torch's error is raised: the next start would not help either."""
@@ -106,7 +107,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._last is not None:
             fetch, asked, received = self._last
             self._last = None
-            self._note((fetch, asked, received, requested))
+            self._note(BatchTrace(*fetch[:6], asked, received, requested))
         elif state is not self._shared and not self._num_yielded:
             state = self._claim()
         if requested >= state.wake:
@@ -149,8 +150,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._expected is not None and self._num_yielded > self._expected:
             self._warn_of_length()
         if len(fetch) == REPORTED and state.stages is not None:
-            state.stages.add(fetch[-1])
-            fetch = fetch[:-1]  # the log need not keep it
+            state.stages.append(fetch[-1])
         self._last = (fetch, requested, time.monotonic())
         return batch
 

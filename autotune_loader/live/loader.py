@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from multiprocessing import current_process
@@ -30,14 +31,14 @@ from autotune_loader.live.trust import Trust
 from autotune_loader.live.tuner import Event
 from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.stages import StageTally, stage_times
+from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.results.load import load_config
 from autotune_loader.results.loader_file import Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
-from autotune_loader.values.validation import require_bool, require_choice
+from autotune_loader.values.validation import parse_bytes, require_bool, require_choice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +81,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
             the log at INFO.
         max_workers: most worker processes at any time.
         max_cores: cores that may be counted on.
-        max_host_memory: most bytes of workers and the batches they hold.
-        max_shm: most bytes of shared memory that batches take.
+        max_host_memory: most memory of workers and the batches they hold, in bytes or such as "8GB".
+        max_shm: most shared memory that batches take, such as "1GiB".
         **arguments: as for DataLoader.
 
     Raises:
@@ -101,8 +102,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
         max_cores: int | None = None,
-        max_host_memory: int | None = None,
-        max_shm: int | None = None,
+        max_host_memory: str | int | None = None,
+        max_shm: str | int | None = None,
         **arguments: Any,
     ) -> None:
         require_choice("worker_seeds", worker_seeds, ("batch", "torch"))
@@ -116,7 +117,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.worker_seeds, self.tune, self.stages, self.step_threads = worker_seeds, tune, stages, step_threads
         self.max_workers, self.max_cores, self.on_change = max_workers, max_cores, on_change
-        self.max_host_memory, self.max_shm = max_host_memory, max_shm
+        self.max_host_memory = parse_bytes("max_host_memory", max_host_memory)
+        self.max_shm = parse_bytes("max_shm", max_shm)
         self._config: LoaderConfig | None = None  # it is in `num_workers` and its like
         is_seeded = worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
         self._loop_seeds = LoopSeeds() if is_seeded else None
@@ -200,7 +202,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return self._known().result(
             site=self._site,
             has_batched_fetch=hasattr(self.dataset, "__getitems__"),
-            stage_times=() if stages is None else stage_times(stages.samples()),
+            stage_times=() if stages is None else stage_times(pooled(stages)),
         )
 
     def freeze(self) -> None:
@@ -349,7 +351,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             asked=asked,
             config=asked,
             budgets=Budgets(max_workers=self.max_workers, max_host_memory=self.max_host_memory, max_shm=self.max_shm),
-            stages=StageTally(MOST_REPORTS) if self.stages else None,
+            stages=deque(maxlen=MOST_REPORTS) if self.stages else None,
             threads=StepThreads(cores_within(self.max_cores)) if self.step_threads else None,
             is_tuned=self.tune and not isinstance(self.dataset, IterableDataset) and not current_process().daemon,
         )

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,10 @@ from autotune_loader.live.numbered import Item, Raised
 from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.trust import TRUSTED, Refusal, Trust
-from autotune_loader.pipeline.stages import StageTally
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
+from autotune_loader.values.stages import StageSamples
 
 log = logging.getLogger("autotune_loader.live")
 
@@ -73,7 +74,7 @@ class LoaderState:
     """The largest batch seen at the start of an epoch."""
     losses: int = 0
     """Pools that were started anew because workers were lost."""
-    stages: StageTally | None = None
+    stages: deque[StageSamples] | None = None
     """What watched workers were at lately; None where they are not watched."""
     threads: StepThreads | None = None
     """Sets those of the step; None leaves them alone."""

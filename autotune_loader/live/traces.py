@@ -10,12 +10,11 @@ tells which steps those are, so that no rate counts them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from autotune_loader.pipeline.trace_log import History
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -48,10 +47,10 @@ class LiveTraces:
     """The log of one loader, over all its epochs."""
 
     def __init__(self) -> None:
-        self._history = History()
+        self._history: list[BatchTrace] = []
         self._forgotten = 0
-        self.note = self._history.note
-        """Adds a batch, given as (fetch, requested, received, step_end); the list's own `append`."""
+        self.note = self._history.append
+        """Adds a batch."""
         self.changes: list[Change] = []
 
     @property
@@ -72,7 +71,7 @@ class LiveTraces:
     def trim(self) -> None:
         """Forget the older half of a log that has grown long."""
         if len(self._history) > 2 * MOST_BATCHES:
-            self._history.forget(MOST_BATCHES)
+            del self._history[:MOST_BATCHES]
             self._forgotten += MOST_BATCHES
             self.changes = self.changes[-MOST_BATCHES:]
 
@@ -109,8 +108,7 @@ def continuous(traces: Sequence[BatchTrace], changes: Sequence[Change] = ()) -> 
 
 
 def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
-    return replace(
-        trace,
+    return trace._replace(
         fetch_start=trace.fetch_start - by_s,
         fetch_end=trace.fetch_end - by_s,
         collate_end=trace.collate_end - by_s,

@@ -65,38 +65,30 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
     Raises:
         ValueError: a batch size was tuned, but this loader has a sampler of batches, which decides it.
     """
-    batching, own = batching_of(loader, config), _arguments_of_subclass(loader)
-    if own is None:
-        return _changed_copy(loader, build_loader(loader.dataset, config, **batching))
     parts = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn", "generator", "timeout")}
-    return build_loader(loader.dataset, config, loader_class=type(loader), **parts, **own, **batching)
+    kind = type(loader) if _passes_on(type(loader)) else DataLoader
+    made = build_loader(loader.dataset, config, loader_class=kind, **parts, **batching_of(loader, config))
+    return made if type(made) is type(loader) else _changed_copy(loader, made)
 
 
-def _arguments_of_subclass(loader: Any) -> dict[str, Any] | None:
-    """What a class of its own was called with beside DataLoader's arguments; None where the loader does not tell."""
-    known = inspect.signature(DataLoader).parameters
-    named = inspect.signature(type(loader)).parameters
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in named.values())
-    passes_on = {each.kind for each in named.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
-    if not passes_on and ("dataset" not in named or not (takes_any or known.keys() <= named.keys())):
-        return None
-    values = {}
-    for name, parameter in named.items():
-        if name in known or parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            continue
-        attribute = next((each for each in (name, f"_{name}") if each in vars(loader)), None)
-        if attribute is None:
-            return None
-        values[name] = vars(loader)[attribute]
-    return values
+def _passes_on(kind: type) -> bool:
+    """Whether a class is called with nothing but what DataLoader takes: it may keep what runs, and is made anew."""
+    return {each.kind for each in inspect.signature(kind).parameters.values()} == {
+        Parameter.VAR_POSITIONAL,
+        Parameter.VAR_KEYWORD,
+    }
 
 
 def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
-    """The loader itself, once more, with what is tuned as in `made`: for classes that cannot be called again."""
+    """The loader itself, once more, with what is tuned as in `made`: for classes with arguments of their own."""
     changed = copy.copy(loader)
     tuned = {name: value for name, value in vars(made).items() if name not in UNTUNED}
     running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
-    vars(changed).update(tuned, **running)  # past DataLoader's guard of what must not change once there are workers
+    context = {
+        name: made.multiprocessing_context for name in vars(loader) if name.endswith("__multiprocessing_context")
+    }
+    # Past DataLoader's guard of what must not change once there are workers.
+    vars(changed).update(tuned, **running, **context)
     return changed
 
 

@@ -4,8 +4,7 @@
     Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
 
 Time belongs to the innermost of them. They are clocked where they are called from, by name, in workers only, whose objects are
-copies: nothing of the training process is touched. Short samples are clocked in some batches only, and what is called so often
-that clocks would cost a percent of a batch is let go.
+copies: nothing of the training process is touched. Clocks are there for some batches only, so that they cost little of all.
 """
 
 from __future__ import annotations
@@ -17,53 +16,63 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.pipeline.look import is_users
-from autotune_loader.pipeline.stage_places import Line, base, of_class, places, where
+import torch
+
+from autotune_loader.pipeline.look import ENTRIES, is_users, names_of
+from autotune_loader.pipeline.workload import wrapped_datasets
+from autotune_loader.values.stages import Line, Seen, StageSamples
 
 MOST_COST = 0.004
-"""Of a batch's time, which clocks may take, and calls that go through them where none is read."""
-CLOCKED_S, PASSED_S = 1e-5, 3e-7
-"""What a reading and such a call take, in seconds: 2 us in a tight loop, and five times as much between reads of new data."""
+"""Of all batches' time, which clocks may take: so seldom is one clocked."""
+CLOCKED_S = 1e-5
+"""What a reading takes, in seconds: 2 us in a tight loop, and five times as much between reads of new data."""
+TOO_OFTEN = 0.05
+"""Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
 FIRST_BATCH_S = 0.25
 """A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
-Report = tuple[tuple[tuple[str, str, float, float], ...], tuple[float, ...]]
-"""(stage, where, wall_s, cpu_s) of each stage; samples, wall_s, cpu_s, crowded_s, queue_cpu_s of batches that were clocked"""
+MOST_DEPTH, MOST_MEMBERS = 4, 100
+"""Containers of transforms within each other, and members of one."""
+READERS = (
+    "PIL.Image:open", "numpy:load", "numpy:fromfile", "torch:load", "torchvision.io:read_file", "h5py:Dataset.__getitem__",
+    "pathlib:Path.read_bytes", "pathlib:Path.read_text",
+)  # fmt: skip
+DECODERS = (
+    "PIL.ImageFile:ImageFile.load", "cv2:imread", "cv2:imdecode", "torchvision.io:decode_image", "torchaudio:load",
+    "soundfile:read", "json:load", "json:loads", "zlib:decompress",
+)  # fmt: skip
+"""By module and name, clocked where they are loaded."""
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker."""
+    """Clocks the thread that makes it, the main thread of a worker.
+
+    Args:
+        dataset: what its samples are made by is clocked.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._thread = threading.get_ident()
         self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._fetch, self._collate = base(dataset), ("", "")
-        self._seen: dict[Line, list[float]] = {}
+        self._fetch = _base(dataset)
         self._stack: list[Line] = []
-        self._wall = self._cpu = 0.0
+        self._wall = self._cpu = self._due = 0.0
         self._readings = self._skip = 0
-        self._every = 1
-        """Of so many batches one is clocked."""
+        self._is_first = True
         self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
-        self._outside = (_crowded_s(self._schedule), 0.0)
-        self._is_first, self._due = True, 0.0
         self._hooks: list[_Hook] = []
-
-    @classmethod
-    def begin(cls, dataset: Any) -> StageClock:
-        """Clock what a dataset's samples are made by, from now on in this process."""
-        clock, known = cls(dataset), set[tuple[int, Any]]()
-        for owner, name, line in places(dataset):
+        known = set[tuple[int, Any]]()
+        for owner, name, line in _places(dataset):
             with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
                 if (id(owner), name) not in known:
                     known.add((id(owner), name))
-                    clock._hooks.append(_Hook(clock, owner, name, line))
-        return clock
+                    self._hooks.append(_Hook(self, owner, name, line))
+        self._begin_anew()
 
     def fetch(self) -> None:
         """A batch begins."""
@@ -71,6 +80,8 @@ class StageClock:
         if self._skip:
             self._skip -= 1
             return
+        for hook in self._hooks:
+            hook.put()
         self._stack, self._readings = [self._fetch], 0
         self._wall, self._cpu = time.monotonic(), time.thread_time()
 
@@ -78,45 +89,32 @@ class StageClock:
         """Its samples are there, and this function joins them."""
         if self._stack:
             self._turn()
-            if not self._collate[0]:
-                self._collate = ("collate", where(collate_fn))
-            self._stack = [self._collate]
+            self._stack = [("collate", _where(collate_fn))]
 
-    def batch(self, wall_s: float, cpu_s: float, samples: int) -> Report | None:
+    def batch(self, wall_s: float, cpu_s: float, samples: int) -> StageSamples | None:
         """It is whole; returns what was seen since the last report, now and then."""
         is_clocked = bool(self._stack)
+        is_new, self._is_first = self._is_first and wall_s < FIRST_BATCH_S, False
         if is_clocked:
             self._turn()
-            self._stack = []
-            for hook in self._hooks:
-                hook.let_go_beyond(MOST_COST * wall_s / PASSED_S * self._every)
-            self._skip = int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
-            self._every = self._skip + 1
-        if self._is_first:
-            self._is_first = False
-            if wall_s < FIRST_BATCH_S:
-                self._seen, self._skip = {}, 0
-                return None
+            self.end()
+            self._skip = 0 if is_new else int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
+            kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
+            is_new |= len(kept) < len(self._hooks)
+            self._hooks = kept
+        if is_new:
+            self._begin_anew()
+            return None
         self._all_s += wall_s
         if is_clocked:
             self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
         return self._report() if is_clocked and self._wall >= self._due else None
 
-    def _report(self) -> Report:
-        self._due = self._wall + REPORT_S
-        before, self._outside = self._outside, (_crowded_s(self._schedule), _queue_cpu_s())
-        # What is counted without a stop is taken for the batches that are clocked.
-        share = self._totals[1] / self._all_s
-        outside = [(after - earlier) * share for after, earlier in zip(self._outside, before, strict=True)]
-        rows = tuple((*line, wall_s, cpu_s) for line, (wall_s, cpu_s) in self._seen.items())
-        totals = (*self._totals, *outside)
-        self._seen, self._totals, self._all_s = {}, [0.0, 0.0, 0.0], 0.0
-        return rows, totals
-
     def end(self) -> None:
         """Put back what was there before."""
+        self._stack = []
         for hook in self._hooks:
-            hook.let_go_beyond(-1)
+            hook.take_away()
 
     def is_on(self) -> bool:
         """Whether this thread is making a batch that is clocked."""
@@ -132,6 +130,27 @@ class StageClock:
         if len(self._stack) > 1:
             self._turn()
             self._stack.pop()
+
+    def _begin_anew(self) -> None:
+        self._seen: dict[Line, list[float]] = {}
+        self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
+        self._outside = (_crowded_s(self._schedule), _queue_cpu_s())
+
+    def _report(self) -> StageSamples:
+        self._due = self._wall + REPORT_S
+        # What is counted without a stop is taken for the batches that are clocked.
+        share, now = self._totals[1] / self._all_s, (_crowded_s(self._schedule), _queue_cpu_s())
+        crowded_s, queue_cpu_s = ((after - before) * share for after, before in zip(now, self._outside, strict=True))
+        told = StageSamples(
+            seen=tuple(Seen(*line, *seconds) for line, seconds in self._seen.items()),
+            samples=self._totals[0],
+            wall_s=self._totals[1],
+            cpu_s=self._totals[2],
+            crowded_s=crowded_s,
+            queue_cpu_s=queue_cpu_s,
+        )
+        self._begin_anew()
+        return told
 
     def _turn(self) -> None:
         wall, cpu = time.monotonic(), time.thread_time()
@@ -153,47 +172,123 @@ class _Hook:
     """
 
     def __init__(self, clock: StageClock, owner: Any, name: Any, line: Line | None) -> None:
-        is_container = isinstance(owner, (dict, list))
-        self._put: Callable[[Any, Any], None] = owner.__setitem__ if is_container else functools.partial(setattr, owner)
-        self._name = name
-        self._function = owner[name] if is_container else getattr(owner, name)
-        self._calls = 0
+        of_items = isinstance(owner, (dict, list))
+        self._get = functools.partial(owner.__getitem__ if of_items else functools.partial(getattr, owner), name)
+        self._set = functools.partial(owner.__setitem__ if of_items else functools.partial(setattr, owner), name)
+        self._function, self.calls = self._get(), 0
         inner = self._function
         if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
+        self._set(inner)  # where that is refused nothing is clocked
 
         @functools.wraps(inner)
         def clocked(*arguments: Any, **named: Any) -> Any:
-            self._calls += 1
             if not clock.is_on():
                 return inner(*arguments, **named)
-            stage = line or of_class(type(arguments[0]), inner)
+            self.calls += 1
+            stage = line or _of_class(type(arguments[0]), inner)
             clock.enter(stage if stage[1] else (stage[0], _caller(sys._getframe(1), inner)))
             try:
                 return inner(*arguments, **named)
             finally:
                 clock.leave()
 
-        self._put(name, clocked)
+        self._clocked = clocked
 
-    def let_go_beyond(self, calls: float) -> None:
-        """Put the function itself back where it is called more often in a batch: its time is then its caller's."""
-        if self._calls > calls:
-            self._put(self._name, self._function)
-        self._calls = 0
+    def put(self) -> None:
+        """Begin to clock."""
+        self.calls = 0
+        self._exchange(self._function, self._clocked)
+
+    def take_away(self) -> None:
+        """The function itself is there again."""
+        self._exchange(self._clocked, self._function)
+
+    def _exchange(self, one: Any, other: Any) -> None:
+        with contextlib.suppress(Exception):
+            if self._get() is one:  # the user's code may have put something else there
+                self._set(other)
 
 
-def _caller(frame: types.FrameType | None, function: Any) -> str:
+def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
+    """What is clocked: owner, name there, and line; None for a line is the class of the first argument."""
+    for each in wrapped_datasets(dataset):
+        kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
+        entries = [entry for kind in kinds for name in ENTRIES if (entry := _function_in(kind, name)) is not None]
+        names = {name for entry in entries for name in names_of(entry.__code__)} - {*ENTRIES}
+        spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
+        for owner, held in [*spaces, *((entry.__globals__, entry.__globals__) for entry in entries)]:
+            functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
+            yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
+        for name, value in list(getattr(each, "__dict__", {}).items()):
+            if callable(value) or (isinstance(value, (list, tuple)) and len(value) <= MOST_MEMBERS):
+                yield from _of_value(vars(each), name, value, MOST_DEPTH)
+    for path in (*READERS, *DECODERS):
+        module, *outer, last = path.split(":")[0], *path.split(":")[1].split(".")
+        holder = functools.reduce(lambda found, name: getattr(found, name, None), outer, sys.modules.get(module))
+        if hasattr(holder, last):
+            yield holder, last, ("read" if path in READERS else "decode", "")
+
+
+def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
+    """A function, an object that is called, or the members of a container of them."""
+    held = value if isinstance(value, (list, tuple, torch.nn.Sequential)) else getattr(value, "transforms", None)
+    if isinstance(held, (list, tuple, torch.nn.Sequential, torch.nn.ModuleList)):
+        if depth and all(map(callable, held)):
+            for index, member in enumerate(held):
+                yield from _of_value(held if isinstance(held, list) else None, index, member, depth - 1)
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
+        if owner is not None:
+            yield owner, name, (_plain(value).__name__.strip("<>"), _where(value))
+    elif not isinstance(value, type):
+        entry = "forward" if isinstance(value, torch.nn.Module) else "__call__"
+        kind = next((kind for kind in type(value).__mro__ if _function_in(kind, entry) is not None), None)
+        if kind is not None:
+            yield kind, entry, None
+
+
+def _function_in(kind: type, name: str) -> types.FunctionType | None:
+    found = vars(kind).get(name)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _plain(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _where(function: Any) -> str:
+    """The line of a function of the user's, or the name of a library's."""
+    function = _plain(function)
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return _full_name(function) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _full_name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
+
+
+def _of_class(kind: type, method: Any) -> Line:
+    return kind.__name__, _where(method) if is_users(kind.__module__) else _full_name(kind)
+
+
+def _base(dataset: Any) -> Line:
+    """The stage of what is in no other: the method by which the user's own class is asked for samples."""
+    for each in wrapped_datasets(dataset):
+        for kind in type(each).__mro__:
+            entry = next((name for name in ENTRIES if name in vars(kind)), None)
+            if entry is not None and is_users(kind.__module__):
+                return f"{type(each).__name__}.{entry}", _where(vars(kind)[entry])
+    return type(dataset).__name__, _full_name(type(dataset))
+
+
+def _caller(frame: types.FrameType | None, function: Callable[..., Any]) -> str:
     """The user's line that called a library's function, and its name."""
     while frame is not None and not is_users(frame.f_globals.get("__name__")):
         frame = frame.f_back
-    return _line_text(frame and frame.f_code, frame.f_lineno if frame else 0, function)
-
-
-@functools.lru_cache(maxsize=1024)
-def _line_text(code: types.CodeType | None, number: int, function: Any) -> str:
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    return name if code is None else f"{Path(code.co_filename).name}:{number}, {name}"
+    name = _full_name(function)
+    return name if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {name}"
 
 
 def _crowded_s(schedule: Path) -> float:

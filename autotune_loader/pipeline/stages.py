@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 
-from autotune_loader.pipeline.stage_clock import Report
-from autotune_loader.values.stages import HAND_OVER, Seen, StageSamples, StageTime
+from autotune_loader.values.stages import HAND_OVER, Line, Seen, StageSamples, StageTime
 
 FEWEST_S = 0.02
 """Seconds that were clocked: of less nothing is said."""
@@ -17,58 +15,28 @@ SMALL = 0.005
 """Stages below this share are told together."""
 OTHER_THREADS, REST = "other threads", "rest"  # stages as they are shown
 TOTALS = ("samples", "wall_s", "cpu_s", "crowded_s", "queue_cpu_s")
-"""Of a report, in its order."""
+"""Fields of `StageSamples` that add up."""
 
 
-class StageTally:
-    """Adds up what arrives with the batches of one burst, or of training.
-
-    Args:
-        most: reports that are kept, the latest; None is all.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        self._reports: deque[Report] = deque(maxlen=most)
-        self.add = self._reports.append
-
-    def samples(self) -> StageSamples | None:
-        """All of it; None where nothing arrived."""
-        if not self._reports:
-            return None
-        return pooled(
-            StageSamples(seen=tuple(Seen(*row) for row in rows), **dict(zip(TOTALS, totals, strict=True)))
-            for rows, totals in self._reports
-        )
-
-
-def pooled(bursts: Iterable[StageSamples | None]) -> StageSamples | None:
-    """Several bursts as one; None where none was watched."""
-    known = [each for each in bursts if each is not None]
+def pooled(seen: Iterable[StageSamples | None]) -> StageSamples | None:
+    """What several workers or bursts have seen, as one; None where none was watched."""
+    known = [each for each in seen if each is not None]
     if not known:
         return None
-    lines: dict[tuple[str, str], list[Seen]] = {}
-    for seen in (seen for each in known for seen in each.seen):
-        lines.setdefault((seen.stage, seen.where), []).append(seen)
-    merged = [
-        Seen(*line, math.fsum(seen.wall_s for seen in found), math.fsum(seen.cpu_s for seen in found))
-        for line, found in lines.items()
-    ]
+    lines: dict[Line, tuple[float, float]] = {}
+    for row in (row for each in known for row in each.seen):
+        wall_s, cpu_s = lines.get(row[:2], (0.0, 0.0))
+        lines[row[:2]] = wall_s + row.wall_s, cpu_s + row.cpu_s
     sums = {name: math.fsum(getattr(each, name) for each in known) for name in TOTALS}
-    return StageSamples(seen=tuple(merged), **sums)
+    return StageSamples(seen=tuple(Seen(*line, *seconds) for line, seconds in lines.items()), **sums)
 
 
 def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
-    if burst is None or burst.samples <= 0:
+    if burst is None or burst.samples <= 0 or burst.wall_s < FEWEST_S:
         return ()
-    computed_s = math.fsum(each.cpu_s for each in burst.seen)
-    if burst.wall_s < FEWEST_S:
-        return ()
-    waited = _without_crowding(burst.seen, burst.crowded_s)
-    rows = [
-        Seen(each.stage, each.where, each.cpu_s + waited_s, each.cpu_s)
-        for each, waited_s in zip(burst.seen, waited, strict=True)
-    ]
+    computed_s, waited = math.fsum(each.cpu_s for each in burst.seen), _without_crowding(burst.seen, burst.crowded_s)
+    rows = [each._replace(wall_s=each.cpu_s + waited_s) for each, waited_s in zip(burst.seen, waited, strict=True)]
     rows.append(Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s))
     others_s = burst.cpu_s - computed_s - burst.queue_cpu_s
     if others_s > OTHERS_SHARE * burst.cpu_s:

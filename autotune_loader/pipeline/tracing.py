@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,8 +19,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.trace import MAIN_PROCESS
+
+Fetch = tuple[int, float, float, float, float, int] | tuple[int, float, float, float, float, int, StageSamples]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
+REPORTED: Final = 7
+"""Figures of a fetch that carries what clocks have seen, as its last one."""
 
 
 class _Process:
@@ -218,7 +223,7 @@ class TracedWorkerInit:
             self._inner(worker)
         info = get_worker_info()
         if self._stages and info is not None:
-            _here.clock = StageClock.begin(info.dataset)
+            _here.clock = StageClock(info.dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._inner, self._stages)),)

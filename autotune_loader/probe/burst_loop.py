@@ -13,15 +13,17 @@ from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.epoch_throughput import over_epochs
-from autotune_loader.pipeline.stages import StageTally
+from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.trace_log import REPORTED, History
+from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.bad_samples import good
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline
 from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import BadSample, FailurePhase, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageSamples
+from autotune_loader.values.trace import BatchTrace
 
 # How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
 STOP_CHECK_S = 0.05
@@ -67,8 +69,8 @@ class Run:
         self._timeline = timeline
         self._passages = None if timeline is None else Passages(timeline, lane)
         self._bad = {} if bad is None else bad
-        self._history = History()
-        self._stages = StageTally()
+        self._traces: list[BatchTrace] = []
+        self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
@@ -82,6 +84,7 @@ class Run:
     def deliver(self, iterator: Iterator[Any], step: TrainingStep) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
         timeline, now = self._timeline, self.now
+        fetch: Fetch
         requested = now()
         try:
             self._batch, fetch = next(iterator)
@@ -92,11 +95,11 @@ class Run:
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
         if len(fetch) == REPORTED:
-            self._stages.add(fetch[-1])
+            self._stages.append(fetch[-1])
         try:
             if timeline is None:
                 step.run(self._batch)
-                self._history.note((fetch, requested, received, now()))
+                self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))
                 return True
             before = timeline.mark()
             on_device = step.move(self._batch)
@@ -115,9 +118,9 @@ class Run:
         if now < self._next_check:
             return False
         self._settle()
-        if len(self._history) < FEWEST_BATCHES:  # there is no window to judge by, be its steps as long as they may
+        if len(self._traces) < FEWEST_BATCHES:  # there is no window to judge by, be its steps as long as they may
             return False
-        enough = is_enough(self._history, self._plan, workers=self._workers, now=now)
+        enough = is_enough(self._traces, self._plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         return enough
 
@@ -131,7 +134,7 @@ class Run:
         if self._timeline is not None:
             self._timeline.synchronize()
             self._settle()
-        traces, shape = list(self._history), self._shape or BatchShape()
+        traces, shape = self._traces, self._shape or BatchShape()
         measured, end = summarise(traces, workers=self._workers, started=self._started), traces[-1].step_end
         if epochs:
             samples = sum(trace.samples for trace in traces[epochs[0] : epochs[-1]])
@@ -146,20 +149,20 @@ class Run:
             traces=tuple(
                 traces if len(traces) <= KEPT_FIRST + KEPT_LAST else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]
             ),
-            stages=self._stages.samples(),
+            stages=pooled(self._stages),
             bad_samples=tuple(self._bad.values()),
         )
 
     def _settle(self) -> None:
         """Make traces of the batches that the device has done by now."""
-        for trace in self._passages.settled() if self._passages is not None else ():
-            self._history.note(trace)
+        if self._passages is not None:
+            self._traces += self._passages.settled()
 
     def _go_on_after(self, error: Exception) -> None:
         """Leave out a batch that the step has raised for, if such batches are few; no memory is no fault of a batch."""
         self._enter("step")
         self._raised += 1
-        if not is_of_dataset(error) or self._raised > 1 + len(self._history) // ODD_SHARE:
+        if not is_of_dataset(error) or self._raised > 1 + len(self._traces) // ODD_SHARE:
             raise error
         bad = BadSample.of("the step on a batch", error)
         self._bad.setdefault(bad.name, bad)

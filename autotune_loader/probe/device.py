@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune_loader.pipeline.prefetch import CudaLane
-from autotune_loader.pipeline.trace_log import Fetch
+from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values.measurement import GpuUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 

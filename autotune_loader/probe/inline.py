@@ -198,9 +198,7 @@ class _Stop:
             workers = running_workers()
             for worker in workers:
                 worker.kill()
-            if (
-                self._signal is not None and not workers
-            ):  # it wakes the thread also where that waits for a lock or a queue
+            if self._signal is not None and not workers:  # it wakes the thread from a lock or a queue, too
                 signal.pthread_kill(threading.main_thread().ident or 0, self._signal)
 
     def failure(self) -> Failure:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING
 
+from autotune_loader.report.tables import render_table
 from autotune_loader.report.units import (
     bytes_text,
     counted,
@@ -77,12 +79,12 @@ class Comparison:
     @property
     def rates(self) -> dict[str, Interval]:
         """Mean rate of each side that worked."""
-        found = {}
-        for side in self.sides:
-            values = [each.rates[side.name] for each in self.rounds if side.name in each.rates]
-            if values and side.error is None:
-                found[side.name] = mean_interval(values)
-        return found
+        seen = {
+            each.name: [one.rates[each.name] for one in self.rounds if each.name in one.rates] for each in self.sides
+        }
+        return {
+            each.name: mean_interval(seen[each.name]) for each in self.sides if seen[each.name] and each.error is None
+        }
 
     @property
     def ratios(self) -> dict[str, Interval]:
@@ -101,58 +103,36 @@ class Comparison:
         return None
 
     def _ratio(self, name: str, other: str) -> Interval | None:
-        shared = log_ratios(self.rounds, name, other)
-        return paired_ratio(self.rounds, name, other, self._confidence) if shared else None
-
-    @property
-    def _confidence(self) -> float:
-        return 1 - (1 - SURE) / max(1, len(self.sides) - 1)
+        sure = 1 - (1 - SURE) / max(1, len(self.sides) - 1)
+        return paired_ratio(self.rounds, name, other, sure) if log_ratios(self.rounds, name, other) else None
 
     @property
     def summary(self) -> tuple[str, ...]:
         """One sentence for each side beside the first, what failed, and what else is to be known."""
-        return (*self._sentences(), *self.notes)
-
-    def _sentences(self) -> Iterator[str]:
-        first, ratios = self.sides[0], self.ratios
-        for side in self.sides:
-            if side.error is not None:
-                yield f"{side.name} failed: {side.error}"
-        for name, ratio in ratios.items():
-            yield f"{faster_words(name, ratio, first.name)}{_binds(self[name])}."
-        if len(self.rates) == 1:
-            (alone,) = self.rates
-            yield f"{alone} is the only side that worked{_binds(self[alone])}."
+        rates, first = self.rates, self.sides[0].name
+        failed = [f"{side.name} failed: {side.error}" for side in self.sides if side.error is not None]
+        faster = [f"{faster_words(name, ratio, first)}{_binds(self[name])}." for name, ratio in self.ratios.items()]
+        alone = [f"{name} is the only side that worked{_binds(self[name])}." for name in rates if len(rates) == 1]
+        return (*failed, *faster, *alone, *self.notes)
 
     def report(self) -> str:
         """A table of the sides and the sentences."""
-        from autotune_loader.report.tables import render_table
-
-        headers = ("", f"{self.rate_unit}", "times", "waits", "workers", "memory", "binds")
+        headers = ("", self.rate_unit, "times", "waits", "workers", "memory", "binds")
         table = render_table(headers, [[self._row(side) for side in self.sides]], numeric=(1, 3, 4, 5))
-        return "\n".join([table, "", *self.summary, f"{self._how()}."])
+        what = "whole epochs, as these are short" if self.whole_epochs else "bursts of training"
+        how = f"{counted(len(self.rounds), 'paired round')} of {what}, in {seconds_text(self.seconds)}."
+        return "\n".join([table, "", *self.summary, how])
 
     def _row(self, side: Side) -> Sequence[str]:
-        measured, rate = side.measurement, self.rates.get(side.name)
+        measured, rate, workers = side.measurement, self.rates.get(side.name), str(side.config.num_workers)
         if measured is None or rate is None:
-            return (side.name, "failed", "", "", str(side.config.num_workers), "", "")
-        memory = None if measured.memory is None else measured.memory.taken_bytes
-        return (
-            side.name,
-            number_text(rate.value),
-            "1" if side is self.sides[0] else ratio_text(self.ratios.get(side.name)),
-            share_text(measured.wait_share),
-            str(side.config.num_workers),
-            bytes_text(memory),
-            "" if side.verdict is None else side.verdict.binding,
-        )
+            return (side.name, "failed", "", "", workers, "", "")
+        times = "1" if side is self.sides[0] else ratio_text(self.ratios.get(side.name))
+        memory = bytes_text(None if measured.memory is None else measured.memory.taken_bytes)
+        binds = "" if side.verdict is None else side.verdict.binding
+        return (side.name, number_text(rate.value), times, share_text(measured.wait_share), workers, memory, binds)
 
-    def _how(self) -> str:
-        what = "whole epochs, as these are short" if self.whole_epochs else "bursts of training"
-        return f"{counted(len(self.rounds), 'paired round')} of {what}, in {seconds_text(self.seconds)}"
-
-    def __str__(self) -> str:
-        return self.report()
+    __str__ = report
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each side: configuration, rate and ratio with their 95 % intervals, shares, bytes, what binds, error."""
@@ -162,14 +142,14 @@ class Comparison:
         return frame
 
     def _record(self, side: Side) -> dict[str, object]:
-        measured, rate, ratio = side.measurement, self.rates.get(side.name), self.ratios.get(side.name)
+        measured = side.measurement
         memory = None if measured is None else measured.memory
         return {
             "side": side.name,
             "config": str(side.config),
             "batch_size": None if measured is None else measured.batch_size,
-            **_limits("rate", rate),
-            **_limits("ratio", ratio),
+            **_limits("rate", self.rates.get(side.name)),
+            **_limits("ratio", self.ratios.get(side.name)),
             "wait_share": None if measured is None else measured.wait_share,
             "cpu_share": None if measured is None else measured.cpu_share,
             "gpu_busy_share": None if measured is None else measured.gpu.busy_share,
@@ -190,8 +170,6 @@ class Comparison:
         return plot_ratios(f"Times as fast as {first}", ratios, len(self.rounds), nothing)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<pre>{escape(self.report())}</pre>"
 
 

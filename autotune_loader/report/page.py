@@ -28,7 +28,6 @@ _PICTURES: dict[str, tuple[str, Callable[[TuningResult], object]]] = {
         "A wait of the training loop is explained by the worker whose batch was not ready yet.",
         lambda result: any(trial.measurement and trial.measurement.traces for trial in result.trials),
     ),
-    "heatmap": ("Each cell is the fastest of that pair; hatched cells are predictions.", lambda result: True),
 }
 
 

@@ -113,10 +113,3 @@ def final_ratios(finals: Finals, a: LoaderConfig, b: LoaderConfig) -> list[tuple
     first, second = finals.configs.index(a), finals.configs.index(b)
     pairs = [(number, rates[first], rates[second]) for number, rates in enumerate(finals.rounds)]
     return [(number, one / other) for number, one, other in pairs if one and other]
-
-
-def predicted_rates(result: TuningResult, configs: Sequence[LoaderConfig]) -> list[float]:
-    """What the twin says of each configuration, in samples/s; nothing where nothing was measured."""
-    if not configs or result.twin is None or not any(trial.measurement for trial in result.trials):
-        return []
-    return [prediction.samples_per_s.value for prediction in result.predict_all(configs)]

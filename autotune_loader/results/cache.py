@@ -1,6 +1,6 @@
 """Files of earlier runs in a folder of the user's own, found again by what was tuned, and where.
 
-    results/KEY.json   what `tune()` found: a `loader.json` that also says how it was searched; whether it holds is measured
+    results/KEY.json   what `tune()` found: a `loader.json`; whether it holds is measured before it is used
     jobs/KEY.json      what was last best for the data of a job: where an AutoLoader begins, never what it believes
 
 They hold data only, readable by their owner alone. What cannot be used is ignored, with a line in the log; nothing here is
@@ -16,7 +16,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.load import SCHEMA_VERSION, read_json
-from autotune_loader.results.loader_file import ENDED, LoaderFile, checked
+from autotune_loader.results.loader_file import ENDED
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.serialization import from_plain, to_plain, write_json
+from autotune_loader.values.serialization import to_plain, write_json
 
 log = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind")
@@ -68,34 +68,6 @@ def job_key(data: DataSide, machine: Fingerprint) -> str:
     return _key_of(**_facts(data, replace(machine, driver=None, dataset="", storage="")))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What a kept result says beside what every `loader.json` says."""
-
-    key: str
-    """Of the call that found it."""
-    tuned_at: str
-    """ISO 8601, UTC."""
-    budget_s: float
-    max_trials: int | None = None
-    was_cut_short: bool = False
-    """Whether the search ended for want of time or trials, so that more of them might have found more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """An earlier result."""
-
-    result: TuningResult
-    note: Note
-
-    def is_enough_for(self, budget_s: float, max_trials: int | None = None) -> bool:
-        """Whether its search had what the caller grants now, or needed no more."""
-        had = self.note.max_trials
-        has_trials = had is None or (max_trials is not None and max_trials <= had)
-        return not self.note.was_cut_short or (budget_s <= self.note.budget_s and has_trials)
-
-
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder that `AUTOTUNE_LOADER_CACHE` names, else one in the user's cache; None where it is turned off."""
     named = environ.get(CACHE_VARIABLE)
@@ -107,15 +79,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None if is_off else Path(named).expanduser()
 
 
-def find(key: str) -> Entry | None:
+def find(key: str) -> TuningResult | None:
     """The result of this key; None where there is none that can be used."""
 
-    def parse(raw: Any) -> Entry:
-        note = from_plain(raw.pop("cache"), Note)
-        file = checked(raw, LoaderFile, key)
-        if note.key != key or file.status not in ENDED or file.measured.samples_per_s is None:
-            raise ValueError("it is no complete result of this workload")
-        return Entry(result=TuningResult.from_file(file), note=note)
+    def parse(raw: Any) -> TuningResult:
+        result = TuningResult.from_dict(raw)
+        if result.status not in ENDED or result.measured.samples_per_s is None or result.tuned_at is None:
+            raise ValueError("it is no complete result")
+        return result
 
     return _read("results", key, parse)
 
@@ -133,9 +104,9 @@ def keep(
         cut_short: whether it ended for want of these.
     """
     if result.status in ENDED:
+        spent = replace(result.spent, budget_s=budget_s, max_trials=max_trials, was_cut_short=cut_short)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        note = Note(key=key, tuned_at=now, budget_s=budget_s, max_trials=max_trials, was_cut_short=cut_short)
-        _write("results", key, to_plain(result.to_file()) | {"cache": note})
+        _write("results", key, replace(result, tuned_at=now, spent=spent).to_dict())
 
 
 def remember(key: str, config: LoaderConfig) -> None:

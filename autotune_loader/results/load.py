@@ -121,6 +121,13 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
         ) from error
 
 
+def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
+    """The configuration that the plain values of a `loader.json` describe."""
+    size = raw.get("batch_size") or {}
+    tuned_size = {"batch_size": size["value"]} if size.get("tuned") else {}
+    return LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {}), **tuned_size})
+
+
 def _check_version(raw: object, source: Path) -> None:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     major = str(version).split(".", 1)[0]
@@ -137,9 +144,7 @@ def _check_version(raw: object, source: Path) -> None:
 
 def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | None, list[str]]:
     """The configuration, the machines of then and now where the file says, and what differs in a way that matters."""
-    size = raw.get("batch_size") or {}
-    tuned_size = {"batch_size": size["value"]} if size.get("tuned") else {}
-    config = LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {}), **tuned_size})
+    config = config_of(raw)
     if (told := raw.get("fingerprint")) is None:
         return config, None, []
     from autotune_loader.machine.comparison import differences

@@ -1,31 +1,16 @@
-"""`loader.json`, the file that a result is kept in, field by field.
-
-`LoaderFile` and the dataclasses above it are the only definition of the file: it is written, validated and described
-(docs/loader.schema.json) from them. The file is data only: nothing in it is executed or unpickled.
-"""
+"""What a result consists of, and `loader.json` with it: these dataclasses define the keys of the file below the first level."""
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
-from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.load import read_json
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.serialization import from_plain
-from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
-from autotune_loader.version import __version__
 
 RateUnit = Literal["samples/s", "batches/s"]
-log = logging.getLogger(__name__)
-_File = TypeVar("_File", bound="LoaderFile")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 ENDED: tuple[Status, ...] = ("complete", "undecided")
 """A search that came to its end, and found something that works."""
@@ -90,6 +75,17 @@ class Spent:
     seconds: float
     """Wall seconds from call to result."""
     bursts: int
+    budget_s: float | None = None
+    """Wall seconds that the search was given; null, like the two below, where the result was not kept for the next call."""
+    max_trials: int | None = None
+    """Trials that it was given; null also for any number."""
+    was_cut_short: bool = False
+    """Whether it ended for want of time or trials, so that more of them might have found more."""
+
+    def is_enough_for(self, budget_s: float, max_trials: int | None = None) -> bool:
+        """Whether the search had what the caller grants now, or needed no more."""
+        has_trials = self.max_trials is None or (max_trials is not None and max_trials <= self.max_trials)
+        return not self.was_cut_short or (budget_s <= (self.budget_s or 0.0) and has_trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,72 +174,3 @@ class Reused:
     """Paired rounds of the check."""
     seconds: float
     """Wall seconds that the search took then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderFile:
-    """`loader.json`, field by field."""
-
-    schema_version: str
-    status: Status
-    """`complete`; `undecided` when too little, or too disturbed, was measured to choose, so that the configuration is a guess;
-    `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
-    dataloader_kwargs: dict[str, Any]
-    """Arguments for `torch.utils.data.DataLoader`, splat-able as they stand."""
-    scope: Literal["per_process"] = "per_process"
-    """`num_workers` is for each training process (rank)."""
-    extras: dict[str, Any] = field(default_factory=dict)
-    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
-    summary: tuple[str, ...] = ()
-    """Sentences a person reads."""
-    warnings: tuple[str, ...] = ()
-    verdict: Verdict | None = None
-    advice: tuple[Advice, ...] = ()
-    stage_times: tuple[StageTime, ...] = ()
-    """Where the time of a sample goes in a worker, the longest stage first; empty where that was not watched."""
-    measured: Measured = field(default_factory=Measured)
-    predicted: Predicted = field(default_factory=Predicted)
-    budget: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
-    space_hash: str | None = None
-    fingerprint: Fingerprint | None = None
-    baseline: LoaderConfig | None = None
-    trials: tuple[Trial, ...] = ()
-    finals: Finals = field(default_factory=Finals)
-    twin: TwinContext | None = None
-    tolerance: float | None = None
-    """Rates this close counted as equally fast; null in files of before it was kept."""
-    reused: Reused | None = None
-    """Set where the result is an earlier one that was found to hold still."""
-    origin: Literal["tune", "live"] = "tune"
-    """`live`: found by an AutoLoader while it trained, from blocks of its batches."""
-    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
-    created_by: str = f"autotune_loader {__version__}"
-
-
-def read_loader_file(path: str | os.PathLike[str]) -> LoaderFile:
-    """Read and validate `loader.json`.
-
-    Raises:
-        ConfigFileError: missing, too large, not JSON, wrong types, or of a newer major version.
-    """
-    return read_json(path, lambda raw: checked(raw, LoaderFile, path))
-
-
-def checked(raw: Any, kind: type[_File], path: str | os.PathLike[str]) -> _File:
-    """Plain JSON values as a file whose configuration is legal; keys that it does not know are ignored, with a line in the log.
-
-    Raises:
-        ValueError, TypeError: it is not.
-    """
-    file = from_plain(raw, kind)
-    config_in(file)
-    if unknown := sorted(raw.keys() - kind.__dataclass_fields__.keys()):
-        log.info("%s: keys that this release does not use are ignored: %s", os.fspath(path), ", ".join(unknown))
-    return file
-
-
-def config_in(file: LoaderFile) -> LoaderConfig:
-    """The configuration that a file describes."""
-    size = {"batch_size": file.batch_size.value} if file.batch_size.tuned else {}
-    return LoaderConfig.from_dict({**file.dataloader_kwargs, **file.extras, **size})

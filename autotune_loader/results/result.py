@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,35 +11,49 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, prefetched_as_tuned
-from autotune_loader.results.load import SCHEMA_VERSION
+from autotune_loader.results.load import SCHEMA_VERSION, config_of, read_json
 from autotune_loader.results.loader_file import (
     Advice,
     BatchSizeChoice,
     Finals,
-    LoaderFile,
     Measured,
     Predicted,
     Reused,
     Spent,
     Status,
     Verdict,
-    config_in,
-    read_loader_file,
 )
 from autotune_loader.results.views import Views
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.serialization import write_json
+from autotune_loader.values.serialization import from_plain, to_plain, write_json
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
+from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
-    import optuna
+    from optuna import Study
     from torch.utils.data import DataLoader
 
     from autotune_loader.twin import Prediction
+else:
+    Study = Any  # importing Optuna takes a second, and no file holds one
+
+log = logging.getLogger(__name__)
+ELSEWHERE = {"best", "spent", "study", "parts"}
+"""Fields that `loader.json` has by no name, or by another: `best` is `dataloader_kwargs` and `extras`, `spent` is `budget`."""
+FILE_ONLY: dict[str, Any] = {
+    "schema_version": str,
+    "dataloader_kwargs": dict[str, Any],
+    "scope": Literal["per_process"],
+    "extras": dict[str, Any],
+    "budget": Spent,
+    "created_by": str,
+}
+"""Keys of `loader.json` that are no field of the result: `dataloader_kwargs` can be splatted into `DataLoader` as they stand,
+and are for each training process (rank), as `scope` says."""
 
 
 def _in_a_line(result: TuningResult) -> str:
@@ -60,9 +75,12 @@ class TuningResult(Views):
     """
 
     best: LoaderConfig
-    """The cheapest configuration within tolerance of the fastest."""
+    """The cheapest configuration within tolerance of the fastest. In the file: `dataloader_kwargs`, for each training process
+    (rank), and `extras`."""
     status: Status
-    baseline: LoaderConfig
+    """`complete`; `undecided` when too little, or too disturbed, was measured to choose, so that the configuration is a guess;
+    `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
+    baseline: LoaderConfig = field(default_factory=LoaderConfig)
     """The user's own configuration, or torch's defaults."""
     trials: tuple[Trial, ...] = ()
     batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
@@ -78,6 +96,9 @@ class TuningResult(Views):
     warnings: tuple[str, ...] = ()
     finals: Finals = field(default_factory=Finals)
     spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
+    """What finding it cost; in the file: `budget`."""
+    tuned_at: str | None = None
+    """When it was found, ISO 8601, UTC; None where it was not kept for the next call."""
     space_hash: str | None = None
     fingerprint: Fingerprint | None = None
     twin: TwinContext | None = None
@@ -89,7 +110,7 @@ class TuningResult(Views):
     """`live` where an AutoLoader found it while it trained."""
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
-    study: optuna.Study | None = field(default=None, compare=False, repr=False)
+    study: Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last, and over the
@@ -130,13 +151,13 @@ class TuningResult(Views):
         loader: DataLoader[Any] = build_loader(dataset, self.best, **{**parts, **kwargs})
         return loader if device is None else prefetched_as_tuned(loader, self.best, device)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.
 
-        One that holds a traceback of yours is readable by you alone; for others the umask decides.
+        One that holds a traceback of yours, or is `private`, is readable by you alone; for others the umask decides.
         """
-        private = any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
-        write_json(self.to_file(), path, private=private)
+        private = private or any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
+        write_json(self.to_dict(), path, private=private)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TuningResult:
@@ -145,28 +166,38 @@ class TuningResult(Views):
         Raises:
             ConfigFileError: missing, corrupt, or of a newer major version.
         """
-        return cls.from_file(read_loader_file(path))
+        return read_json(path, cls.from_dict)
 
-    def to_file(self) -> LoaderFile:
-        shared = {name: getattr(self, name) for name in _SHARED}
-        shared["trials"] = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
-        shared["finals"] = replace(
-            self.finals, measurements=tuple(_without_raw(each) for each in self.finals.measurements)
-        )
-        return LoaderFile(
-            schema_version=SCHEMA_VERSION,
-            dataloader_kwargs=self.best.to_kwargs(),
-            extras=self.best.to_extras(),
-            budget=self.spent,
-            **shared,
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """The plain JSON values of `loader.json`."""
+        finals = replace(self.finals, measurements=tuple(_without_raw(each) for each in self.finals.measurements))
+        trials = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
+        plain = to_plain(replace(self, trials=trials, finals=finals, study=None, parts={}))
+        kept = {name: value for name, value in plain.items() if name not in ELSEWHERE}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "status": kept.pop("status"),
+            "dataloader_kwargs": self.best.to_kwargs(),
+            "scope": "per_process",
+            "extras": self.best.to_extras(),
+            "budget": plain["spent"],
+            **kept,
+            "created_by": f"autotune_loader {__version__}",
+        }
 
     @classmethod
-    def from_file(cls, file: LoaderFile) -> TuningResult:
-        shared = {name: getattr(file, name) for name in _SHARED}
-        shared["baseline"] = file.baseline or LoaderConfig()
-        shared["verdict"] = file.verdict or Verdict(binding="unknown", sentence="The file holds no verdict.")
-        return cls(best=config_in(file), spent=file.budget, **shared)
+    def from_dict(cls, raw: Mapping[str, Any]) -> TuningResult:
+        """The inverse of `to_dict`; keys that this release does not know are ignored, with a line in the log.
+
+        Raises:
+            ValueError, TypeError, KeyError: the values make no result.
+        """
+        known = {each.name for each in fields(cls)} - ELSEWHERE
+        if unknown := sorted(raw.keys() - known - FILE_ONLY.keys()):
+            log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
+        values = {name: raw[name] for name in known & raw.keys()}
+        values |= {"spent": raw["budget"]} if "budget" in raw else {}
+        return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
 
     def predict(
         self,
@@ -227,10 +258,6 @@ class TuningResult(Views):
 
     def __str__(self) -> str:
         return "\n".join(self.summary) or f"{self.status}: {self.best}"
-
-
-_SHARED = {each.name for each in fields(TuningResult)} & {each.name for each in fields(LoaderFile)}
-"""What result and file have under one name, and keep as it is."""
 
 
 def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,17 +14,11 @@ class Views:
 
     __slots__ = ()
 
-    def to_dataframe(self: Any, per: Literal["trial", "configuration"] = "trial") -> pd.DataFrame:
-        """One row per trial: configuration, rates, waits, memory, failure.
+    def to_dataframe(self: Any) -> pd.DataFrame:
+        """One row per trial: configuration, rates, waits, memory, failure."""
+        from autotune_loader.report.frame import trials_frame
 
-        Or one per configuration: its rate in the search, in the paired rounds and by the twin, and why it was not chosen.
-        """
-        from autotune_loader.report.frame import rivals_frame, trials_frame
-
-        frames = {"trial": trials_frame, "configuration": rivals_frame}
-        if per not in frames:
-            raise ValueError(f"per={per!r} is neither 'trial' nor 'configuration'; per='configuration' would work")
-        return frames[per](self)
+        return trials_frame(self)
 
     def stages(self: Any) -> pd.DataFrame:
         """Where the time of a sample goes in a worker: one row per stage, the longest first.
@@ -47,12 +41,6 @@ class Views:
         from autotune_loader.report.plots import plot_workers
 
         return plot_workers(self)
-
-    def plot_heatmap(self: Any) -> Figure:
-        """Samples/s over workers and prefetch_factor."""
-        from autotune_loader.report.plots import plot_heatmap
-
-        return plot_heatmap(self)
 
     def plot_timeline(self: Any, trial: int | None = None) -> Figure:
         """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.

@@ -14,7 +14,6 @@ from typing import Any
 
 from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
 from autotune_loader.pipeline.batches import bytes_of, samples_in, tensors_in
-from autotune_loader.pipeline.trace_log import History
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.scripts.carrying import Carried, Carrying, Fetch
 from autotune_loader.scripts.gpu_work import GpuWork
@@ -46,7 +45,7 @@ class BatchLog:
         """Of the largest first batch of an epoch."""
         self.cpu: deque[tuple[float, float]] = deque(maxlen=4096)
         """Now and then: the time, and seconds of CPU of this process."""
-        self._rows = History()
+        self._rows: list[BatchTrace] = []
 
     @property
     def active_s(self) -> float:
@@ -79,9 +78,9 @@ class BatchLog:
 
     def note(self, fetch: Fetch, samples: int, asked: float, received: float, step_end: float) -> None:
         """A batch with its history."""
-        self._rows.note(((*fetch, samples), asked, received, step_end))
+        self._rows.append(BatchTrace(*fetch, samples, asked, received, step_end))
         if len(self._rows) > 2 * MOST_ROWS:
-            self._rows.forget(MOST_ROWS)
+            del self._rows[:MOST_ROWS]
         if not self.cpu or step_end >= self.cpu[-1][0] + CPU_EVERY_S:
             self.cpu.append((step_end, time.process_time()))
 

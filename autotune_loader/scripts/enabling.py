@@ -74,9 +74,9 @@ def enable(
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
         return Enabled(hook, is_ours=False)
     if apply is not None:
-        from autotune_loader.results.loader_file import read_loader_file
+        from autotune_loader.results.result import TuningResult
 
-        read_loader_file(apply)
+        TuningResult.load(apply)
     hook = Hook(Plan(verb=verb, output=_absolute(output), apply=_absolute(apply), max_workers=max_workers))
     hook.install()
     return Enabled(hook, is_ours=True)

@@ -19,7 +19,7 @@ from autotune_loader.scripts import ranks
 from autotune_loader.scripts.loader import ScriptLoader
 from autotune_loader.scripts.nothing import foreign_notes, say
 from autotune_loader.scripts.session import Session
-from autotune_loader.scripts.verdict import FEWEST_BATCHES, LoaderReport, judged
+from autotune_loader.scripts.verdict import FEWEST_BATCHES, LoaderReport, told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
             latest_wait_share=result.measured.wait_share,
             advice=str(result.advice[0]) if result.advice else None,
         )
-    return judged(known, session.plan.script or "train.py")
+    return told(known, session.plan.script or "train.py")
 
 
 def _written(session: Session, path: str, write: Any) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
-from autotune_loader.results.loader_file import LoaderFile, config_in, read_loader_file
+from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import Loop
 from autotune_loader.scripts.by_identity import ByIdentity
 from autotune_loader.scripts.loader import ScriptLoader, why_not
@@ -48,7 +48,7 @@ class Session:
         self.rank = rank or 0
         self._lines = lines
         self._autos: ByIdentity[Any] = ByIdentity()
-        self._file: LoaderFile | None = None if plan.apply is None else read_loader_file(plan.apply)
+        self._file = None if plan.apply is None else TuningResult.load(plan.apply)
         self._next_look = 0.0
 
     @property
@@ -122,7 +122,7 @@ class Session:
         kwargs = self._file.loaders.get(known.name)
         if kwargs is not None:
             return LoaderConfig.from_dict(kwargs)
-        return config_in(self._file) if known.site.is_shuffled else None
+        return self._file.best if known.site.is_shuffled else None
 
     def _look(self, now: float) -> None:
         """End the script, as Ctrl-C would, once the training loader has settled or time is up."""

@@ -86,37 +86,43 @@ class LoaderReport:
         return "\n".join(lines if self.next_step is None else [*lines, f"  next: {self.next_step}"])
 
 
-def judged(known: LoaderReport, script: str = "train.py") -> LoaderReport:
-    """The same with one verdict, and what follows from it."""
-    verdict, next_step = _told(known, script)
-    return replace(known, verdict=verdict, next_step=next_step)
-
-
-def _told(known: LoaderReport, script: str) -> tuple[str, str | None]:
-    share, starting = known.wait_share, known.starting_share
+def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
+    """The same with one verdict, and what follows from it: the first row of the table that holds."""
+    share, starting, now = known.wait_share, known.starting_share, known.settings_now
     if share is None or known.batches < FEWEST_BATCHES:
-        return f"{_batches(known.batches)}: too few to say anything.", None
+        return replace(known, verdict=f"{_batches(known.batches)}: too few to say anything.", next_step=None)
     waits = f"the loop waits for data {share_text(share)} of the time"
-    if share / max(1 - share, 1e-9) < LEAST_GAIN:
-        return f"The training step binds: {waits}.", LEAVE_IT
-    if known.script_share < LEAST_GAIN:
-        rest = share_text(known.script_share)
-        return f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders.", LEAVE_IT
-    if starting >= max(LONG_START, share / 2):
-        starts = f"The starts of epochs bind: they take {share_text(starting)} of the time; {waits}."
-        gain, now = gain_words(starting / max(1 - starting, 0.1)), known.settings_now
-        keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
-        return starts, keep if now.get("num_workers") and not now.get("persistent_workers") else None
-    if share < 2 * WORTH_S_TIME:
-        most = share_text(share / (1 - share))
-        return f"The training step binds: {waits}.", f"{LEAVE_IT}: no settings could bring more than {most}"
-    if known.evidence is None:
-        return f"The loader binds: {waits}; why cannot be told from what was seen.", _next_step(known, script)
-    if known.binding in ("unknown", "step"):  # the latest batches need not wait as all did
-        return f"The loader binds: {waits}; the latest batches do not show why.", _next_step(known, script)
-    latest = known.latest_wait_share
+    most = share / max(1 - share, 1e-9)  # what a loader that costs nothing would gain
+    rest, starts = share_text(known.script_share), share_text(starting)
+    gain = gain_words(starting / max(1 - starting, 0.1))
+    keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
+    keeps = now.get("persistent_workers") or not now.get("num_workers")
+    latest, then = known.latest_wait_share, _next_step(known, script)
     lately = "" if latest is None or abs(latest - share) < ALIKE else "Lately: "
-    return f"{lately}{known.evidence}", _next_step(known, script)
+    # The latest batches need not wait as all did.
+    is_unclear = known.evidence is None or known.binding in ("unknown", "step")
+    rows = (
+        (most < LEAST_GAIN, f"The training step binds: {waits}.", LEAVE_IT),
+        (
+            known.script_share < LEAST_GAIN,
+            f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders.",
+            LEAVE_IT,
+        ),
+        (
+            starting >= max(LONG_START, share / 2),
+            f"The starts of epochs bind: they take {starts} of the time; {waits}.",
+            None if keeps else keep,
+        ),
+        (
+            share < 2 * WORTH_S_TIME,
+            f"The training step binds: {waits}.",
+            f"{LEAVE_IT}: no settings could bring more than {share_text(most)}",
+        ),
+        (is_unclear, f"The loader binds: {waits}; the latest batches do not show why.", then),
+        (True, f"{lately}{known.evidence}", then),
+    )
+    verdict, next_step = next((verdict, next_step) for holds, verdict, next_step in rows if holds)
+    return replace(known, verdict=verdict, next_step=next_step)
 
 
 def _next_step(known: LoaderReport, script: str) -> str | None:
@@ -131,10 +137,9 @@ def _next_step(known: LoaderReport, script: str) -> str | None:
         return known.advice
     # Far beyond what ran, something that was never seen will bind first.
     far = f"more than {1 + BELIEVABLE_GAIN:.0f} times" if speedup.value > 1 + BELIEVABLE_GAIN else ""
-    step = f"{settings_text(settings)}: {far or ratio_text(speedup)} as fast is expected"
-    if known.why_watched is not None:
-        return f"{step}; yours to try, as {known.why_watched}"
-    return f"{step}; autotune-loader run {script} tries it while it trains"
+    own = f"yours to try, as {known.why_watched}"
+    tries = f"autotune-loader run {script} tries it while it trains" if known.why_watched is None else own
+    return f"{settings_text(settings)}: {far or ratio_text(speedup)} as fast is expected; {tries}"
 
 
 def settings_text(kwargs: dict[str, Any]) -> str:

@@ -1,79 +1,73 @@
-"""From what the caller passed to a `Workload`: every mistake that can be seen without running anything is named here."""
+"""From what the caller passed to a `Workload`: every mistake that can be seen without running anything is named here.
+
+A wrapper of a library around a DataLoader is unwrapped. Nothing here knows a library: a wrapper is told by the DataLoader that
+it holds, anything else by what it can do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.report.units import counted
-from autotune_loader.tuning.unwrapping import makes_batches, neither, own_iteration_notes, parts_of_type, unwrapped
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.validation import require_bool, require_count
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import DataLoader
 
 ASSUMED_BATCH_SIZE = 32
 """What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1."""
-LOADER_ARGUMENTS = (
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "persistent_workers",
-    "multiprocessing_context",
-    "timeout",
-    "in_order",
-    "pin_memory_device",
-)
-"""What people know from `DataLoader` and give to `tune()`."""
-OTHER_NAMES = {
-    "criterion": "loss_fn",
-    "loss": "loss_fn",
-    "workers": "max_workers",
-    "step": "train_step",
-    "time": "budget",
-}
-"""What others call arguments of `tune()`."""
 LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "generator", "drop_last")
 """What `tune()` takes over into a DataLoader as it is."""
-MOST_COLUMNS = 16
-"""More arrays of equally many rows are samples."""
 SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
+SEARCH_DEPTH, MOST_PARTS = 3, 64
+"""How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them."""
+AS_TORCH = ("StatefulDataLoader", "DataLoaderShard")
+"""Loaders whose own `__iter__` yields what torch's would; Accelerate's bring it to the device, as the step does."""
+STEP_FOR_REST = "pass a train_step that takes"
+ANSWERS = {
+    "get_train_dataloader": "autotune_loader.integrations.transformers.tune_trainer(trainer)",
+    "fit_loop": "trainer.fit(model, datamodule=autotune_loader.integrations.lightning.tuned(model, datamodule or loader))",
+    "train_dataloader": "tune(datamodule.train_dataloader(), model), or inside of Lightning "
+    "trainer.fit(model, datamodule=autotune_loader.integrations.lightning.tuned(model, datamodule))",
+}
+"""What an object that is neither dataset nor loader can do, and the call for it; the first that it can do decides."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Part = TypeVar("_Part")
 
 
-def refuse(rows: Iterable[tuple[bool, str, str]], kind: type[Exception] = TypeError) -> None:
-    """Raise the first complaint that applies: (does it?, what is wrong, what would work)."""
-    for applies, wrong, instead in rows:
-        if applies:
-            raise kind(f"{wrong}; {instead} would work")
+def refuse(applies: bool, wrong: str, works: str, kind: type[Exception] = TypeError) -> None:
+    """Complain, where that applies: what is wrong, and what would work."""
+    if applies:
+        raise kind(f"{wrong}; {works} would work")
 
 
 def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """`tune`, with an answer for arguments that it does not have."""
     known = inspect.signature(tune).parameters
 
-    def answer(name: str) -> str | None:
-        if name == "shuffle":
-            return "sampler=torch.utils.data.SequentialSampler(dataset), as a dataset is shuffled unless a sampler is given,"
-        if name in LOADER_ARGUMENTS:
-            return f"tune(DataLoader(dataset, {name}=..., ...), model), which compares it with what is found,"
-        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, n=1)
-        return f"{near[0]}=..." if near else None
-
     @functools.wraps(tune)
     def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        from torch.utils.data import DataLoader
+
         for name in kwargs.keys() - known.keys():
-            if (instead := answer(name)) is not None:
-                refuse([(True, f"{name}={kwargs[name]!r:.60} is not an argument of tune()", instead)])
+            works = [f"{near}=..." for near in difflib.get_close_matches(name, known, n=1)]
+            if name in inspect.signature(DataLoader).parameters:
+                works = [f"tune(DataLoader(dataset, {name}=..., ...), model), which compares it with what is found,"]
+            refuse(bool(works), f"{name}={kwargs[name]!r:.60} is not an argument of tune()", "".join(works))
         return tune(*args, **kwargs)
 
     return answering
@@ -99,16 +93,16 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     given["train_step"] = _as_step_time(given.get("train_step"))
     for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
         value = given.get(name)
-        refuse([(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}=None")])
+        instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
+        refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, given)
-    dataset_or_loader, notes = unwrapped(dataset_or_loader)
-    own_config = None
-    if _is_loader(dataset_or_loader):
-        own_config = LoaderConfig.from_loader(dataset_or_loader)
-        data, notes = _data_of_loader(dataset_or_loader, parts), [*own_iteration_notes(dataset_or_loader), *notes]
+    data_of, notes = _unwrapped(dataset_or_loader)
+    own_config = LoaderConfig.from_loader(data_of) if _is_loader(data_of) else None
+    if own_config is not None:
+        data, notes = _data_of_loader(data_of, parts), [*_own_iteration(data_of), *notes]
     else:
-        notes = [*_fill_batch_size(dataset_or_loader, parts), *notes]
-        data = DataSide.from_dataset(dataset_or_loader, **{**parts, "drop_last": bool(parts["drop_last"])})
+        notes = [*_fill_batch_size(data_of, parts), *notes]
+        data = DataSide.from_dataset(data_of, **{**parts, "drop_last": bool(parts["drop_last"])})
     notes += _check_epoch(data)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
@@ -117,18 +111,14 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
 
 def _check_order(dataset: Any, model: Any) -> None:
     """What stands where something else belongs: a path, or the model first."""
-    of = "dataset_or_loader"
+    of, given, in_order = "dataset_or_loader", _shown(dataset), "tune(dataset, model)"
     if isinstance(dataset, (str, bytes, os.PathLike)):
         folder = f"{of}=torchvision.datasets.ImageFolder({os.fspath(dataset)!r})"
-        refuse([(True, f"{of}={dataset!r} is a path, not a dataset", folder)])
-    given, second, in_order = _shown(dataset), _shown(model), "tune(dataset, model)"
-    refuse(
-        [
-            (isinstance(dataset, type), f"{of}={given} is a class", f"{of}={given}(...)"),
-            (_is_module(dataset), f"{of}={given} is a model, which comes second", in_order),
-            (_is_loader(model) or _is_dataset(model), f"model={second} holds data, which comes first", in_order),
-        ]
-    )
+        refuse(True, f"{of}={dataset!r} is a path, not a dataset", folder)
+    refuse(isinstance(dataset, type), f"{of}={given} is a class", f"{of}={given}(...)")
+    refuse(_is_module(dataset), f"{of}={given} is a model, which comes second", in_order)
+    holds_data = _is_loader(model) or _is_dataset(model)
+    refuse(holds_data, f"model={_shown(model)} holds data, which comes first", in_order)
 
 
 # The step
@@ -139,7 +129,7 @@ def _as_step_time(train_step: Any) -> Any:
     if isinstance(train_step, bool) or not isinstance(train_step, (int, float)):
         return train_step
     wrong = f"train_step={train_step!r} is not the seconds of a step"
-    refuse([(not 0 < train_step < math.inf, wrong, "train_step=0.05")], ValueError)
+    refuse(not 0 < train_step < math.inf, wrong, "train_step=0.05", ValueError)
     return StepTime(float(train_step))
 
 
@@ -148,49 +138,35 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
     train_step, optimizer, loss_fn = (given.get(name) for name in ("train_step", "optimizer", "loss_fn"))
     if isinstance(train_step, StepTime):
         return TrainingSide(train_step=train_step)
-    a_step = "train_step=lambda model, batch: ..."
-    called = f"train_step={_shown(train_step)} is called as train_step(model, batch)"
-    steps = callable(optimizer) or (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad"))
-    shown = f"model={_shown(model)}"
+    shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
+    refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
+    refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
+    parts = [*model.modules(), *model.parameters()] if _is_module(model) else []
     refuse(
-        [
-            (isinstance(model, type), f"{shown} is a class", f"{shown}(...)"),
-            (model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step),
-            (
-                _is_module(model) and _is_sharded(model),
-                f"{shown} is sharded over ranks (FSDP, DTensor), and no copy of it trains alone",
-                "the model as it is before it is sharded, or model=None for the loader alone,",
-            ),
-            (
-                train_step is not None and not _takes_two(train_step),
-                f"{called}, which its signature does not allow",
-                a_step,
-            ),
-            (
-                optimizer is not None and not steps,
-                f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
-                "optimizer=torch.optim.AdamW, or one over the model's parameters,",
-            ),
-        ]
+        bool({cls.__name__ for part in parts for cls in type(part).__mro__} & SHARDED),
+        f"{shown} is sharded over ranks (FSDP, DTensor), and no copy of it trains alone",
+        "the model as it is before it is sharded, or model=None for the loader alone,",
     )
+    called = (
+        f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
+    )
+    refuse(train_step is not None and not _takes_two(train_step), called, a_step)
+    refuse(
+        not (
+            optimizer is None or callable(optimizer) or (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad"))
+        ),
+        f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
+        "optimizer=torch.optim.AdamW, or one over the model's parameters,",
+    )
+    named = model.named_modules() if _is_module(model) else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
         loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
         device=_device_name(given.get("device") or "auto", model),
-        compiled=_compiled_parts(model),
+        compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
-
-
-def _is_sharded(model: Any) -> bool:
-    parts = [*model.modules(), *model.parameters()]
-    return bool({cls.__name__ for part in parts for cls in type(part).__mro__} & SHARDED)
-
-
-def _compiled_parts(model: Any) -> tuple[str, ...]:
-    named = model.named_modules() if _is_module(model) else ()
-    return tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None)
 
 
 def _loss_of(loss_class: type) -> Any:
@@ -225,7 +201,7 @@ def _device_name(device: str | torch.device, model: Any = None) -> str:
     count = torch.cuda.device_count() if chosen.type == "cuda" else 0
     is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
     seen = f"torch sees {counted(count, 'CUDA device')}"
-    refuse([(is_missing, f"device={device!r} is not there ({seen})", "device='auto'")], ValueError)
+    refuse(is_missing, f"device={device!r} is not there ({seen})", "device='auto'", ValueError)
     return str(chosen)
 
 
@@ -249,11 +225,12 @@ def _auto_device(model: Any) -> str:
 
 def _data_of_loader(loader: Any, parts: Mapping[str, Any]) -> DataSide:
     for name, value in parts.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r:.60} was given together with an existing DataLoader, which has its own; {name}=None would "
-                "work, or loader.dataset in place of the loader"
-            )
+        refuse(
+            value is not None,
+            f"{name}={value!r:.60} was given together with an existing DataLoader (and not its dataset), which has its own",
+            f"{name}=None",
+            ValueError,
+        )
     _check_dataset(loader.dataset)
     if type(loader.sampler).__name__ in ("RandomSampler", "SequentialSampler"):
         _length(loader.dataset)
@@ -265,44 +242,34 @@ def _data_of_loader(loader: Any, parts: Mapping[str, Any]) -> DataSide:
 
 def _fill_batch_size(dataset: Any, parts: dict[str, Any]) -> list[str]:
     """Check a dataset and what was given with it; a batch size that is missing is filled in, with a note."""
-    _check_parts(parts)
-    _check_dataset(dataset)
+    import torch
+
     is_iterable, has_batches = is_iterable_dataset(dataset), parts["batch_sampler"] is not None
-    has_order = has_batches or parts["sampler"] is not None
+    for name in ("sampler", "batch_sampler"):
+        value, given = parts[name], f"{name}={_shown(parts[name])}"
+        refuse(isinstance(value, type), f"{given} is a class", f"{given}(...)")
+        gives_indices = value is None or hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+        refuse(not gives_indices, f"{name}={value!r} gives no indices", f"{name}=None")
+        _check_again(name, value)
+    is_one = isinstance(generator := parts["generator"], (torch.Generator, type(None)))
+    refuse(
+        not is_one, f"generator={generator!r} is not a torch.Generator", "generator=torch.Generator().manual_seed(0)"
+    )
+    require_bool("drop_last", parts["drop_last"] or False)
+    _check_dataset(dataset)
     if not is_iterable:
-        _check_map_style(dataset, has_order)
-    for name, value in parts.items():
-        has_no_meaning = is_iterable and name in ("sampler", "batch_sampler")
-        if value is not None and (has_no_meaning or (has_batches and name in ("batch_size", "sampler", "drop_last"))):
-            why = (
-                "has no meaning for an IterableDataset"
-                if has_no_meaning
-                else "cannot be given together with batch_sampler"
-            )
-            raise ValueError(f"{name}={value!r:.60} {why}; {name}=None would work")
+        _check_map_style(dataset, has_order=has_batches or parts["sampler"] is not None)
+    excluded = {"sampler": is_iterable or has_batches, "batch_sampler": is_iterable}
+    for name, no_meaning in {**excluded, "batch_size": has_batches, "drop_last": has_batches}.items():
+        why = "has no meaning for an IterableDataset" if is_iterable else "cannot be given together with batch_sampler"
+        is_given = parts[name] is not None and no_meaning
+        refuse(is_given, f"{name}={parts[name]!r:.60} {why}", f"{name}=None", ValueError)
     if parts["batch_size"] is not None or has_batches:
         return []
-    if is_iterable and makes_batches(dataset):
+    if is_iterable and _makes_batches(dataset):
         return ["the dataset makes its own batches, so the DataLoader makes none (batch_size=None)"]
     parts["batch_size"] = ASSUMED_BATCH_SIZE
     return [f"batch_size was not given: measured with {ASSUMED_BATCH_SIZE}; pass the one you train with"]
-
-
-def _check_parts(parts: Mapping[str, Any]) -> None:
-    """A class in place of an object, and what torch would only say from within a DataLoader, or not at all."""
-    import torch
-
-    for name in ("sampler", "batch_sampler"):
-        value = parts[name]
-        refuse([(isinstance(value, type), f"{name}={_shown(value)} is a class", f"{name}={_shown(value)}(...)")])
-        if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
-            raise TypeError(f"{name}={value!r} gives no indices; {name}=None would work")
-        _check_again(name, value)
-    is_one = isinstance(parts["generator"], (torch.Generator, type(None)))
-    wrong = f"generator={parts['generator']!r} is not a torch.Generator"
-    refuse([(not is_one, wrong, "generator=torch.Generator().manual_seed(0)")])
-    if parts["drop_last"] is not None:
-        require_bool("drop_last", parts["drop_last"])
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -312,12 +279,13 @@ def _check_dataset(dataset: Any) -> None:
     # A stream that coordinates its workers through named shared memory: a copy of it would move the original on.
     from multiprocessing.shared_memory import SharedMemory
 
-    found = next(parts_of_type(dataset, SharedMemory), None)
-    if found is not None:
-        raise TypeError(
-            f"dataset_or_loader={type(dataset).__name__} coordinates its workers by shared memory ({found[0]}), which "
-            "bursts would change under your hands; a map-style dataset over the same files would work (for MosaicML streaming: "
-            "LocalDataset(folder)), and its configuration serves this one"
+    for path, _ in _parts_of_type(dataset, SharedMemory):
+        refuse(
+            True,
+            f"dataset_or_loader={_shown(dataset)} coordinates its workers by shared memory ({path}), which bursts would "
+            "change under your hands",
+            "a map-style dataset over the same files (for MosaicML streaming: LocalDataset(folder)), whose configuration "
+            "serves this one,",
         )
 
 
@@ -325,20 +293,16 @@ def _check_map_style(dataset: Any, has_order: bool) -> None:
     """As torch has it: a length is only asked for where no sampler says which indices there are."""
     of, name = "dataset_or_loader", type(dataset).__name__
     if not hasattr(dataset, "__getitem__") or not (has_order or hasattr(dataset, "__len__")):
-        raise neither(dataset)
+        raise _neither(dataset)
     tensors = "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values))"
-    refuse([(hasattr(dataset, "iloc"), f"{of}={name} looks up columns, not samples", tensors)])
+    refuse(hasattr(dataset, "iloc"), f"{of}={name} looks up columns, not samples", tensors)
     if has_order:
         return
     is_empty = _length(dataset) == 0
-    refuse([(is_empty, f"{of} is empty (len(dataset) == 0)", "a dataset with at least one sample")], ValueError)
-    if (rows := _rows_of_columns(dataset)) is not None:
-        values = ".values()" if isinstance(dataset, dict) else ""
-        wrong = f"{of}={name} holds {len(dataset)} arrays of {rows} rows"
-        refuse([(True, wrong, f"TensorDataset(*map(torch.as_tensor, data{values}))")])
+    refuse(is_empty, f"{of} is empty (len(dataset) == 0)", "a dataset with at least one sample", ValueError)
     if isinstance(dataset, dict) and 0 not in dataset:
         first = next(iter(dataset))
-        refuse([(True, f"{of}={name} looks up {first!r}, not sample 0", f"{of}=data[{first!r}]")])
+        refuse(True, f"{of}={name} looks up {first!r}, not sample 0", f"{of}=data[{first!r}]")
 
 
 def _length(dataset: Any) -> int:
@@ -351,35 +315,115 @@ def _length(dataset: Any) -> int:
         ) from error
 
 
-def _rows_of_columns(dataset: Any) -> int | None:
-    """Rows of `(X, y)` or `{"x": X, "y": y}`: arrays with a row for each sample, where a list of samples is meant."""
-    columns = list(dataset.values()) if isinstance(dataset, dict) else dataset
-    if not isinstance(columns, (tuple, list)) or not 1 < len(columns) <= MOST_COLUMNS:
-        return None
-    shapes = {tuple(getattr(each, "shape", ())) for each in columns}
-    rows = {shape[:1] for shape in shapes}
-    is_meant = len(rows) == 1 and rows != {()} and (len(shapes) > 1 or isinstance(dataset, dict))
-    return int(next(iter(rows))[0]) if is_meant else None
-
-
 def _check_again(name: str, value: Any) -> None:
     """Refuse what can be read only once. An IterableDataset that is its own iterator may start over; the probe tries it."""
     if isinstance(value, Iterator) and not is_iterable_dataset(value):
         anew = (
             "an IterableDataset whose __iter__ makes a new iterator" if name == "dataset_or_loader" else "a list of it"
         )
-        raise TypeError(f"{name}={value!r} can be read only once, and tuning would use it up; {anew} would work")
+        refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
 
 
 def _check_epoch(data: DataSide) -> list[str]:
     samples, size = data.samples_per_epoch(), data.batch_size
     none = "dataset_or_loader delivers no sample in an epoch"
-    refuse([(samples == 0, none, "a sampler with at least one index")], ValueError)
+    refuse(samples == 0, none, "a sampler with at least one index", ValueError)
     if samples is None or size is None or samples >= size or data.is_iterable:
         return []
     dropped = f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left"
-    refuse([(data.drop_last, dropped, f"batch_size={samples}")], ValueError)
+    refuse(data.drop_last, dropped, f"batch_size={samples}", ValueError)
     return [f"an epoch has {counted(samples, 'sample')}, less than one batch of {size}"]
+
+
+def _makes_batches(dataset: Any) -> bool:
+    """Whether an iterable dataset is a pipeline of stages (webdataset) of which the last that is about batches makes them."""
+    stages = getattr(dataset, "pipeline", None)
+    functions = [getattr(stage, "f", stage) for stage in stages] if isinstance(stages, list) else []
+    names = [str(getattr(each, "__name__", type(each).__name__)).strip("_").lower() for each in functions]
+    batching = [name for name in names if "batch" in name]
+    return bool(batching) and not batching[-1].startswith("un")
+
+
+# What libraries hand out
+
+
+def _unwrapped(given: Any) -> tuple[Any, list[str]]:
+    """A DataLoader or dataset as it is, or the DataLoader that a wrapper holds, with a note on what is left out.
+
+    Raises:
+        TypeError: it is neither, and holds no DataLoader or several; the message names a call that would work.
+    """
+    from torch.utils.data import DataLoader
+
+    for ability, answer in ANSWERS.items():
+        if hasattr(type(given), ability) or ability in getattr(given, "__dict__", {}):
+            raise _neither(given, answer)
+    is_group, is_stream = isinstance(given, (list, tuple, Mapping)), is_iterable_dataset(given)
+    if isinstance(given, DataLoader) or (hasattr(given, "__getitem__") and not is_group and not is_stream):
+        return given, []
+    name, parts = type(given).__name__, _parts_of_type(given, DataLoader, depth=1 if is_group else SEARCH_DEPTH)
+    found = dict({id(part): (path, part) for path, part in parts}.values())
+    if len(found) == 1:
+        ((path, loader),) = found.items()
+        return loader, [
+            f"dataset_or_loader={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
+            f"that. What {name} itself does to batches is no part of the measurement; {STEP_FOR_REST} them without"
+        ]
+    if is_stream or (not found and (is_group or isinstance(given, Iterator))):
+        return given, []
+    held = f"dataset_or_loader={name} holds {len(found)} DataLoaders ({', '.join(found)})"
+    refuse(bool(found), held, "one at a time, tune(loader, model),")
+    raise _neither(given)
+
+
+def _neither(given: Any, answer: str | None = None) -> TypeError:
+    """An object is no dataset and no loader: the error, with the call, or the kind of argument, that would work."""
+    if answer is None and hasattr(getattr(given, "dataset", None), "__getitem__"):
+        answer = f"its dataset, tune({type(given).__name__.lower()}.dataset, model, batch_size=..., collate_fn=...),"
+    elif answer is None:
+        answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
+    return TypeError(
+        f"dataset_or_loader={given!r:.60} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
+        f"__getitem__ and __len__; {answer} would work"
+    )
+
+
+@contextlib.contextmanager
+def told_beside_errors(notes: list[str]) -> Iterator[None]:
+    """What the bursts leave out of a loader is most likely why a step fails on its very first batch."""
+    try:
+        yield
+    except WorkloadError as error:
+        left_out = [note for note in notes if STEP_FOR_REST in note]
+        if not left_out:
+            raise
+        raise WorkloadError("; ".join([error.message, *left_out]), error.user_traceback) from error
+
+
+def _own_iteration(loader: DataLoader[Any]) -> list[str]:
+    """A note where the loader's class does something of its own with batches, which the bursts do not run."""
+    own = next(cls for cls in type(loader).__mro__ if "__iter__" in vars(cls) or "_get_iterator" in vars(cls))
+    if own.__module__.startswith("torch.") or own.__name__ in AS_TORCH:
+        return []
+    return [
+        f"{own.__name__} has an __iter__ of its own, which the bursts leave out: the step gets what the workers make; "
+        f"{STEP_FOR_REST} those, or let the workers do all of it (PyTorch Geometric: filter_per_worker=True)"
+    ]
+
+
+def _parts_of_type(
+    value: Any, kind: type[_Part], path: str = "", depth: int = SEARCH_DEPTH
+) -> Iterator[tuple[str, _Part]]:
+    """What an object holds of a kind, in attributes, lists and dicts, with its path."""
+    if isinstance(value, kind):
+        yield path, value
+    elif depth:
+        held: Mapping[Any, Any] = getattr(value, "__dict__", {})
+        if is_group := isinstance(value, (Mapping, list, tuple)):
+            held = value if isinstance(value, Mapping) else dict(enumerate(value))
+        for name, part in islice(dict(held).items(), MOST_PARTS):
+            step = f"[{name!r}]" if is_group else f".{name}" if path else name
+            yield from _parts_of_type(part, kind, path + step, depth - 1)
 
 
 def _shown(value: Any) -> str:

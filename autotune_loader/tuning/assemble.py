@@ -22,7 +22,6 @@ from autotune_loader.report.assembly import judged
 from autotune_loader.report.progress import Progress
 from autotune_loader.report.semantics import consequences
 from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
-from autotune_loader.results.cache import Entry
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
@@ -91,18 +90,18 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
     )
 
 
-def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
+def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
     """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
 
     Args:
-        entry: the earlier result.
-        seen: the check that it passed.
+        seen: the check that the earlier result passed.
         context: workload, space and machine of now; the speed-up is over its baseline.
         seconds: wall seconds since the call.
         study: the Optuna study of the earlier trials.
     """
-    earlier, baseline, rate = entry.result, context.baseline, seen.rate(entry.result.best)
+    earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
     assert rate is not None
+    assert earlier.tuned_at is not None
     measured = earlier.measured
     if baseline != earlier.baseline:
         now = seen.rate(baseline) if seen.partner == baseline else rate
@@ -110,7 +109,7 @@ def assemble_reused(entry: Entry, seen: Check, context: RunContext, seconds: flo
         speedup = seen.speedup if seen.partner == baseline else None
         measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)
     reused = Reused(
-        tuned_at=entry.note.tuned_at,
+        tuned_at=earlier.tuned_at,
         samples_per_s=rate,
         speedup=None if seen.speedup is None else seen.speedup.value,
         rounds=len(seen.rounds),

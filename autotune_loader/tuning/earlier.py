@@ -177,7 +177,7 @@ class EarlierResult:
     options: TuneOptions
     key: str
     """Of this call in the cache."""
-    entry: cache.Entry | None
+    entry: TuningResult | None
     """None where nothing was kept, or it is not to be used."""
     objections: tuple[str, ...] = field(default=())
     """Why the earlier result was not used, in a sentence."""
@@ -196,12 +196,12 @@ class EarlierResult:
         entry, options, context = self.entry, self.options, self.context
         if entry is None:
             return None
-        tuned_at, best = entry.note.tuned_at, entry.result.best
-        if not entry.is_enough_for(options.budget_s, options.max_trials):
+        tuned_at, best = entry.tuned_at, entry.best
+        if not entry.spent.is_enough_for(options.budget_s, options.max_trials):
             log.info("the earlier result of %s had less time or fewer trials; tuning anew", tuned_at)
             return None
         announce(f"checking the result of {tuned_at}: {best}")
-        seen = check(probe, entry.result, context.baseline, context.space, options.tolerance)
+        seen = check(probe, entry, context.baseline, context.space, options.tolerance)
         if not seen.objection:
             return seen
         long = f" ({seen.why_long})" if seen.why_long else ""

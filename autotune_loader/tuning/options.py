@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
 from autotune_loader.values.plan import ISOLATIONS, Isolation
-from autotune_loader.values.validation import require_bool, require_choice, require_count, require_int, require_number
+from autotune_loader.values.validation import (
+    parse_bytes,
+    parse_seconds,
+    require_bool,
+    require_choice,
+    require_count,
+    require_int,
+    require_number,
+)
 
 ALLOWABLE = (
     "batch_size",
@@ -24,10 +31,6 @@ ALLOWABLE = (
 """What changes the semantics of training and is searched only where the user says so."""
 Search = Literal["auto", "tpe", "grid", "random"]
 SEARCHES: tuple[Search, ...] = get_args(Search)  # for the check of an argument
-_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_UNITS_BYTES = {"": 1.0, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-SHORTEST_BUDGET_S = 1.0
-"""Below this the first batch and one burst do not fit, whatever the workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,43 +97,6 @@ def parse_options(options: Mapping[str, Any]) -> TuneOptions:
         if name in values:
             values[parsed_name] = parse(name, values.pop(name))
     return TuneOptions(**values)
-
-
-def parse_seconds(name: str, value: object) -> float:
-    """Seconds from a number, "90", "90s", "3m" or "1h".
-
-    Raises:
-        TypeError, ValueError: it is none of these, or too short to measure anything.
-    """
-    return _quantity(name, value, _UNITS_S, "seconds", f"{SHORTEST_BUDGET_S:.0f} s", SHORTEST_BUDGET_S, "'60s'")
-
-
-def parse_bytes(name: str, value: object) -> int | None:
-    """Bytes from a number or a text such as "8GB" or "512MiB"; None stays None.
-
-    Raises:
-        TypeError, ValueError: it is none of these, or not positive.
-    """
-    return None if value is None else int(_quantity(name, value, _UNITS_BYTES, "bytes", "one byte", 1, "'8GB'"))
-
-
-def _quantity(
-    name: str, value: object, units: Mapping[str, float], what: str, least_words: str, least: float, example: str
-) -> float:
-    works = f"{name}={example} would work"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{name}={value!r} is neither {what} nor a text such as {example}; {works}")
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        folded = {unit.lower(): factor for unit, factor in units.items()}
-        if match is None or match[2].lower() not in folded:
-            raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, units))}); {works}")
-        amount = float(match[1]) * folded[match[2].lower()]
-    else:  # an integer may be too long for a float, which then could only be infinite
-        amount = float("inf") if abs(value) > sys.float_info.max else float(value)
-    if not least <= amount < float("inf"):
-        raise ValueError(f"{name}={value!r} is not at least {least_words}; {works}")
-    return amount
 
 
 def _parse_allow(name: str, value: object) -> frozenset[str]:

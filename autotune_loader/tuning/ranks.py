@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import msgspec
-
 from autotune_loader.decision.space import Limits, Space, least, max_useful_workers
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.machine.ranks import Link, Place, RankLostError, first_line, is_one_of_many, job_link
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.protocol import Probe
-from autotune_loader.results.loader_file import LoaderFile
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -360,7 +357,7 @@ def _run(probe: Probe, ask: Ask, rank: int) -> Measurement | Failure:
 def share(ranks: Ranks | None, result: TuningResult) -> TuningResult:
     """Give the other ranks the result. A partial one is kept even if they are gone: Ctrl-C ended them too."""
     if ranks is not None:
-        ranks.finish(result.to_file(), is_partial=result.status == "partial")
+        ranks.finish(result.to_dict(), is_partial=result.status == "partial")
     return result
 
 
@@ -386,4 +383,4 @@ def run_on_rank_0(call: Callable[[], TuningResult], *, deadline_s: float) -> Tun
 
 
 def _result_of(said: Any) -> TuningResult:
-    return TuningResult.from_file(msgspec.convert(said, LoaderFile))
+    return TuningResult.from_dict(said)

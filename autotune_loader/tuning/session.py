@@ -26,7 +26,7 @@ from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import Finals
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import RunContext, SearchState
-from autotune_loader.tuning.study import Claim, OptunaStudy, journal_beside
+from autotune_loader.tuning.study import Claim, OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.trial import Trial, role_of
@@ -93,7 +93,7 @@ class TuningSession:
             options.stages,
         )
         self._study = OptunaStudy(
-            storage=options.storage or journal_beside(options.output),
+            storage=options.storage or (options.output and f"{options.output}.journal"),
             disposable=options.storage is None,
             name=study_name,
             space=run.space,

@@ -1,7 +1,7 @@
-"""The Optuna study behind a search: where it is kept, and the only file that imports Optuna.
+"""The Optuna study behind a search, in memory, a journal file or a database; the only file that imports Optuna.
 
     ask     a running trial of what the search hands over, or of what Optuna's own sampler proposes
-    tell    its rate; a failure as pruned with a violated constraint, because samplers ignore a bare FAIL and propose it again
+    tell    its rate; a failure as pruned, because samplers ignore a bare FAIL and propose it again
     news    what other hosts have told; what they are running is passed over
 
 Ask and tell, never `optimize()`: the search owns time and order. Everything is also kept as user attributes, so that a study is
@@ -16,10 +16,11 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.machine.ranks import Place
 from autotune_loader.tuning.options import Search
-from autotune_loader.tuning.study_storage import open_storage
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.serialization import from_plain, to_plain
 from autotune_loader.values.trial import Trial
@@ -44,6 +45,12 @@ CONFIG, OWNER, SINCE = "config", "owner", "since"
 """Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
 LOST_S = 60.0
 """A trial of another host that has run this long is taken for lost. One that is not costs a trial that is run twice."""
+PAUSES_S = (0.2, 0.8, 2.0)
+"""Between tries to open a database: hosts that open an empty one at once make its tables at once, and all but one fail."""
+LIBPQ_S = 10
+"""PostgreSQL's driver waits so long for a server to answer a connection, and for what was sent to arrive."""
+GRACE_S = 3
+"""A lock left by a killed writer is taken over after this; Optuna's own default of 30 s would stall a restart."""
 AXES = {
     "prefetch_factor": "prefetch_factors",
     "pin_memory": "pin_memory",
@@ -100,13 +107,17 @@ class OptunaStudy:
     def __init__(
         self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, disposable: bool = False
     ) -> None:
-        _import_optuna()
+        # In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model.
+        thread = threading.Thread(target=importlib.import_module, args=("optuna",))
+        thread.start()
+        thread.join()
         self._name, self._space, self._sampler = name, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
-        self.study = self._disposable(str(storage)) if disposable and storage else self._opened(storage)
+        self.study = self._disposable(storage) if disposable and storage else self._opened(storage)
         self._end_what_died()
 
+    @quiet_optuna()
     def ask(self, config: LoaderConfig | None = None) -> Claim:
         """A running trial of `config`, or of what the sampler proposes; first of all of what somebody has enqueued."""
         try:
@@ -115,7 +126,6 @@ class OptunaStudy:
             self._go_on_in_memory(error)
             return self._ask(config)
 
-    @quiet_optuna()
     def _ask(self, config: LoaderConfig | None) -> Claim:
         import optuna
 
@@ -128,15 +138,15 @@ class OptunaStudy:
             asked.set_user_attr(name, value)
         return Claim(asked, config)
 
+    @quiet_optuna()
     def tell(self, claim: Claim, trial: Trial) -> None:
-        """Complete a claimed trial: its rate as the value, everything else as attributes and constraints."""
+        """Complete a claimed trial: its rate as the value, everything else as attributes."""
         try:
             self._tell(claim.asked, trial)
         except Exception as error:
             self._go_on_in_memory(error)
             self._tell(self._ask(trial.config).asked, trial)
 
-    @quiet_optuna()
     def _tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         import optuna
 
@@ -144,24 +154,13 @@ class OptunaStudy:
         self._seen.add(attributes["record"])
         for name, value in attributes.items():
             asked.set_user_attr(name, value)
-        for name, violation in _constraints(trial, self._space).items():
-            asked.set_user_attr(f"constraint_{name}", violation)  # optuna-dashboard does not show the real ones yet
-            if hasattr(asked, "set_constraint"):  # Optuna 5
-                asked.set_constraint(name, violation)
-        if trial.measurement is not None:
-            self.study.tell(asked, trial.measurement.samples_per_s.value)
-        else:
-            self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        rate = trial.samples_per_s
+        self.study.tell(asked, rate, None if rate is not None else optuna.trial.TrialState.PRUNED)
 
-    @quiet_optuna()
     def abandon(self, claim: Claim) -> None:
         """Mark a trial that was interrupted, or that another host runs: it carries no information."""
-        import optuna
+        self._fail(claim.asked)
 
-        with contextlib.suppress(Exception):
-            self.study.tell(claim.asked, state=optuna.trial.TrialState.FAIL)
-
-    @quiet_optuna()
     def finish(self) -> None:
         """Mark the study as searched to the end."""
         with contextlib.suppress(Exception):
@@ -182,12 +181,11 @@ class OptunaStudy:
 
     def elsewhere(self, before: Claim | None = None) -> set[LoaderConfig]:
         """What other processes are running; with a claim of ours, in trials that began before it: of two the first counts."""
-        running = [
-            each.user_attrs
+        return {
+            LoaderConfig.from_dict(each.user_attrs[CONFIG])
             for each in self._trials(finished=False)
-            if CONFIG in each.user_attrs and (before is None or each.number < before.asked.number)
-        ]
-        return {LoaderConfig.from_dict(each[CONFIG]) for each in running if not _is_lost(each)}
+            if (before is None or each.number < before.asked.number) and not _is_lost(each)
+        }
 
     def close(self) -> None:
         """Let go of a storage that holds connections: Optuna leaves them to the garbage collector, of which psycopg warns."""
@@ -202,7 +200,10 @@ class OptunaStudy:
         except Exception as error:
             self._go_on_in_memory(error)
             trials = self.study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.state.is_finished() is finished]
+        ours = [
+            trial for trial in trials if trial.state.is_finished() or OWNER in trial.user_attrs
+        ]  # not enqueued ones
+        return [trial for trial in ours if trial.state.is_finished() is finished]
 
     @quiet_optuna()
     def _opened(self, storage: str | None) -> optuna.Study:
@@ -233,7 +234,6 @@ class OptunaStudy:
             log.warning("%s; the study is kept in memory", without_secrets(str(error)))
             return self._opened(None)
 
-    @quiet_optuna()
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
         reason = without_secrets(f"{type(error).__name__}: {error}")
@@ -243,38 +243,30 @@ class OptunaStudy:
         with contextlib.suppress(Exception):
             self.study.add_trials(trial for trial in lost.get_trials(deepcopy=False) if trial.state.is_finished())
 
-    @quiet_optuna()
     def _end_what_died(self) -> None:
         """Tell the trials that a killed run of this host left running. Those of other live processes and hosts stay."""
+        for frozen in self._trials(finished=False):
+            if _owner(frozen).is_seen_from_here and _is_lost(frozen):
+                self._fail(frozen.number)
+
+    @quiet_optuna()
+    def _fail(self, trial: optuna.trial.Trial | int) -> None:
         import optuna
 
-        for frozen in self._trials(finished=False):
-            if (
-                OWNER in frozen.user_attrs
-                and _place(frozen.user_attrs).is_seen_from_here
-                and _is_lost(frozen.user_attrs)
-            ):
-                with contextlib.suppress(Exception):  # another process of ours was quicker
-                    self.study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
+        with contextlib.suppress(Exception):  # another process was quicker, or the storage is lost
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
 
-def _place(attributes: Mapping[str, Any]) -> Place:
-    return from_plain(attributes[OWNER], Place)
+def _owner(trial: optuna.trial.FrozenTrial) -> Place:
+    return from_plain(trial.user_attrs[OWNER], Place)
 
 
-def _is_lost(attributes: Mapping[str, Any]) -> bool:
+def _is_lost(trial: optuna.trial.FrozenTrial) -> bool:
     """Whether a running trial has, as far as can be told from here, nobody who would finish it."""
-    place = _place(attributes)
+    place = _owner(trial)
     if place.is_seen_from_here:
         return place.has_ended() or place == Place.here()  # what this very process left running is of an earlier run
-    return time.time() - float(attributes.get(SINCE, time.time())) > LOST_S
-
-
-def _import_optuna() -> None:
-    """In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model."""
-    thread = threading.Thread(target=importlib.import_module, args=("optuna",))
-    thread.start()
-    thread.join()
+    return time.time() - float(trial.user_attrs.get(SINCE, time.time())) > LOST_S
 
 
 def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
@@ -284,12 +276,8 @@ def _sampler(search: Search, seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.RandomSampler(seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=4,  # random ones; the initial design takes their place
-            multivariate=False,
-            constant_liar=False,
-        )
+        # Four random trials come first; the initial design takes their place.
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=4, multivariate=False, constant_liar=False)
 
 
 def _values(name: str, space: Space) -> list[Any]:
@@ -299,19 +287,16 @@ def _values(name: str, space: Space) -> list[Any]:
 def _distribution(name: str, space: Space) -> optuna.distributions.BaseDistribution:
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
-    return (
-        IntDistribution(0, space.max_workers)
-        if name == "num_workers"
-        else CategoricalDistribution(_values(name, space))
-    )
+    if name == "num_workers":
+        return IntDistribution(0, space.max_workers)
+    return CategoricalDistribution(_values(name, space))
 
 
 def _params(config: LoaderConfig, space: Space) -> dict[str, Any]:
     """What of a configuration Optuna can be told: not what lies outside of the space. `record` has all of it."""
     knobs = {name: getattr(config, name) for name in AXES if config.num_workers or name not in ONLY_WITH_WORKERS}
-    known = {
-        name: value for name, value in knobs.items() if len(_values(name, space)) > 1 and value in _values(name, space)
-    }
+    legal = {name: _values(name, space) for name in knobs}
+    known = {name: value for name, value in knobs.items() if len(legal[name]) > 1 and value in legal[name]}
     return {"num_workers": min(config.num_workers, space.max_workers), **known}
 
 
@@ -332,14 +317,9 @@ def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
     return f"autotune-{space.hash}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def journal_beside(output: str | None) -> str | None:
-    """Where the study of a run that writes `output` is kept."""
-    return None if output is None else f"{output}.journal"
-
-
 def _attributes(trial: Trial) -> dict[str, Any]:
     """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
-    values: dict[str, Any] = {"role": trial.role, "config": trial.config.to_dict(), "seconds": round(trial.seconds, 3)}
+    values: dict[str, Any] = {"role": trial.role, "seconds": round(trial.seconds, 3)}
     if (measured := trial.measurement) is not None:
         rate, memory = measured.samples_per_s, measured.memory
         values |= {
@@ -363,9 +343,82 @@ def _attributes(trial: Trial) -> dict[str, Any]:
     return {**plain, "record": json.dumps(to_plain(trial), allow_nan=False)}
 
 
-def _constraints(trial: Trial, space: Space) -> dict[str, float]:
-    """Optuna's convention: a positive value violates. A failed trial violates by 1, so that no sampler returns there."""
-    values = {"failed": 0.0 if trial.failure is None else 1.0}
-    if space.limits.memory_bytes:
-        values["memory"] = space.memory_need(trial.config) / space.limits.memory_bytes - 1.0
-    return values
+# Storages
+
+
+def open_storage(storage: str | None) -> Any:
+    """None for memory, a URL as it is, a path as a journal file that is readable by its owner alone."""
+    if storage is None:
+        return None
+    if "://" in storage:
+        return open_database(storage)
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    path = Path(storage)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    lock = JournalFileSymlinkLock(storage, grace_period=GRACE_S)
+    lock.acquire()
+    try:
+        # After a kill in the middle of a write Optuna loads such a file, but its next append joins the torn line and is lost.
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            log.warning("%s ended in the middle of a line; the last %d bytes were dropped", path, len(data) - whole)
+            os.truncate(path, whole)
+    finally:
+        lock.release()
+    return JournalStorage(JournalFileBackend(storage, lock_obj=lock))
+
+
+def open_database(url: str) -> Any:
+    """Optuna's storage for a database URL; connections that the server has dropped are replaced before use.
+
+    Raises:
+        ValueError: the URL names nothing that can be opened, or nothing answers there.
+        MissingExtraError: the database's driver is not installed.
+    """
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import ArgumentError
+
+    # A network that is lost would be waited for as long as the kernel does.
+    is_libpq = url.startswith(("postgresql://", "postgresql+psycopg"))
+    patience = {"connect_timeout": LIBPQ_S, "tcp_user_timeout": 1000 * LIBPQ_S} if is_libpq else {}
+    options = {} if url.startswith("sqlite") else {"pool_pre_ping": True, "connect_args": patience}
+    # What SQLAlchemy and drivers say may quote the URL or pieces of it, and so do the causes of their errors.
+    why = "needs a driver that is not installed"
+    for pause_s in (*PAUSES_S, None):
+        try:
+            _make_private(url)
+            return RDBStorage(url, engine_kwargs=options)
+        except (ArgumentError, ValueError):
+            why = "names no database that can be opened"
+            break
+        except ImportError:
+            if is_libpq:
+                raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from None
+            break
+        except Exception as error:
+            why = f"cannot be opened ({_cause(error)})"
+            if pause_s is not None:
+                time.sleep(pause_s)
+    raise ValueError(f"storage={without_secrets(url)!r} {why}; storage='study.journal' would work")
+
+
+def _cause(error: Exception) -> str:
+    origin = getattr(error, "orig", error)
+    text = without_secrets(str(origin).splitlines()[0])
+    # The end of a password that holds an @ is taken for the beginning of a host.
+    return type(origin).__name__ if "@" in text else text
+
+
+def _make_private(url: str) -> None:
+    """Create the file of an SQLite database, which SQLite would let others read: it will hold the user's tracebacks."""
+    from sqlalchemy.engine import make_url
+
+    parsed = make_url(url)
+    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    if name and not name.startswith((":memory:", "file:")):
+        with contextlib.suppress(OSError):  # SQLite says better what is wrong with it
+            os.close(os.open(name, os.O_CREAT | os.O_RDWR, 0o600))

@@ -20,7 +20,7 @@ from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload
+from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload, told_beside_errors
 from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_reused, loader_parts, saved
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
@@ -38,7 +38,6 @@ from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import RunContext
 from autotune_loader.tuning.study import OptunaStudy, name_of_study
-from autotune_loader.tuning.unwrapping import told_beside_errors
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 from autotune_loader.values.trial import Trial
@@ -191,9 +190,9 @@ def _tuned(
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
         seen = earlier.check(probe, progress.announce)
-        if seen is not None and earlier.entry is not None:
-            study = study_of(earlier.entry.result.trials, space, options)
-            held = assemble_reused(earlier.entry, seen, context, time.monotonic() - begun, study)
+        if seen is not None:
+            study = study_of(seen.earlier.trials, space, options)
+            held = assemble_reused(seen, context, time.monotonic() - begun, study)
             return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
@@ -203,7 +202,7 @@ def _tuned(
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(told, options.output, progress, started),
-            suggestions=() if earlier.entry is None else (earlier.entry.result.best,),
+            suggestions=() if earlier.entry is None else (earlier.entry.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()

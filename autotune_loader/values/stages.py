@@ -8,6 +8,9 @@ from typing import NamedTuple
 HAND_OVER = "hand over"
 """The stage beside the others: a thread of its own writes batches to the queue."""
 
+Line = tuple[str, str]
+"""stage, where"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:

@@ -7,15 +7,14 @@ consumer                     requested ──────── wait ───�
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAIN_PROCESS = -1
 """`BatchTrace.worker` of a batch that the consumer fetched itself (0 workers)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTrace:
-    """The history of one batch, in the order of delivery."""
+class BatchTrace(NamedTuple):
+    """The history of one batch, in the order of delivery; making one takes half a microsecond."""
 
     worker: int
     """Worker that fetched it, from 0; `MAIN_PROCESS` without workers."""
@@ -27,14 +26,14 @@ class BatchTrace:
     """When the batch was whole, in seconds."""
     cpu_s: float
     """CPU seconds of fetch and collate together."""
+    samples: int
+    """Samples in the batch."""
     requested: float
     """When the training loop asked for the batch, in seconds."""
     received: float
     """When the training loop had it, in seconds."""
     step_end: float
     """When the training step was done, in seconds."""
-    samples: int
-    """Samples in the batch."""
 
     @property
     def service_s(self) -> float:

@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.pipeline.stages import StageTally, stage_times
+from autotune_loader.pipeline.stages import pooled, stage_times
+from autotune_loader.values.stages import StageSamples
 
 STAGES = ("read", "unpack", "augment", "collate")
 BATCH, BLOCK = 4, 50
@@ -78,7 +79,7 @@ class ByHand:
         self.timed("collate", joined, samples)
 
 
-def made(data: Known, clock: StageClock | None, tally: StageTally) -> float:
+def made(data: Known, clock: StageClock | None, tally: list[StageSamples]) -> float:
     """CPU seconds of a batch that is made as a worker makes it."""
     begun, cpu = time.perf_counter(), time.process_time()
     if clock is not None:
@@ -92,24 +93,24 @@ def made(data: Known, clock: StageClock | None, tally: StageTally) -> float:
         report = clock.batch(time.perf_counter() - begun, took_s, BATCH)
         took_s = time.process_time() - cpu
         if report is not None:
-            tally.add(report)
+            tally.append(report)
     return took_s
 
 
 def main(seconds: float) -> None:
     torch.set_num_threads(1)
-    data, tally, by_hand, costs = Known(), StageTally(), ByHand(), list[float]()
+    data, tally, by_hand, costs = Known(), list[StageSamples](), ByHand(), list[float]()
     begun = time.perf_counter()
     while time.perf_counter() - begun < seconds:
         plain_s = sum(made(data, None, tally) for _ in range(BLOCK))
-        clock = StageClock.begin(data)
+        clock = StageClock(data)
         clocked_s = sum(made(data, clock, tally) for _ in range(2 * BLOCK)) / 2
         clock.end()
         plain_s += sum(made(data, None, tally) for _ in range(BLOCK))
         costs.append(clocked_s / plain_s * 2 - 1)
         for _ in range(BLOCK // 5):
             by_hand.batch(data)
-    shares = {each.stage: each for each in stage_times(tally.samples())}
+    shares = {each.stage: each for each in stage_times(pooled(tally))}
     shares["unpack"] = shares.pop("decode")  # zlib's is known to decode
     wall_s, cpu_s = sum(by_hand.wall_s.values()), sum(by_hand.cpu_s.values())
     print(f"{'stage':10}{'wall':>8}{'by hand':>9}{'CPU':>8}{'by hand':>9}")

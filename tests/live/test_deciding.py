@@ -255,7 +255,7 @@ def test_a_rate_that_shifts_for_good_raises_an_alarm_and_a_short_disturbance_doe
 
 def test_what_starting_workers_took_holds_the_wait_until_they_had_imported() -> None:
     log = LiveTraces()
-    slow = replace(trace(0.0), fetch_start=2.5, fetch_end=3.0, collate_end=3.0, received=3.0, step_end=3.01)
+    slow = trace(0.0)._replace(fetch_start=2.5, fetch_end=3.0, collate_end=3.0, received=3.0, step_end=3.01)
     log.note(slow)
     change = Change(batch=0, serves_from=0, config=TWO, reason="start", begun=-0.1, blocked_s=0.1)
 

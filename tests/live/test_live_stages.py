@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import AutoLoader
+from autotune_loader.values.stages import StageSamples
 
 
 class Photos(Dataset[Any]):
@@ -58,7 +59,9 @@ def test_nobody_watches_unless_asked() -> None:
 def test_a_copy_watches_as_well_and_begins_anew() -> None:
     loader = AutoLoader(Photos(), batch_size=4, num_workers=1, stages=True)
     assert loader._state.stages is not None
-    loader._state.stages.add(((), (1.0,) * 5))
+    loader._state.stages.append(
+        StageSamples(seen=(), samples=1.0, wall_s=1.0, cpu_s=1.0, crowded_s=0.0, queue_cpu_s=0.0)
+    )
     again = copy.copy(loader)
     assert again._state.stages is not None
-    assert again._state.stages.samples() is None
+    assert not again._state.stages

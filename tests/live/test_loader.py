@@ -116,6 +116,7 @@ def test_the_length_of_a_stream_without_one_is_torchs_error() -> None:
         ({"max_workers": 2, "num_workers": 3}, "above max_workers=2; num_workers=2 would work"),
         ({"max_workers": -1}, "max_workers=-1 is below 0"),
         ({"max_host_memory": 1 << 20, "num_workers": 2}, "host memory"),
+        ({"max_shm": "1 furlong"}, "max_shm='1 furlong' cannot be read .*; max_shm='8GB' would work"),
         ({"worker_seeds": "mine"}, "worker_seeds='mine' is not"),
         ({"step_threads": 2}, "step_threads=2 is not one of 'auto'; step_threads='auto' would work"),
         ({"config": LoaderConfig(batch_size=7)}, "batch_size=1 would work"),
@@ -167,7 +168,8 @@ def test_a_change_above_a_budget_is_refused_and_nothing_changes() -> None:
 
 
 def test_batches_that_do_not_fit_into_shared_memory_are_refused_once_their_size_is_known() -> None:
-    loader = AutoLoader(Numbers(64), batch_size=64, max_shm=3000)
+    loader = AutoLoader(Numbers(64), batch_size=64, max_shm="3KB")
+    assert loader.max_shm == 3000
     next(iter(loader))
 
     with pytest.raises(ValueError, match="max_shm"):

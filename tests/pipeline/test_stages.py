@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.pipeline.stages import HAND_OVER, OTHER_THREADS, REST, StageTally, pooled, stage_times
+from autotune_loader.pipeline.stages import HAND_OVER, OTHER_THREADS, REST, pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.burst import run_burst
 from autotune_loader.probe.step import build_step
@@ -49,13 +49,14 @@ now = Thread()
 def clocks_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     global now
     now = Thread()
-    monkeypatch.setattr(stage_clock, "MOST_COST", 1e9)  # on a clock that stands still, all is let go
+    for limit in ("MOST_COST", "TOO_OFTEN"):
+        monkeypatch.setattr(stage_clock, limit, 1e9)  # on a clock that stands still, all is let go
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, dataset: Any, fetch: Callable[[Any], Any]) -> dict[str, tuple[str, float]]:
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make."""
     monkeypatch.setattr(stage_clock, "time", now)
-    clock = StageClock.begin(dataset)
+    clock = StageClock(dataset)
     try:
         clock.fetch()
         samples = fetch(dataset)
@@ -65,7 +66,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, dataset: Any, fetch: Callable[[Any]
     finally:
         clock.end()
     assert report is not None
-    return {stage: (where, wall_s) for stage, where, wall_s, _ in report[0]}
+    return {stage: (where, wall_s) for stage, where, wall_s, _ in report.seen}
 
 
 def joined(samples: Any) -> Any:
@@ -190,6 +191,17 @@ def test_what_libraries_read_and_decode_has_its_own_name_and_the_users_line(monk
     assert found["decode"][0].startswith("test_stages.py:")
 
 
+def test_what_the_users_code_puts_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(Of):
+        def __getitem__(self, index: int) -> Any:
+            self.transform = own
+            return index
+
+    own, dataset = abs, Changing(functools.partial(crop))
+    clocked(monkeypatch, dataset, by_index)
+    assert dataset.transform is own
+
+
 def test_an_exception_ends_its_stages_and_the_next_batch_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(index: int) -> Any:
         now.works(1)
@@ -234,22 +246,24 @@ def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_an
     # GIVEN a batch of 1 ms, in which a function is called a thousand times
     monkeypatch.setattr(stage_clock, "time", now)
     monkeypatch.setattr(stage_clock, "MOST_COST", 0.005)
+    monkeypatch.setattr(stage_clock, "TOO_OFTEN", 0.1)
     transform = Compose(lambda sample: None, Flip())
-    clock = StageClock.begin(Of(transform))
+    clock = StageClock(Of(transform))
     try:
         clock.fetch()
         for _ in range(1000):
             transform.transforms[0](0)
         clock.batch(0.001, 0.001, 1)
-        # THEN the function is the user's own again
-        assert not hasattr(transform.transforms[0], "__wrapped__")
-        # WHEN a few calls are clocked THEN the next batches go without
+        # THEN the function is the user's own in the next one
         clock.fetch()
+        assert [hasattr(each, "__wrapped__") for each in (transform.transforms[0], Flip.__call__)] == [False, True]
+        # WHEN a few calls are clocked THEN the next batches go without
         for _ in range(5):
             transform.transforms[1](0)
         clock.batch(0.001, 0.001, 1)
         clock.fetch()
         assert not clock.is_on()
+        assert not hasattr(Flip.__call__, "__wrapped__")
     finally:
         clock.end()
 
@@ -311,14 +325,8 @@ def test_bursts_and_reports_of_workers_add_up() -> None:
     assert both is not None
     assert (both.samples, both.wall_s) == (2000.0, 16.0)
     assert stage_times(both) == stage_times(BURST)
-    assert pooled([None]) is StageTally().samples() is None
-    tally = StageTally(most=2)
-    for _ in range(3):  # only the latest are kept
-        tally.add(((("read", "a.py:1", 3.0, 1.0),), (4.0, 0.5, 0.25, 0.0, 0.125)))
-    found = tally.samples()
-    assert found is not None
-    assert found.seen == (Seen("read", "a.py:1", 6.0, 2.0),)
-    assert (found.samples, found.wall_s, found.queue_cpu_s) == (8.0, 1.0, 0.25)
+    assert both.seen == tuple(Seen(each.stage, each.where, 2 * each.wall_s, 2 * each.cpu_s) for each in SEEN)
+    assert pooled([None]) is None
 
 
 # Real workers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -211,8 +210,7 @@ def test_start_up_is_no_part_of_the_rate() -> None:
     # GIVEN a worker whose first batch takes a hundred times as long as the others
     traces = simulate(40, workers=1, variation=0.0)
     late = [
-        replace(
-            trace,
+        trace._replace(
             fetch_start=trace.fetch_start + 2.0 * (i > 0),
             fetch_end=trace.fetch_end + 2.0,
             collate_end=trace.collate_end + 2.0,
@@ -232,7 +230,7 @@ def test_start_up_is_no_part_of_the_rate() -> None:
 def test_batches_of_other_sizes_count_by_their_samples() -> None:
     # GIVEN batches that grew to twice the samples
     traces = simulate(40, workers=2)
-    doubled = [replace(trace, samples=2 * SAMPLES) for trace in traces]
+    doubled = [trace._replace(samples=2 * SAMPLES) for trace in traces]
     # WHEN both are summarised
     rates = [summarise(each, workers=2, started=0.0).samples_per_s.value for each in (traces, doubled)]
     # THEN so does the rate in samples

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import trouble as troubles
+from preloaded import PreloadedPython
 from torch.utils.data import Dataset, SequentialSampler
 from trouble import Trouble
 
@@ -90,6 +91,23 @@ class WaitsForNobody(Dataset[Any]):
 
 
 WAIT_S = 30.0
+
+
+UNDER_A_PROFILER = """
+import sys, torch
+from autotune_loader import tune
+
+sys.setprofile(lambda frame, event, argument: None)
+options = {"isolation": "inline", "budget": 1, "max_trials": 1, "max_workers": 0, "progress": False}
+print(tune([torch.zeros(3)] * 64, batch_size=4, **options).status)
+"""
+
+
+def test_an_inline_run_ends_under_a_profiler_too(tmp_path: Path, preloaded: PreloadedPython) -> None:
+    """Python 3.11 goes round and round where an exception is taken back that was never sent."""
+    (tmp_path / "profiled.py").write_text(UNDER_A_PROFILER)
+    run = preloaded.start("profiled.py", folder=tmp_path)
+    assert run.wait(timeout=DEADLINE_S) == 0, run.output
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -9,8 +9,7 @@ import pytest
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.pipeline.held_objects import HeldObjects
-from autotune_loader.report.advice import Evidence, advise, judge
-from autotune_loader.report.advice.memory import growth_warning
+from autotune_loader.report.advice import Evidence, advise, growth_warning, judge
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
@@ -131,7 +130,7 @@ def waiting(limits, **machine):
 def in_memory(**changes):
     """A worker-less loader of 64 samples in 1 ms, nine tenths of it for single samples."""
     fetched = [
-        replace(each, fetch_end=0.0009, collate_end=0.001, received=0.001, step_end=0.0011)
+        each._replace(fetch_end=0.0009, collate_end=0.001, received=0.001, step_end=0.0011)
         for each in traces([0.001] * 30)
     ]
     values = {"batch_size": 64.0, "service_s": 0.001, "service_cpu_s": 0.001, "step_s": 0.0001, "receive_s": 0.0}
@@ -221,7 +220,7 @@ CASES = {
         "6 workers, prefetch 2 ran out of it (oom killed)", "Make a worker smaller"),
     "shared memory that ran out": ("memory", evidence(trials=(failed(6, "shared_memory"),)), "", "--shm-size"),
     "memory that would run out": ("memory", waiting(Limits(memory_bytes=4 * GIB), worker_bytes=500 << 20),
-        "of memory, and there are 4 GiB", "would not fit into memory; each takes 502 MiB"),
+        "of memory, and there are 4 GiB", "Make a worker smaller"),
     "shared memory that would": ("memory", waiting(Limits(shm_bytes=64 << 20), batch_bytes=5 << 20),
         "of shared memory, and there are 64 MiB", "--shm-size"),
     "start-up": ("startup", evidence(measured(first_batch_s=5.0), epoch_batches=100),

@@ -15,14 +15,14 @@ from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.timeline import MAX_BATCHES
 from autotune_loader.report.standings import final_ratios, standings
-from autotune_loader.report.units import number_text, share_text
+from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError, TunerError
 from autotune_loader.values.statistics import Interval
 from tests.support import SimulatedMachine, simulated_result
 
-PREDICTED, CHOSEN = "~", "chosen, in the paired rounds"
+CHOSEN = "chosen, in the paired rounds"
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 PICTURES = [getattr(plots, name) for name in plots.__all__]
 
@@ -32,12 +32,6 @@ def points(axes: Axes, label: str) -> list[tuple[float, float]]:
     named = [each[0] for each in axes.containers if each.get_label() == label]
     lines = named or [line for line in axes.lines if line.get_label() == label]
     return [tuple(point) for line in lines for point in line.get_xydata().tolist()]
-
-
-def cells(axes: Axes) -> dict[tuple[str, str], str]:
-    """(workers, prefetch_factor) and the text in that cell of the heat map."""
-    columns, rows = ([tick.get_text() for tick in each] for each in (axes.get_xticklabels(), axes.get_yticklabels()))
-    return {(columns[t.get_position()[0]], rows[t.get_position()[1]]): t.get_text() for t in axes.texts}
 
 
 def bars(axes: Axes) -> list[tuple[str, str, float, float]]:
@@ -134,12 +128,10 @@ def surprising() -> TuningResult:
 
 
 def test_what_ran_in_the_finals_alone_is_in_every_picture(surprising: TuningResult) -> None:
-    # THEN the star lies in the band, its cell is there, and the timeline is of its own burst
+    # THEN the star lies in the band, and the timeline is of its own burst
     axes = plots.plot_workers(surprising).axes[0]
-    ((workers, rate),) = points(axes, CHOSEN)
+    ((_, rate),) = points(axes, CHOSEN)
     assert axes.patches[0].get_y() < rate < axes.patches[0].get_y() + axes.patches[0].get_height()
-    cell = cells(plots.plot_heatmap(surprising).axes[0])[str(int(workers)), str(surprising.best.prefetch_factor)]
-    assert cell == number_text(rate)
     title = plots.plot_timeline(surprising).axes[0].get_title(loc="left")
     assert str(surprising.best) in title
     assert f"waits {share_text(surprising.measured.wait_share)} of the time" in title
@@ -153,16 +145,6 @@ def test_the_axis_of_rounds_has_a_tick_for_each_and_room_for_the_whole_interval(
         assert all(tick == int(tick) for tick in axes.get_xticks())
         assert axes.get_xlim() == (0.5, len(finals.rounds) + 0.5)
         assert axes.get_ylim()[1] > told.speedup.high
-
-
-def test_heatmap_tells_untried_from_failed_and_impossible(result: TuningResult) -> None:
-    texts = cells(plots.plot_heatmap(result).axes[0])
-    assert float(texts["4", "4"].replace(",", "")) > 0
-    assert texts["8", "16"] == "failed"
-    assert texts["1", "8"].startswith(PREDICTED)
-    assert float(texts["0", "none"].replace(",", "")) > 0
-    assert ("0", "2") not in texts
-    assert ("2", "none") not in texts
 
 
 def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:
@@ -200,7 +182,7 @@ def test_timeline_says_where_nothing_of_a_worker_was_seen(result: TuningResult) 
     traces = trial.measurement.traces
     starts = [traces[0].requested - 1 + position / len(traces) for position in range(len(traces))]
     ready = [
-        replace(trace, fetch_start=start, fetch_end=start + 1e-3, collate_end=start + 1e-3)
+        trace._replace(fetch_start=start, fetch_end=start + 1e-3, collate_end=start + 1e-3)
         for trace, start in zip(traces, starts, strict=True)
     ]
 
@@ -231,14 +213,13 @@ def test_timeline_of_a_trial_without_traces_names_those_that_have_some(result: T
 
 
 def test_timeline_of_a_loaded_result_says_why_there_is_none(result: TuningResult) -> None:
-    loaded = TuningResult.from_file(result.to_file())
+    loaded = TuningResult.from_dict(result.to_dict())
     with pytest.raises(TunerError, match=r"not in loader\.json"):
         plots.plot_timeline(loaded)
 
 
 def test_without_a_twin_nothing_is_predicted(result: TuningResult) -> None:
     blind = replace(result, twin=None)
-    assert cells(plots.plot_heatmap(blind).axes[0])["1", "8"] == ""
     assert points(plots.plot_workers(blind).axes[0], "predicted") == []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autotune_loader.report.plots.training import plot_training
@@ -26,7 +24,7 @@ TWO, FOUR = LoaderConfig(num_workers=2), LoaderConfig(num_workers=4)
 
 def batches(count: int, period_s: float) -> list[BatchTrace]:
     return [
-        replace(FIRST, requested=100 + number * period_s, step_end=100 + (number + 1) * period_s)
+        FIRST._replace(requested=100 + number * period_s, step_end=100 + (number + 1) * period_s)
         for number in range(count)
     ]
 

@@ -95,12 +95,13 @@ def test_what_was_kept_is_found_by_the_same_key(folder: Path) -> None:
     kept(folder)
 
     # WHEN the same workload is tuned on the same machine again
-    entry = find(key())
+    found = find(key())
 
     # THEN it is there
-    assert entry is not None
-    assert entry.result == a_result()
-    assert entry.note.tuned_at.endswith("+00:00")
+    assert found is not None
+    assert found.tuned_at is not None
+    assert found.tuned_at.endswith("+00:00")
+    assert found == replace(a_result(), tuned_at=found.tuned_at, spent=replace(a_result().spent, budget_s=60.0))
 
 
 OTHER_KEYS: list[dict[str, Any]] = [
@@ -182,9 +183,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "newer": rewritten(lambda content: content.update(schema_version="9.0")),
     "partial": rewritten(lambda content: content.update(status="partial")),
     "not measured": rewritten(lambda content: content.update(measured={})),
-    "no note": rewritten(lambda content: content.pop("cache")),
-    "foreign": rewritten(lambda content: content["cache"].update(key="0" * 32)),
-    "other types": rewritten(lambda content: content.update(cache=[1, 2])),
+    "not kept by us": rewritten(lambda content: content.pop("tuned_at")),
+    "other types": rewritten(lambda content: content.update(budget=[1, 2])),
     "illegal": rewritten(lambda content: content["dataloader_kwargs"].update(num_workers=-1)),
     "a link": to_link,
     "a folder": to_folder,
@@ -283,9 +283,9 @@ def test_a_search_that_was_cut_short_is_not_enough_for_a_caller_who_grants_more(
     cut_short: bool, had: dict[str, Any], wants: dict[str, Any], enough: bool, folder: Path
 ) -> None:
     keep(key(), a_result(), cut_short=cut_short, **had)
-    entry = find(key())
-    assert entry is not None
-    assert entry.is_enough_for(**wants) is enough
+    found = find(key())
+    assert found is not None
+    assert found.spent.is_enough_for(**wants) is enough
 
 
 # What was best for the data of a job, as the next AutoLoader finds it

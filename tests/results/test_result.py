@@ -95,7 +95,7 @@ def finished_run():
 
 
 def without_traces(result):
-    return TuningResult.from_file(result.to_file())
+    return TuningResult.from_dict(result.to_dict())
 
 
 def saved(result, folder):

@@ -24,7 +24,7 @@ from autotune_loader.scripts.nothing import tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.scripts.report import ScriptReport, report_of
 from autotune_loader.scripts.session import Session
-from autotune_loader.scripts.verdict import LEAVE_IT, LoaderReport, judged
+from autotune_loader.scripts.verdict import LEAVE_IT, LoaderReport, told
 from autotune_loader.values import lines
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
@@ -55,7 +55,7 @@ def better(value: float, **more: Any) -> dict[str, Any]:
         ({"wait_share": 0.15, "script_share": 0.002}, "This loader hardly counts", LEAVE_IT),
         ({"starting_share": 0.3, **TWO}, "starts of epochs bind: they take 30 %", "persistent_workers=True: up to 43 %"),
         ({"starting_share": 0.3}, "The starts of epochs bind", None),
-        ({}, "The loader binds: the loop waits for data 40 % of the time; why cannot be told", None),
+        ({}, "The loader binds: the loop waits for data 40 % of the time; the latest batches do not show why", None),
         (bound("unknown"), "The loader binds: .* do not show why", None),
         (bound("step"), "The loader binds: .* do not show why", None),
         (bound("cpu", advice="do this"), "^It binds", "do this"),
@@ -74,7 +74,7 @@ def better(value: float, **more: Any) -> dict[str, Any]:
 def test_one_verdict_and_the_step_that_follows_from_it(
     facts: dict[str, Any], verdict: str, next_step: str | None
 ) -> None:
-    found = judged(replace(KNOWN, **facts))
+    found = told(replace(KNOWN, **facts))
     said, next_said = found.verdict, found.next_step
 
     assert re.search(verdict, said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from statistics import median
+from statistics import geometric_mean
 
 from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, is_at_ceiling
 from autotune_loader.report.ceiling import ceiling_doubt
@@ -81,8 +81,11 @@ def _nothing_cheaper_is_as_fast_as_the_choice(result: TuningResult) -> Iterator[
         if row.ties_with_best and _is_cheaper(row.config, result.best):
             yield f"{row.config} is marked as fast as {result.best}, and costs less"
         ratios = [ratio for _, ratio in final_ratios(result.finals, row.config, result.best)]
-        if len(ratios) >= MIN_ROUNDS and median(ratios) > 1 and _is_cheaper(row.config, result.best):
-            yield f"{row.config} costs less than {result.best}, and was faster in most of {len(ratios)} rounds"
+        if result.status == "undecided" or len(ratios) < MIN_ROUNDS or not _is_cheaper(row.config, result.best):
+            continue
+        ratio = geometric_mean(ratios)  # As the speed-up is; a median of three is one round's ratio.
+        if ratio > 1:
+            yield f"{row.config} costs less than {result.best}, and was {ratio:.3f}x as fast in {len(ratios)} rounds"
 
 
 def _each_figure_is_that_of_the_table(result: TuningResult) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import get_args, get_type_hints
 import pytest
 from preloaded import PreloadedPython
 
-from autotune_loader.results.loader_file import LoaderFile
+from autotune_loader.results.result import TuningResult
 
 pytestmark = pytest.mark.system
 
@@ -184,7 +184,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
 
 def fields_of_a_file() -> set[str]:
     """Every field of every record that a `loader.json` consists of, as the reference has it."""
-    left, found = [LoaderFile], dict[type, set[str]]()
+    left, found = [TuningResult], dict[type, set[str]]()
     while left:
         record = left.pop()
         if record in found:

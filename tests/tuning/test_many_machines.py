@@ -23,8 +23,7 @@ import pytest
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
 from autotune_loader.machine.ranks import Place
-from autotune_loader.tuning.study import LOST_S, OptunaStudy
-from autotune_loader.tuning.study_storage import open_database
+from autotune_loader.tuning.study import LOST_S, OptunaStudy, open_database
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.serialization import to_plain
 

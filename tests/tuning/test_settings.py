@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_loader.tuning.options import ALLOWABLE, TuneOptions, parse_bytes, parse_options, parse_seconds
+from autotune_loader.tuning.options import ALLOWABLE, TuneOptions, parse_options
+from autotune_loader.values.validation import parse_bytes, parse_seconds
 
 OPTIONS = {
     "budget": "60s",

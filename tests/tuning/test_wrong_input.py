@@ -12,7 +12,7 @@ from autotune_loader import cli, tune
 from autotune_loader.results.loader_file import ENDED
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.assemble import NOT_WRITTEN
-from autotune_loader.tuning.study_storage import open_database
+from autotune_loader.tuning.study import open_database
 from autotune_loader.values.errors import MissingExtraError
 from tests.support import SimulatedMachine, on_simulated_machines
 

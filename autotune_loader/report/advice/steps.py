@@ -9,32 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autotune_loader.decision.space import SAFE_SHARE
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
-from autotune_loader.report.advice.evidence import Evidence, collate_share, receive_s, tail
-from autotune_loader.report.advice.memory import shortage
+from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
 from autotune_loader.report.units import bytes_text, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
 from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.stages import HAND_OVER
 
-# A gain below this is not worth anybody's time.
 WORTH_S_TIME = 0.05
-# An estimate above this says that something else will bind long before; it is not printed.
+"""A gain below this is not worth anybody's time."""
 BELIEVABLE_GAIN = 9.0
-# Host memory that grows faster than this is no noise (bytes per second).
+"""An estimate above this says that something else will bind long before; it is not printed."""
 LEAKING_BYTES_PER_S = 4 << 20
-# Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves.
+"""Host memory that grows faster than this is no noise (bytes per second)."""
 PYTHON_SAMPLE_S = 200e-6
-# A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
-# are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches).
+"""Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
 BATCHED_FETCH_COLLATES = 2.5
-# A segment and a descriptor for each tensor: more than this in a batch is worth fewer.
+"""A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
+are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches)."""
 MANY_TENSORS = 8
-# A worker that keeps more cores than this busy starts threads of its own.
+"""A segment and a descriptor for each tensor: more than this in a batch is worth fewer."""
 THREADED_CORES = 1.3
-# The slowest batches take more than this many times the median.
-HEAVY_TAIL = 4
+"""A worker that keeps more cores than this busy starts threads of its own."""
+HEAVY_TAIL, TAIL_BATCHES = 4, 20
+"""The slowest batches take more than this many times the median; of fewer batches none is a tail."""
 CHEAPER = {
     "decode": ": smaller source images, a faster decoder, or decoded once and kept",
     "read": ": larger pieces, or files that need no parsing",
@@ -63,23 +63,23 @@ def _step(evidence: Evidence) -> Steps:
 
 def _cheaper_fetching(evidence: Evidence) -> Steps:
     """The stages that take much of a worker's CPU, the one worth most first; the transforms as a whole where none is known."""
-    found = []
+    found, measured = [], evidence.measurement
     for each in evidence.stage_times:
         if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES:
             cheaper = evidence.twin and with_stages(evidence.twin, evidence.stage_times, {each.stage: 0.5})
             gain = _believable(evidence, evidence.predicted_gain(twin=cheaper))
             action = f"Make {each.stage!r} cheaper ({each.where}){CHEAPER.get(each.stage, '')}."
-            takes = f"{share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
-            found.append(Advice(action=action, reason=f"it takes {takes}{_for_half(gain)}", expected_gain=gain))
+            takes = (
+                f"it takes {share_text(each.cpu_share)} of a worker's CPU, {seconds_text(each.cpu_s)} for each sample"
+            )
+            found.append(Advice(action=action, reason=f"{takes}{_for_half(gain)}", expected_gain=gain))
     yield from sorted(found, key=lambda advice: -(advice.expected_gain or 0.0))
-    measured = evidence.measurement
     if not found and measured.service_cpu_s > 0:
-        whole_s = measured.service_cpu_s + _step_on_cpu_s(evidence)
-        gain = _gain_without(evidence, measured.service_cpu_s / 2, of=whole_s)
-        sample_s = measured.service_cpu_s / measured.batch_size
+        gain = _gain_without(evidence, measured.service_cpu_s / 2, measured.service_cpu_s + _step_on_cpu_s(evidence))
+        takes = f"each sample takes {seconds_text(measured.service_cpu_s / measured.batch_size)} of CPU"
         yield Advice(
             action="Make the transforms cheaper: smaller source images, a faster decoder, work moved out of the epoch.",
-            reason=f"each sample takes {seconds_text(sample_s)} of CPU{_for_half(gain)}",
+            reason=f"{takes}{_for_half(gain)}",
             expected_gain=gain,
         )
 
@@ -109,7 +109,7 @@ def _more_workers(evidence: Evidence) -> Steps:
     more = replace(evidence.best, num_workers=2 * max(1, evidence.best.num_workers))
     gain = _believable(evidence, evidence.predicted_gain(more))
     is_allowed = evidence.space is not None and more.num_workers <= evidence.space.max_workers
-    if gain is not None and not is_allowed and not _is_crowded(evidence):
+    if gain is not None and not is_allowed:
         yield Advice(
             action=f"Allow more workers than cores: max_workers={more.num_workers}.",
             reason=f"a fetch waits {_waits(evidence)} of its time and leaves its core alone meanwhile; "
@@ -119,47 +119,38 @@ def _more_workers(evidence: Evidence) -> Steps:
 
 
 def _larger_reads(evidence: Evidence) -> Steps:
-    measured = evidence.measurement
     longest = max(evidence.stage_times, key=lambda each: each.waited_s, default=None)
     line = "" if longest is None or not longest.waited_s else f", most of it in {longest.stage!r} ({longest.where})"
-    crowded = "; it waits longer the more workers there are" if _is_crowded(evidence) else ""
+    gain = None if evidence.twin is None else evidence.predicted_gain(twin=without_waiting(evidence.twin))
     yield Advice(
         action="Read larger pieces (tar shards, Parquet, memory-mapped arrays) or cache the data on a local disk.",
-        reason=f"a fetch waits {_waits(evidence)} of its time{line}{crowded}",
-        expected_gain=_gain_without(evidence, max(0.0, measured.service_s - measured.service_cpu_s))
-        if evidence.twin is None
-        else _believable(evidence, evidence.predicted_gain(twin=without_waiting(evidence.twin))),
+        reason=f"a fetch waits {_waits(evidence)} of its time{line}",
+        expected_gain=_believable(evidence, gain),
     )
 
 
 def _waits(evidence: Evidence) -> str:
-    return share_text(max(0.0, 1 - evidence.computing_share()))
-
-
-def _is_crowded(evidence: Evidence) -> bool:
-    now = evidence.predicted(evidence.best)
-    return now is not None and now.binding == "storage"
+    return share_text(max(0.0, 1 - evidence.computing_share))
 
 
 def _less_to_hand_over(evidence: Evidence) -> Steps:
     """Fewer bytes where they count, fewer batches where the fixed cost of each does; fewer tensors."""
-    measured = evidence.measurement
-    receiving_s = receive_s(measured) if evidence.best.num_workers else 0.0
+    measured, workers, period_s = evidence.measurement, evidence.best.num_workers, evidence.period_s
+    receiving_s = receive_s(measured) if workers else 0.0
     if measured.batch_bytes >= LARGE_BATCH_BYTES:
-        in_loop = receiving_s > TRANSPORT_SHARE * evidence.period_s
-        whole_s, moved_s = (evidence.period_s, receiving_s) if in_loop else (measured.service_s, measured.service_s)
-        whole_s = whole_s if evidence.best.num_workers else evidence.period_s
+        in_loop = receiving_s > TRANSPORT_SHARE * period_s
+        moved_s = receiving_s if in_loop else measured.service_s
         yield Advice(
             action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
-            reason=f"a batch carries {bytes_text(evidence.measurement.batch_bytes)}",
-            expected_gain=_gain_without(evidence, 0.75 * moved_s, of=whole_s),
+            reason=f"a batch carries {bytes_text(measured.batch_bytes)}",
+            expected_gain=_gain_without(evidence, 0.75 * moved_s, period_s if in_loop or not workers else moved_s),
         )
     else:
-        hand_over_s = receiving_s or evidence.hand_over_s()
+        takes = seconds_text(receiving_s or evidence.hand_over_s)
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-            reason=f"handing over takes {seconds_text(hand_over_s)} however little a batch carries",
-            expected_gain=_gain_without(evidence, receiving_s / 2, of=evidence.period_s),
+            reason=f"handing over takes {takes} however little a batch carries",
+            expected_gain=_gain_without(evidence, receiving_s / 2, period_s),
         )
     if measured.batch_tensors > MANY_TENSORS:
         yield Advice(
@@ -177,27 +168,18 @@ def _pinning(evidence: Evidence) -> Steps:
 
 def _more_memory(evidence: Evidence) -> Steps:
     """Room for more workers, in the memory that lacks."""
-    short = shortage(evidence)
-    if short is None:
+    if (short := evidence.shortage()) is None:
         return
-    gain = _believable(evidence, short.gain)
-    if short.is_shared_memory:
-        action = "Give the container more shared memory (--shm-size=8g), or make batches smaller."
-        reason = (
-            f"a batch of {bytes_text(evidence.measurement.batch_bytes)} waits in /dev/shm for each place in a queue"
-        )
-    else:
-        each = evidence.worker_bytes()
-        action = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects."
-        reason = f"more workers {'ran out of memory' if short.has_failed else 'would not fit into memory'}"
-        reason += "" if each is None else f"; each takes {bytes_text(each)}"
-        rate = rate_text(evidence.rate.value * (1 + (gain or 0.0)))
-        reason += "" if gain is None else f"; with room for them {rate} is predicted"
-    yield Advice(action=action, reason=reason, expected_gain=gain)
+    action = (
+        "Give the container more shared memory (--shm-size=8g), or make batches smaller."
+        if short.is_shared_memory
+        else "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of Python objects."
+    )
+    yield Advice(action=action, reason=short.why, expected_gain=_believable(evidence, short.gain))
 
 
 def _startup(evidence: Evidence) -> Steps:
-    share = evidence.startup_share()
+    share = evidence.startup_share
     yield Advice(
         action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
         reason=f"starting workers takes {share_text(share)} of an epoch",
@@ -207,30 +189,30 @@ def _startup(evidence: Evidence) -> Steps:
 
 def _batched_fetch(evidence: Evidence) -> Steps:
     """`__getitems__`, its gain from the collating that was measured: gathering copies the same bytes to one place."""
-    measured = evidence.measurement
-    share = collate_share(measured)
-    if evidence.has_batched_fetch or share is None or measured.service_s <= 0:
+    measured, sample_s = evidence.measurement, evidence.measurement.service_s / evidence.measurement.batch_size
+    whole_s = sum(trace.service_s for trace in measured.traces)
+    is_python = 0 < sample_s <= PYTHON_SAMPLE_S and evidence.computing_share >= 0.5
+    if evidence.has_batched_fetch or whole_s <= 0 or not is_python:
         return
-    sample_s = measured.service_s / measured.batch_size
-    if sample_s > PYTHON_SAMPLE_S or evidence.computing_share() < 0.5:
-        return
-    saved_s = measured.service_s * max(0.0, 1 - BATCHED_FETCH_COLLATES * share)
+    collating = sum(trace.collate_end - trace.fetch_end for trace in measured.traces) / whole_s
     # What binds is one process without workers, and the cores with them.
     with_workers = measured.service_s + _step_on_cpu_s(evidence)
     busy_s = with_workers if evidence.best.num_workers else evidence.period_s
-    gain = _gain_without(evidence, saved_s, of=busy_s)
+    gain = _gain_without(evidence, measured.service_s * max(0.0, 1 - BATCHED_FETCH_COLLATES * collating), busy_s)
     if gain is not None:
         yield Advice(
             action="Give the dataset a __getitems__(indices) that fetches a whole batch at once.",
-            reason=f"{share_text(1 - share)} of a fetch goes into single samples of {sample_s * 1e6:.0f} us each; gathering "
-            "them at once should take little longer than collating does",
+            reason=f"{share_text(1 - collating)} of a fetch goes into single samples of {sample_s * 1e6:.0f} us each; "
+            "gathering them at once should take little longer than collating does",
             expected_gain=gain,
         )
 
 
 def _threaded_workers(evidence: Evidence) -> Steps:
-    cores = evidence.cores_per_worker()
-    if cores > THREADED_CORES:
+    busy = (
+        each.service_cpu_s / each.service_s for config, each in evidence.bursts if config.num_workers and each.service_s
+    )
+    if (cores := max(busy, default=0.0)) > THREADED_CORES:
         yield Advice(
             action="Keep libraries in workers to one thread: cv2.setNumThreads(0) in worker_init_fn, OMP_NUM_THREADS=1 in "
             "the environment.",
@@ -239,11 +221,16 @@ def _threaded_workers(evidence: Evidence) -> Steps:
 
 
 def _heavy_tail(evidence: Evidence) -> Steps:
-    heavy, waits = tail(evidence.measurement), evidence.measurement.wait_share > WORTH_S_TIME
-    if heavy > HEAVY_TAIL and waits and evidence.best.in_order and evidence.best.num_workers > 1:
+    """That a slow batch holds up those behind it: the slowest of a hundred against the median."""
+    times = sorted(trace.service_s for trace in evidence.measurement.traces)
+    is_ordered = evidence.best.in_order and evidence.best.num_workers > 1
+    if len(times) < TAIL_BATCHES or evidence.measurement.wait_share <= WORTH_S_TIME or not is_ordered:
+        return
+    slowest, median = times[int(len(times) * 0.99)], times[len(times) // 2]
+    if slowest > HEAVY_TAIL * median > 0:
         yield Advice(
             action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
-            reason=f"the slowest batches take {heavy:.0f} times the median",
+            reason=f"the slowest batches take {slowest / median:.0f} times the median",
         )
 
 
@@ -259,28 +246,50 @@ def _memory_growth(evidence: Evidence) -> Steps:
         )
 
 
+def growth_warning(evidence: Evidence) -> str | None:
+    """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
+
+    Pages that forked workers share with the training process are copied one by one as their samples are first touched
+    (pytorch#13246). No worker can copy more than the training process holds: so fewer workers end up with less.
+    """
+    memory, space = evidence.measurement.memory, evidence.space
+    limit = None if space is None else space.limits.memory_bytes
+    if memory is None or not memory.pss_slope_bytes_per_s or limit is None or evidence.epoch_batches is None:
+        return None
+    epoch_s = evidence.epoch_batches * evidence.period_s
+    end_bytes = memory.taken_bytes + memory.pss_slope_bytes_per_s * epoch_s
+    if end_bytes <= SAFE_SHARE * limit:
+        return None
+    less = (
+        ": fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and "
+        "dicts as one array or tensor (pytorch#13246)"
+    )
+    return (
+        f"memory grew by {bytes_text(memory.pss_slope_bytes_per_s)} a second; if it goes on, an epoch of "
+        f"{seconds_text(epoch_s)} ends with {bytes_text(end_bytes)}, and there are {bytes_text(limit)}"
+        f"{less if evidence.best.num_workers else ''}"
+    )
+
+
 def _step_on_cpu_s(evidence: Evidence) -> float:
     return 0.0 if evidence.on_accelerator else evidence.measurement.step_s
 
 
-def _gain_without(evidence: Evidence, saved_s: float, of: float | None = None) -> float | None:
-    """Relative gain when `saved_s` of a batch's `of` seconds (its fetch if None) go away; None as in `_believable`."""
-    whole_s = evidence.measurement.service_s if of is None else of
-    if whole_s <= 0 or saved_s <= 0:
+def _gain_without(evidence: Evidence, saved_s: float, of_s: float) -> float | None:
+    """Relative gain when `saved_s` of a batch's `of_s` seconds go away; None as in `_believable`."""
+    if of_s <= 0 or saved_s <= 0:
         return None
-    left = max(0.0, 1 - saved_s / whole_s)
-    return _believable(evidence, 1 / left - 1 if left > 0 else float("inf"))
+    return _believable(evidence, of_s / (of_s - saved_s) - 1 if of_s > saved_s else float("inf"))
 
 
 def _believable(evidence: Evidence, gain: float | None) -> float | None:
     """The gain, as far as the step allows it; None where that leaves little, or next to no bound."""
     if gain is None:
         return None
-    if evidence.ceiling is not None:
-        gain = min(gain, evidence.ceiling.value / evidence.rate.value - 1)
-    elif evidence.measurement.wait_share < 1:
-        # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
-        gain = min(gain, 1 / (1 - evidence.measurement.wait_share) - 1)
+    waits = evidence.measurement.wait_share
+    # Without a ceiling the loop's own clock bounds it: more than its waiting cannot be saved.
+    bound = evidence.ceiling_gain if evidence.ceiling is not None else 1 / (1 - waits) - 1 if waits < 1 else None
+    gain = gain if bound is None else min(gain, bound)
     return gain if WORTH_S_TIME <= gain <= BELIEVABLE_GAIN else None
 
 

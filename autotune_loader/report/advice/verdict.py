@@ -21,56 +21,58 @@ import math
 
 from autotune_loader.decision.race import NEAR_CEILING
 from autotune_loader.report.advice.evidence import Evidence, receive_s
-from autotune_loader.report.advice.memory import shortage
 from autotune_loader.report.units import bytes_text, gain_words, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Binding, Verdict
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT
 
-# A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network.
 COMPUTING_SHARE = 0.6
-# Above this share of the usable cores in use there is no core left to gain with.
+"""A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
 CORES_FULL_SHARE = 0.85
-# Receiving a batch costs more than this share of the loop: transport binds.
+"""Above this share of the usable cores in use there is no core left to gain with."""
 TRANSPORT_SHARE = 0.3
-# The loop has its batches in time, as far as clocks tell.
+"""Receiving a batch costs more than this share of the loop: transport binds."""
 HARDLY_WAITS = 0.05
-# A step that has its batches in time and is slower than this share of what it does alone is held up by something.
+"""The loop has its batches in time, as far as clocks tell."""
 MUCH_SLOWER = 0.8
-# Workers that fetch for less than this share of their time are not what a loop waits for.
+"""A step that has its batches in time and is slower than this share of what it does alone is held up by something."""
 RARELY_FETCHES = 0.2
-# More of the cores idle than this: a fetch that does not compute waits for something else than a core.
+"""Workers that fetch for less than this share of their time are not what a loop waits for."""
 IDLE_SHARE = 0.15
-# Less than this of the cores is what any machine does beside.
+"""More of the cores idle than this: a fetch that does not compute waits for something else than a core."""
 LITTLE_FOREIGN = 0.05
-# A stage that takes more than this share of a worker is worth naming in one sentence.
+"""Less than this of the cores is what any machine does beside."""
 LARGE_STAGE = 0.2
-# Below this size the fixed cost of a hand-over counts, not the bytes.
+"""A stage that takes more than this share of a worker is worth naming in one sentence."""
 LARGE_BATCH_BYTES = 1 << 20
+"""Below this size the fixed cost of a hand-over counts, not the bytes."""
 
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on the best configuration."""
-    found = _binding(evidence)
-    headroom = None if evidence.ceiling is None else max(0.0, evidence.ceiling.value / evidence.rate.value - 1)
+    found, gain = _binding(evidence), evidence.ceiling_gain
+    headroom = None if gain is None else max(0.0, gain)
     return Verdict(binding=found, sentence=_sentence(found, evidence, headroom), headroom=headroom)
 
 
 def _binding(evidence: Evidence) -> Binding:
-    waits = evidence.measurement.wait_share
-    if evidence.startup_share() > 0.1:
+    measured, best = evidence.measurement, evidence.best
+    if evidence.startup_share > 0.1:
         return "startup"
     if evidence.ceiling is not None and evidence.rate.value >= NEAR_CEILING * evidence.ceiling.value:
-        return "step" if waits <= 2 * HARDLY_WAITS else "unknown"
-    if waits < HARDLY_WAITS:
+        return "step" if measured.wait_share <= 2 * HARDLY_WAITS else "unknown"
+    if measured.wait_share < HARDLY_WAITS:
         return _never_waiting(evidence)
-    if shortage(evidence) is not None:
+    if evidence.shortage() is not None:
         return "memory"
-    if evidence.best.num_workers == 0:
-        return _without_workers(evidence)
-    now = evidence.predicted(evidence.best) if evidence.best.pin_memory else None
-    if now is not None and now.binding == "pinning":
+    if best.num_workers == 0:
+        if measured.batch_bytes >= LARGE_BATCH_BYTES and evidence.hand_over_s > measured.service_s:
+            return "transport"  # handing a batch over would be most of what a worker does for it
+        if measured.service_s < max(0.002, 50e-6 * measured.batch_size):
+            return "in_memory"  # a batch or its samples come so fast that nothing is read or computed
+        return _cpu_or_wait(evidence)
+    if best.pin_memory and evidence.twin is not None and evidence.twin.predict_all([best])[0].binding == "pinning":
         return "pinning"
-    if receive_s(evidence.measurement) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
+    if receive_s(measured) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
         return "transport"
     return _cpu_or_wait(evidence)
 
@@ -92,40 +94,26 @@ def _only_moves_bytes(evidence: Evidence) -> bool:
     measured = evidence.measurement
     # What comes out faster than 1 GB for each CPU second is hardly computed, only moved.
     moves = measured.batch_bytes >= max(LARGE_BATCH_BYTES, 1e9 * measured.service_cpu_s)
-    return moves and evidence.computing_share() > COMPUTING_SHARE
-
-
-def _without_workers(evidence: Evidence) -> Binding:
-    """Why the training process fetches best by itself."""
-    measured, extra_s = evidence.measurement, evidence.hand_over_s()
-    if measured.batch_bytes >= LARGE_BATCH_BYTES and extra_s > measured.service_s:
-        return "transport"  # handing a batch over would be most of what a worker does for it
-    if measured.service_s < max(0.002, 50e-6 * measured.batch_size):
-        return "in_memory"  # a batch or its samples come so fast that nothing is read or computed
-    return _cpu_or_wait(evidence)
+    return moves and evidence.computing_share > COMPUTING_SHARE
 
 
 def _cpu_or_wait(evidence: Evidence) -> Binding:
+    waits, gain = evidence.measurement.wait_share, evidence.ceiling_gain
     full = (evidence.measurement.cpu_share or 0.0) > CORES_FULL_SHARE
-    if not full and evidence.measurement.wait_share > 2 * HARDLY_WAITS and evidence.fetching_share() < RARELY_FETCHES:
+    if not full and waits > 2 * HARDLY_WAITS and evidence.fetching_share < RARELY_FETCHES:
         return "unknown"
-    if full or evidence.computing_share() > COMPUTING_SHARE:
+    if full or evidence.computing_share > COMPUTING_SHARE:
         return "cpu"
-    if evidence.measurement.wait_share <= 2 * HARDLY_WAITS:
+    if waits <= 2 * HARDLY_WAITS:
         # Nine tenths of the loop are its step, or what slows that: fetches may sleep, and are in time.
         found = _never_waiting(evidence)
-        is_slowed = _value(evidence.ceiling) / evidence.rate.value - 1 > 2 * HARDLY_WAITS
-        return "unknown" if found == "step" and evidence.ceiling is not None and is_slowed else found
-    if evidence.fed_burst() is not None:
+        return "unknown" if found == "step" and gain is not None and gain > 2 * HARDLY_WAITS else found
+    if evidence.fed_burst is not None:
         return "unknown"
-    idle = evidence.idle_share()
-    return "wait" if idle is None or idle > IDLE_SHARE or _waits_beside_neighbours(evidence) else "unknown"
-
-
-def _waits_beside_neighbours(evidence: Evidence) -> bool:
-    """Whether a fetch would wait even if all that other processes took of the cores had been taken from it."""
-    own = 1 - (evidence.telling_burst().foreign_cpu_share or 0.0)
-    return evidence.computing_share() <= COMPUTING_SHARE * own
+    # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
+    own = 1 - (evidence.telling_burst.foreign_cpu_share or 0.0)
+    has_core = evidence.idle_share is None or evidence.idle_share > IDLE_SHARE
+    return "wait" if has_core or evidence.computing_share <= COMPUTING_SHARE * own else "unknown"
 
 
 def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> str:
@@ -147,48 +135,52 @@ def _sentence(binding: Binding, evidence: Evidence, headroom: float | None) -> s
             size = bytes_text(measured.batch_bytes)
             return f"Pinning binds: one thread copies {size} a batch into page-locked memory; {waits}{more}."
         case "memory":
-            short = shortage(evidence)
-            return f"Memory binds: {short.why if short is not None else 'workers lack it'}; {waits}{more}."
+            short = evidence.shortage()
+            return f"Memory binds: {'workers lack it' if short is None else short.why}; {waits}{more}."
         case "startup":
-            return f"Worker start-up binds: it takes {share_text(evidence.startup_share())} of an epoch."
+            return f"Worker start-up binds: it takes {share_text(evidence.startup_share)} of an epoch."
         case "in_memory":
             less = "less than handing it over from a worker would cost, so no worker is needed"
             return f"The data is in memory: fetching a batch takes {fetched}, {less}."
         case "unknown":
-            return f"What binds could not be told: {_disagreement(evidence)}."
+            foreign = measured.foreign_cpu_share or 0.0
+            busy = (
+                f", and other processes kept {share_text(foreign)} of the cores busy"
+                if foreign > LITTLE_FOREIGN
+                else ""
+            )
+            return f"What binds could not be told: {_disagreement(evidence)}{busy}."
 
 
 def _stage_words(evidence: Evidence) -> str:
     """The stage that takes the largest part of what binds, and its line."""
-    waits = evidence.computing_share() <= COMPUTING_SHARE
-    what = "waiting" if waits else "CPU"
+    waits = evidence.computing_share <= COMPUTING_SHARE
     seconds = {each: each.waited_s if waits else each.cpu_s for each in evidence.stage_times}
-    stage = max(seconds, key=lambda each: seconds[each], default=None)
-    if stage is None or seconds[stage] < LARGE_STAGE * sum(seconds.values()):
+    stage, whole_s = max(seconds, key=lambda each: seconds[each], default=None), sum(seconds.values())
+    if stage is None or seconds[stage] < LARGE_STAGE * whole_s:
         return ""
-    return f"; {stage.stage} takes {share_text(seconds[stage] / sum(seconds.values()))} of a worker's {what} ({stage.where})"
+    what = "waiting" if waits else "CPU"
+    return f"; {stage.stage} takes {share_text(seconds[stage] / whole_s)} of a worker's {what} ({stage.where})"
 
 
 def _disagreement(evidence: Evidence) -> str:
     """Two figures of which one must be wrong, or of which each would explain the other."""
-    measured, waits = evidence.measurement, _waits_words(evidence)
-    foreign = measured.foreign_cpu_share or 0.0
-    others = f", and other processes kept {share_text(foreign)} of the cores busy" if foreign > LITTLE_FOREIGN else ""
-    if measured.wait_share <= 2 * HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * _value(evidence.ceiling):
-        return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}{others}"
-    if evidence.fetching_share() < RARELY_FETCHES:
-        return f"{waits}, yet a worker fetches for {share_text(evidence.fetching_share())} of its time only{others}"
-    fed = evidence.fed_burst()
+    waits, fed, limit = _waits_words(evidence), evidence.fed_burst, evidence.ceiling
+    if evidence.measurement.wait_share <= 2 * HARDLY_WAITS or evidence.rate.value >= NEAR_CEILING * (
+        math.inf if limit is None else limit.value
+    ):
+        return f"{waits}, yet {evidence.ceiling_doubt or _of_ceiling(evidence)}"
+    if evidence.fetching_share < RARELY_FETCHES:
+        return f"{waits}, yet a worker fetches for {share_text(evidence.fetching_share)} of its time only"
     if fed is not None:
-        rate, whole_s = rate_text(fed.samples_per_s.value), fed.batch_size / fed.samples_per_s.value
-        whole, step, receiving = (seconds_text(each) for each in (whole_s, fed.step_s, receive_s(fed)))
+        step, receiving = seconds_text(fed.step_s), seconds_text(receive_s(fed))
         return (
-            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher ({rate}): of {whole} a batch the "
-            f"step takes {step} and receiving it {receiving}{others}"
+            f"{waits}, yet with more workers, whose batches lay ready, the rate is no higher "
+            f"({rate_text(fed.samples_per_s.value)}): a batch takes {step} of step and {receiving} to receive"
         )
     return (
-        f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share())}), so that it "
-        f"may have waited for a core as well as for data{others}; {waits}"
+        f"{_fetch_words(evidence)}, yet no core was idle for it meanwhile ({share_text(evidence.idle_share)}), so that it "
+        f"may have waited for a core as well as for data; {waits}"
     )
 
 
@@ -196,23 +188,18 @@ def _waits_words(evidence: Evidence) -> str:
     return f"the loop waits for data {share_text(evidence.measurement.wait_share)} of the time"
 
 
-def _value(ceiling: Interval | None) -> float:
-    return math.inf if ceiling is None else ceiling.value
-
-
 def _fetch_words(evidence: Evidence) -> str:
-    burst = evidence.telling_burst()
+    burst = evidence.telling_burst
     return f"of {seconds_text(burst.service_s)} per batch a fetch computes {seconds_text(burst.service_cpu_s)}"
 
 
 def _idle_words(evidence: Evidence) -> str:
-    idle = evidence.idle_share()
-    if idle is None:
+    if evidence.idle_share is None:
         return ""
-    if idle <= IDLE_SHARE:
-        foreign = share_text(evidence.telling_burst().foreign_cpu_share)
-        return f"; that other processes kept {foreign} of the cores busy does not explain the rest"
-    return f" while {share_text(idle)} of the cores are idle"
+    if evidence.idle_share > IDLE_SHARE:
+        return f" while {share_text(evidence.idle_share)} of the cores are idle"
+    foreign = share_text(evidence.telling_burst.foreign_cpu_share)
+    return f"; that other processes kept {foreign} of the cores busy does not explain the rest"
 
 
 def _more(headroom: float | None) -> str:
@@ -221,9 +208,8 @@ def _more(headroom: float | None) -> str:
         return ""
     if headroom >= 9:
         return "; the step takes next to nothing, so the loader alone sets the rate"
-    if headroom >= 1:
-        return f"; a loader that took neither time nor cores would reach {gain_words(headroom)}"
-    return f"; a loader that took neither time nor cores would gain another {gain_words(headroom)}"
+    verb = "reach" if headroom >= 1 else "gain another"
+    return f"; a loader that took neither time nor cores would {verb} {gain_words(headroom)}"
 
 
 def _cores(evidence: Evidence) -> str:
@@ -243,18 +229,18 @@ def _step_words(evidence: Evidence) -> str:
 def _of_ceiling(evidence: Evidence) -> str:
     if evidence.ceiling is None:
         return "what the step alone could do is unknown"
-    rate, alone = rate_text(evidence.rate.value), rate_text(evidence.ceiling.value)
-    return f"it reaches {rate} where the step alone reaches {alone}"
+    return (
+        f"it reaches {rate_text(evidence.rate.value)} where the step alone reaches {rate_text(evidence.ceiling.value)}"
+    )
 
 
 def _hand_over_words(evidence: Evidence) -> str:
     measured = evidence.measurement
     size, fetched = bytes_text(measured.batch_bytes), seconds_text(measured.service_s)
     if evidence.best.num_workers == 0:
-        extra = seconds_text(evidence.hand_over_s())
+        extra = seconds_text(evidence.hand_over_s)
         return f"fetching {size} takes {fetched} here, and handing it over from a worker would cost another {extra}"
     if _only_moves_bytes(evidence):
-        return (
-            f"a worker takes {seconds_text(measured.service_cpu_s)} of CPU for {size}, which is what writing them takes"
-        )
+        cpu = seconds_text(measured.service_cpu_s)
+        return f"a worker takes {cpu} of CPU for {size}, which is what writing them takes"
     return f"receiving one takes {seconds_text(receive_s(measured))} for {size}"

@@ -4,14 +4,12 @@ Figures are plain matplotlib figures, made without pyplot: nothing is kept in gl
 show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
 """
 
-from autotune_loader.report.plots.heatmap import plot_heatmap
 from autotune_loader.report.plots.speedup import plot_speedup
 from autotune_loader.report.plots.stages import plot_stages
 from autotune_loader.report.plots.timeline import plot_timeline
 from autotune_loader.report.plots.workers import plot_workers
 
 __all__ = [
-    "plot_heatmap",
     "plot_speedup",
     "plot_stages",
     "plot_timeline",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autotune_loader.report.units import rate_text
 from autotune_loader.values.errors import MissingExtraError
-from autotune_loader.values.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -81,10 +79,10 @@ def picture(
     return figure
 
 
-def png_bytes(figure: Figure, dpi: int = 120) -> bytes:
+def png_bytes(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
@@ -98,47 +96,9 @@ def svg_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def draw_rates(axes: Axes, points: Sequence[tuple[float, Interval]], marker: str, **style: Any) -> None:
-    """Rates with their intervals, where these tell anything; nothing where there are no points."""
-    if not points:
-        return
-    x, rates = zip(*points, strict=True)
-    below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates]
-    above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates]
-    axes.errorbar(x, [rate.value for rate in rates], [below, above], fmt=marker, **style)
-
-
-def draw_points(axes: Axes, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
-    """Plain points or a line through them; nothing where there are none."""
-    if points:
-        axes.plot(*zip(*points, strict=True), marker, **style)
-
-
-def draw_ceiling(axes: Axes, ceiling: Interval | None, top: float) -> None:
-    """The rate that no loader can exceed, as a labelled line; only told where it lies far above the `top` of the rest."""
-    if ceiling is None:
-        return
-    if ceiling.value > 1.6 * top:  # it would press everything else flat onto the axis
-        axes.plot([], [], " ", label=f"ceiling {rate_text(ceiling.value)}, far above")
-        return
-    axes.axhline(ceiling.value, color=BLACK, linewidth=1.2, linestyle=(0, (6, 3)), label="ceiling: the step alone")
-
-
 def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
     """Samples, or batches, per second upwards from zero."""
     axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"))
     top = axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0  # without any rate
     axes.set_ylim(0, 1.1 * top)  # no marker on the upper edge, however close the rates are to one another
-    axes.yaxis.set_major_formatter(thousands)
-
-
-def thousands(value: float, _position: float) -> str:
-    """A tick's number with its thousands separated: a formatter for `axis.set_major_formatter`."""
-    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
-
-
-def whole_numbers(axis: Any) -> None:
-    """Ticks at whole numbers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")

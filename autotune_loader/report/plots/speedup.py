@@ -35,9 +35,9 @@ def _draw(ratios: Ratios, rounds: int, axes: canvas.Axes) -> None:
     axes.axhline(1, color=canvas.BLACK, linewidth=1, linestyle=(0, (6, 3)), label="no faster")
     top = 1.0
     for colour, (name, (points, mean)) in zip(_COLOURS * len(ratios), ratios.items(), strict=False):
-        canvas.draw_points(
-            axes, [(number + 1, ratio) for number, ratio in points], "o", color=colour, label=f"{name}, a round"
-        )
+        if points:
+            numbers, values = zip(*points, strict=True)
+            axes.plot([number + 1 for number in numbers], values, "o", color=colour, label=f"{name}, a round")
         top = max([top, *(ratio for _, ratio in points)])
         if mean is None:
             continue

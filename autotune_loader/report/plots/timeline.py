@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from autotune_loader.report.plots import canvas
 from autotune_loader.report.standings import measurement_of
@@ -22,6 +21,8 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_o
 
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
+HAIRLINE = 0.002
+"""Waits below this share of the picture are hand-overs, not stalls, and would only be a hairline."""
 _COLOURS = {  # with the legend's words; in the order of drawing
     "wait": (canvas.VERMILLION, "training loop waits"),
     "step": (canvas.BLUE, "training step"),
@@ -55,21 +56,27 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figu
 
 
 def _draw(traces: Sequence[BatchTrace], workers: Sequence[int], axes: canvas.Axes) -> None:
-    """A row for the loop and one for each worker. Without workers the loop fetches: those bars lie on its wait."""
+    """A row for the loop and one for each worker. Without workers the loop fetches: those bars lie on its wait.
+
+    A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
+    them began, which is not before the end of any worker's last batch that was delivered. Where all that was
+    delivered was made before the loop asked for any of it, the whole burst is shown, with the filling of its queues.
+    """
+    last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
+    start, end = min(trace.fetch_start for trace in traces), min([traces[-1].step_end, *last_seen.values()])
+    later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
+    if shown := [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]:
+        start = shown[0]
+    else:
+        end = traces[-1].step_end
     rows = {worker: row for row, worker in enumerate((MAIN_PROCESS, *workers))}
-    start, end = _window(traces)
-    shortest_s = 0.002 * (end - start)  # shorter waits are hand-overs, not stalls, and would only be a hairline
-    shown = [
-        (worker, activity, max(begun, start), min(ended, end))
-        for worker, activity, begun, ended in _activities(traces)
-        if ended > start and begun < end and ended > begun
-    ]
     for activity, (colour, label) in _COLOURS.items():
-        bars = [bar for bar in shown if bar[1] == activity and (activity != "wait" or bar[3] - bar[2] > shortest_s)]
-        for worker, _, begun, ended in bars:
+        least_s = HAIRLINE * (end - start) if activity == "wait" else 0.0
+        spans = [(w, max(begun, start), min(ended, end)) for w, begun, ended in _spans(traces, activity, last_seen)]
+        bars = [(worker, begun, ended - begun) for worker, begun, ended in spans if ended - begun > least_s]
+        for worker, begun, length in bars:
             height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
-            look: dict[str, Any] = {"color": colour, "edgecolor": "white", "linewidth": 0.4}
-            axes.barh(rows[worker], ended - begun, height, left=begun - start, **look)
+            axes.barh(rows[worker], length, height, left=begun - start, color=colour, edgecolor="white", linewidth=0.4)
         if bars:
             axes.barh(0, 0, color=colour, label=label)
     axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in workers)])
@@ -77,44 +84,31 @@ def _draw(traces: Sequence[BatchTrace], workers: Sequence[int], axes: canvas.Axe
     axes.grid(axis="y", visible=False)
 
 
-def _window(traces: Sequence[BatchTrace]) -> tuple[float, float]:
-    """From when to when everything that each process did is known.
-
-    A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
-    them began, which is not before the end of any worker's last batch that was delivered. Where all that was
-    delivered was made before the loop asked for any of it, the whole burst is shown, with the filling of its queues.
-    """
-    end = min([traces[-1].step_end, *_last_seen(traces).values()])
-    later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
-    shown = [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]
-    if not shown:
-        return min(trace.fetch_start for trace in traces), traces[-1].step_end
-    return shown[0], end
-
-
-def _last_seen(traces: Sequence[BatchTrace]) -> dict[int, float]:
-    """When each worker ended its last batch that was delivered."""
-    return {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
-
-
-def _activities(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, str, float, float]]:
-    """(row, activity, begin, end) of everything that the traces tell."""
+def _spans(
+    traces: Sequence[BatchTrace], activity: str, last_seen: dict[int, float]
+) -> Iterator[tuple[int, float, float]]:
+    """(process, begin, end) of everything of this kind that the traces tell."""
+    if activity == "unseen":
+        yield MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested
+        yield from ((worker, seen_until, traces[-1].step_end) for worker, seen_until in last_seen.items())
+        return
     for trace in traces:
-        yield MAIN_PROCESS, "wait", trace.requested, trace.received
-        yield MAIN_PROCESS, "step", trace.received, trace.step_end
-        yield trace.worker, "fetch", trace.fetch_start, trace.fetch_end
-        yield trace.worker, "collate", trace.fetch_end, trace.collate_end
-    yield MAIN_PROCESS, "unseen", min(trace.fetch_start for trace in traces), traces[0].requested
-    for worker, seen_until in _last_seen(traces).items():
-        yield worker, "unseen", seen_until, traces[-1].step_end
+        spans = {
+            "wait": (MAIN_PROCESS, trace.requested, trace.received),
+            "step": (MAIN_PROCESS, trace.received, trace.step_end),
+            "fetch": (trace.worker, trace.fetch_start, trace.fetch_end),
+            "collate": (trace.worker, trace.fetch_end, trace.collate_end),
+        }
+        yield spans[activity]
 
 
 def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
     """The trial asked for; if None, the chosen configuration's burst, or else the fastest of those that have traces."""
-    traced = {trial.number: trial for trial in result.trials if trial.measurement and trial.measurement.traces}
     chosen = measurement_of(result.best, result.finals, result.trials)
     if number is None and chosen is not None and chosen.traces:
         return result.best, chosen
+    traced = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
+    traced = {number: burst for number, burst in traced.items() if burst[1].traces}
     if not traced:
         raise TunerError(
             "no trace of a burst is there: they are kept in memory, not in loader.json. "
@@ -123,6 +117,4 @@ def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Meas
     if number is not None and number not in traced:
         known = ", ".join(map(str, sorted(traced)))
         raise ValueError(f"trial={number!r} has no trace; these have one: {known}")
-    trial = max(traced.values(), key=lambda trial: trial.samples_per_s or 0.0) if number is None else traced[number]
-    assert trial.measurement is not None
-    return trial.config, trial.measurement
+    return max(traced.values(), key=lambda each: each[1].samples_per_s.value) if number is None else traced[number]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import predicted_rates, rate_of, standings, tolerance_of
-from autotune_loader.report.units import share_text
+from autotune_loader.report.standings import rate_of, standings, tolerance_of
+from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
+
+FAR_ABOVE = 1.6
+"""A ceiling this many times as high as the rest would press everything else flat onto the axis."""
 
 
 def plot_workers(result: TuningResult) -> canvas.Figure:
@@ -19,31 +23,42 @@ def plot_workers(result: TuningResult) -> canvas.Figure:
     measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
     fastest = dict(sorted(measured, key=lambda pair: pair[1].value))  # the last one of each number stays
     nothing = "No configuration worked, so there is no rate to show."
-    content = partial(_draw, result, sorted(fastest.items())) if fastest else nothing
+    content = partial(_draw, result, dict(sorted(fastest.items()))) if fastest else nothing
     return canvas.picture("How many workers help", content)
 
 
-def _draw(result: TuningResult, fastest: list[tuple[int, Interval]], axes: canvas.Axes) -> None:
+def _draw(result: TuningResult, fastest: dict[int, Interval], axes: canvas.Axes) -> None:
     best = rate_of(result.best, result.finals, result.trials, is_best=True)
     baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
-    tops = [rate.value for _, rate in fastest] + ([best.value] if best else [])
-    canvas.draw_ceiling(axes, result.ceiling, max(tops))
-    tolerance = tolerance_of(result)
+    top = max(rate.value for rate in (*fastest.values(), best) if rate is not None)
+    if result.ceiling is not None and result.ceiling.value > FAR_ABOVE * top:
+        axes.plot([], [], " ", label=f"ceiling {rate_text(result.ceiling.value)}, far above")
+    elif result.ceiling is not None:
+        dashed: dict[str, Any] = {"color": canvas.BLACK, "linewidth": 1.2, "linestyle": (0, (6, 3))}
+        axes.axhline(result.ceiling.value, label="ceiling: the step alone", **dashed)
     if best is not None:
-        plateau, label = (1 - tolerance, 1 / (1 - tolerance)), f"within {share_text(tolerance)} of the chosen one"
-        low, high = (best.value * factor for factor in plateau)
+        tolerance = tolerance_of(result)
+        low, high = best.value * (1 - tolerance), best.value / (1 - tolerance)
+        label = f"within {share_text(tolerance)} of the chosen one"
         axes.axhspan(low, high, color=canvas.GREEN, alpha=0.18, linewidth=0, label=label)
-    canvas.draw_rates(axes, fastest, "o-", color=canvas.BLUE, capsize=3, label="measured, 95 % interval")
-    counts = range(max(fastest[-1][0], result.best.num_workers) + 1)
-    rates = predicted_rates(result, [result.best.with_workers(count) for count in counts])
-    curve = list(zip(counts, rates, strict=False))
-    canvas.draw_points(axes, curve, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
+    _draw_rates(axes, fastest, fmt="o-", color=canvas.BLUE, label="measured, 95 % interval")
+    asked = [result.best.with_workers(count) for count in range(max(*fastest, result.best.num_workers) + 1)]
+    if result.twin is not None and any(trial.measurement for trial in result.trials):
+        rates = [each.samples_per_s.value for each in result.predict_all(asked)]
+        axes.plot(range(len(rates)), rates, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
     chosen = "chosen, in the paired rounds" if result.finals.rates_of(result.best) else "chosen"
-    for config, rate, marker, colour, size, name in (
-        (result.baseline, baseline, "s", canvas.BLACK, 8, "before tuning"),
-        (result.best, best, "*", canvas.VERMILLION, 15, chosen),
-    ):
-        points = [(config.num_workers, rate)] if rate else []
-        canvas.draw_rates(axes, points, marker, color=colour, markersize=size, capsize=3, label=name, zorder=5)
+    if baseline is not None:
+        look: dict[str, Any] = {"color": canvas.BLACK, "markersize": 8, "zorder": 5}
+        _draw_rates(axes, {result.baseline.num_workers: baseline}, fmt="s", label="before tuning", **look)
+    if best is not None:
+        look = {"color": canvas.VERMILLION, "markersize": 15, "zorder": 5}
+        _draw_rates(axes, {result.best.num_workers: best}, fmt="*", label=chosen, **look)
     canvas.label_rates(axes, "worker processes", result.measured.rate_unit)
-    canvas.whole_numbers(axes.xaxis)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # type: ignore[call-arg, unused-ignore]
+
+
+def _draw_rates(axes: canvas.Axes, rates: dict[int, Interval], **look: Any) -> None:
+    """Rates with their intervals, where these tell anything."""
+    below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
+    above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
+    axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)
