@@ -21,7 +21,7 @@ _TYPES = {
     "bool": "pin_memory persistent_workers in_order",
     "boolean": "drop_last",
     "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
-    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share pss_slope_bytes_per_s gpu_busy_share "
+    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share gpu_busy_share "
     "gpu_util seconds",
 }
 _KNOBS = [field.name for field in fields(LoaderConfig)]

@@ -154,7 +154,7 @@ def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | N
     tuned_on = Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
     if not isinstance(tuned_on.usable_cores, int) or tuned_on.usable_cores < 1:
         raise ValueError(f"fingerprint.usable_cores={tuned_on.usable_cores!r} is no number of cores")
-    here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
+    here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
     return config, (tuned_on, here), found
 
