@@ -120,7 +120,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
         isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
-        storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
+        storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
+            any database that Optuna takes.
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
