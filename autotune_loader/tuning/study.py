@@ -332,7 +332,6 @@ def _attributes(trial: Trial) -> dict[str, Any]:
             "rss_bytes": memory.rss_bytes if memory else None,
             "pss_bytes": memory.pss_bytes if memory else None,
             "gpu_busy_share": measured.gpu.busy_share,
-            "gpu_util": measured.gpu.util,
         }
         trial = replace(trial, measurement=replace(measured, traces=()))
     if trial.failure is not None:

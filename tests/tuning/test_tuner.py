@@ -120,17 +120,6 @@ def test_the_result_makes_loaders_and_its_file_gives_the_same_configuration(tmp_
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
 
 
-@pytest.mark.skipif(inspect_machine().gpu_reason is None, reason="needs a machine without a driver")
-def test_a_machine_without_a_driver_says_so_once_and_has_no_gpu_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    result = quick(Rows(), torch.nn.Linear(3, 2), batch_size=8, progress=True)
-
-    assert capsys.readouterr().err.count("no GPU is watched (") == 1
-    assert not any("GPU" in warning for warning in result.warnings)
-    measured = result.measured
-    assert (measured.gpu_util, measured.gpu_memory_bytes) == (None, None)
-    assert measured.gpu_util_reason == "the step does not run on an NVIDIA GPU"
-
-
 class Stream(IterableDataset[torch.Tensor]):
     def __init__(self, sharded: bool) -> None:
         self.sharded = sharded
