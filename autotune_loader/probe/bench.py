@@ -125,8 +125,6 @@ class Bench:
         Raises:
             WorkloadError: it is the third one.
         """
-        if (failure := self._warm_again()) is not None:
-            return failure
         step, has_workers = self._step, config.num_workers > 0
         assert step is not None, "prepare() comes first"
 
@@ -134,25 +132,27 @@ class Bench:
             data = self._for_bursts((self._data if has_workers else self._private_data)())
             return run_burst(data, step, config, plan, announce, self._timeline, self._bad.by_name)
 
+        if (failure := self._warm_again()) is not None:
+            return failure
         return self._bad.gone_without(run, self._private_data if has_workers else None)
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+    def step_ceiling(
+        self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
+    ) -> Measurement | Failure:
         """Step on the first batch again and again, or on one of another size."""
-        assert self._first is not None, "prepare() comes first"
-        batch, samples = self._first.batch, self._first.samples
-        if plan.batch_size not in (None, samples):
+        first, step = self._first, self._step
+        assert first is not None, "prepare() comes first"
+        assert step is not None
+        cached = Cached(first.batch, first.samples)
+        if plan.batch_size not in (None, first.samples):
             try:
                 batch, fetch = next(self._batches(self._private_data(), plan.batch_size))
+                cached = Cached(batch, fetch[5])
             except Exception as error:
                 return failure_of(error, "first_batch")
             finally:
                 forget_open_batch()
-            samples = fetch[5]
-        if (failure := self._warm_again()) is not None:
-            return failure
-        assert self._step is not None
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        return run_burst(Cached(batch, samples), self._step, config, plan, timeline=self._timeline)
+        return self._warm_again() or run_burst(cached, step, config, plan, announce, self._timeline)
 
     def close(self) -> None:
         """Let go of model, optimizer and batch, and of the device memory that they took."""

@@ -32,7 +32,6 @@ from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.burst import running_workers
-from autotune_loader.probe.burst_loop import Announce
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
 from autotune_loader.probe.leaving import BurstWorkerInit
@@ -101,20 +100,19 @@ class InlineProbe:
         Raises:
             WorkloadError: too many samples of the dataset raise.
         """
-        return self._run(lambda enter: self._bench.burst(config, plan, enter), config, plan)
+        return self._run(self._bench.burst, config, plan)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        return self._run(lambda _: self._bench.step_ceiling(consumer_threads, plan), config, plan)
+        return self._run(self._bench.step_ceiling, LoaderConfig(consumer_threads=consumer_threads), plan)
 
     def _run(
-        self, run: Callable[[Announce], Measurement | Failure], config: LoaderConfig, plan: BurstPlan
+        self, run: Callable[..., Measurement | Failure], config: LoaderConfig, plan: BurstPlan
     ) -> Measurement | Failure:
         stop = _Stop(plan.deadline_s)
         guard = MemoryGuard(os.getpid(), self._memory_budget_bytes, stop.now, held_bytes=self._held_bytes)
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), guard:
-            outcome = run(stop.enter)
+            outcome = run(config, plan, stop.enter)
         if stop.has_expired:
             return stop.failure()
         if stop.was_asked or outcome is None:

@@ -37,7 +37,7 @@ def trials_frame(result: TuningResult) -> pd.DataFrame:
     """
     import pandas as pd
 
-    frame = pd.DataFrame([_row(trial) for trial in result.trials], columns=_COLUMNS)
+    frame = pd.DataFrame([row_of(trial) for trial in result.trials], columns=_COLUMNS)
     typed: pd.DataFrame = frame.astype({name: kind for kind, names in _TYPES.items() for name in names.split()})
     return typed
 
@@ -53,7 +53,7 @@ def stages_frame(result: TuningResult) -> pd.DataFrame:
     return typed
 
 
-def _row(trial: Trial) -> dict[str, Any]:
+def row_of(trial: Trial) -> dict[str, Any]:
     """Each column from the record that has a field of its name; what is named otherwise, by hand."""
     measured, failure = trial.measurement, trial.failure
     own: dict[str, Any] = {}
