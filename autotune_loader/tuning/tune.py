@@ -164,7 +164,7 @@ def _tuned(
     whole: Machine,
 ) -> TuningResult:
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
-    progress.announce_machine(machine.usable_cores, machine.gpu_reason)
+    progress.announce_machine(machine.usable_cores)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
     with open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s) as opened:

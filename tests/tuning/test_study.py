@@ -89,7 +89,7 @@ def test_any_reader_of_optuna_sees_what_was_measured(tmp_path):
     assert list(frame["params_num_workers"]) == [2, 3]
     assert list(frame["state"]) == ["COMPLETE", "PRUNED"]
     assert frame["value"][0] == 123.0
-    metrics = ("wait_share", "gpu_util", "rss_bytes", "samples_per_s_low", "failure_message")
+    metrics = ("wait_share", "rss_bytes", "samples_per_s_low", "failure_message")
     assert {f"user_attrs_{name}" for name in metrics} <= set(frame)
     attributes = json.loads(json.dumps(study.trials[0].user_attrs, allow_nan=False))
     assert attributes["samples_per_s_low"] == 122.0
