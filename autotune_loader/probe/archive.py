@@ -1,6 +1,6 @@
-"""A value as a file without a name: its pickle, and behind it the memory of its tensors and arrays, each byte once.
+"""A value as a file without a name: its pickle, and behind it the memory of its tensors and arrays.
 
-    pickle ── extents of memory ── table: where each buffer of the pickle lies ── where pickle and table end
+    pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins
 
 However many tensors are views of one storage, and arrays of one array, their memory is in the file once; what is a memory map
 of a file already is named, not copied. The process that wrote it holds no copy of its own. The process that reads it maps it:
@@ -10,7 +10,6 @@ copy on write, so that every reading has memory of its own that costs nothing un
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import mmap
 import os
@@ -32,8 +31,8 @@ from autotune_loader.pipeline.by_value import put_classes_into_modules
 SMALLEST_BUFFER = 256
 # What kernels for tensors like their memory to be aligned to.
 ALIGNMENT = 64
-# Lengths of the pickle and of the file up to the table, at its end.
-TRAILER = struct.Struct("<2q")
+# Length of the file up to the table, at its end.
+TRAILER = struct.Struct("<q")
 # linux/mman.h: fill in the page tables, without a copy; Python has no name for it yet.
 MADV_POPULATE_READ = 22
 
@@ -60,7 +59,15 @@ class Archive:
             TooLargeError: it would be larger. That is known before any buffer is copied.
         """
         with open(self.fd, "wb", buffering=1 << 20, closefd=False) as file:
-            _write(value, file, max_bytes)
+            limited = _Limited(max_bytes, file)
+            buffers = _pickled(value, limited)
+            try:
+                table = [limited.write_aligned(buffer) for buffer in buffers]
+                end = limited.total
+                file.write(np.array(table, dtype=np.int64).tobytes() + TRAILER.pack(end))
+                file.flush()
+            except OSError as error:
+                raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
 
     def read(self) -> Any:
         """The value, in memory of its own."""
@@ -78,7 +85,12 @@ def read_archive(fd: int, keep: Callable[[Any], object] = lambda unpickler: None
         fd: of the file.
         keep: given what holds every object that is read, also where reading fails half-way.
     """
-    mapped, memory, table = _mapped(fd)
+    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # an older kernel reads pages when they are touched
+        mapped.madvise(MADV_POPULATE_READ)
+    memory = memoryview(mapped)
+    (end,) = TRAILER.unpack(memory[-TRAILER.size :])
+    table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2).tolist()
     unpickler = pickle.Unpickler(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
     keep(unpickler)
     value = unpickler.load()
@@ -97,17 +109,32 @@ def size_of(value: Any, max_bytes: int | None = None, shared: dict[int, Any] | N
     Raises:
         TooLargeError: it takes more than `max_bytes`.
     """
-    buffers, counter = _Buffers(), _Counter(max_bytes)
-    ArchivePickler(counter, buffers, shared).dump(value)
-    counter.write_bytes(buffers.total_bytes())
-    return counter.total
+    limited = _Limited(max_bytes)
+    return sum((view.nbytes for view in _pickled(value, limited, shared)), limited.total)
+
+
+def _pickled(value: Any, file: _Limited, shared: dict[int, Any] | None = None) -> list[memoryview]:
+    """Write the pickle; the memory that it refers to, in the order in which it does."""
+    views: list[memoryview] = []
+
+    def is_copied(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= SMALLEST_BUFFER:
+            views.append(view)
+            file.expect(view.nbytes)
+        return view.nbytes < SMALLEST_BUFFER
+
+    ArchivePickler(file, is_copied, shared).dump(value)
+    return views
 
 
 class ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, so that classes of a notebook cell travel too; the memory of tensors and arrays is handed to `buffers`."""
+    """cloudpickle, so that classes of a notebook cell travel too; the memory of tensors and arrays stays out of the pickle."""
 
-    def __init__(self, file: Any, buffers: _Buffers, shared: dict[int, Any] | None = None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.takes)
+    def __init__(
+        self, file: Any, is_copied: Callable[[pickle.PickleBuffer], bool], shared: dict[int, Any] | None
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=is_copied)
         self._shared = shared or {}
         self._layouts: dict[Any, Any] = {}
 
@@ -128,6 +155,8 @@ class ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(f"shared memory {value.name!r}, which another process would remove at its end")
         if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
             return np.memmap, place
+        if type(value) is np.ndarray and (base := _whole_of(value)) is not None:
+            return _view, (base, value.dtype, _address(value) - _address(base), value.shape, value.strides)
         return super().reducer_override(value)
 
 
@@ -157,6 +186,19 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def _whole_of(array: Any) -> Any:
+    """The array whose memory this one is a view of; None where it has its own, or cannot be made from the other."""
+    base = array.base
+    while isinstance(base, np.ndarray) and isinstance(base.base, np.ndarray):
+        base = base.base
+    is_whole = isinstance(base, np.ndarray) and base.flags.c_contiguous and base.size
+    return base if is_whole and not (array.dtype.hasobject or base.dtype.hasobject) else None
+
+
+def _view(base: Any, dtype: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return np.ndarray(shape, dtype, base, offset, strides)
+
+
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     """The arguments of `np.memmap` for the same elements of the same file; None where they must be copied."""
     contiguous = array.flags.c_contiguous or array.flags.f_contiguous
@@ -173,102 +215,36 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     return os.fspath(name), array.dtype, mode, offset, array.shape, "C" if array.flags.c_contiguous else "F"
 
 
-class _Buffers:
-    """The memory that a pickle refers to, in the order in which it does."""
-
-    def __init__(self) -> None:
-        self._views: list[memoryview] = []
-        self._begins: list[int] = []
-
-    def takes(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether a buffer is to be copied into the pickle, as pickle asks; if not, it is kept here, alive."""
-        view = buffer.raw()
-        if view.nbytes < SMALLEST_BUFFER:
-            return True
-        self._views.append(view)
-        self._begins.append(_address(np.frombuffer(view, np.uint8)))
-        return False
-
-    def extents(self) -> tuple[Any, Any, Any]:
-        """Where memory that is referred to begins and ends, disjoint, and the extent that each buffer lies in."""
-        begins = np.array(self._begins, dtype=np.int64)
-        ends = begins + np.array([view.nbytes for view in self._views], dtype=np.int64)
-        order = np.argsort(begins, kind="stable")
-        reach = np.maximum.accumulate(ends[order])
-        is_first = np.ones(len(order), dtype=bool)
-        is_first[1:] = begins[order][1:] > reach[:-1]
-        extent = np.empty(len(order), dtype=np.int64)
-        extent[order] = np.cumsum(is_first) - 1
-        return begins[order][is_first], reach[np.append(is_first[1:], True)] if len(order) else reach, extent
-
-    def total_bytes(self) -> int:
-        begins, ends, _ = self.extents()
-        return int((ends - begins).sum())
-
-    def write(self, file: IO[bytes]) -> Any:
-        """Write every extent; where each buffer begins in the file, and its size."""
-        begins, ends, extent = self.extents()
-        places = np.empty(len(begins), dtype=np.int64)
-        at = file.tell()
-        for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-            gap = (begin - at) % ALIGNMENT  # what was aligned stays so
-            file.write(bytes(gap))
-            file.write((ctypes.c_char * (end - begin)).from_address(begin))
-            places[number] = at + gap
-            at += gap + end - begin
-        starts = np.array(self._begins, dtype=np.int64)
-        sizes = np.array([view.nbytes for view in self._views], dtype=np.int64)
-        return np.stack([places[extent] + starts - begins[extent], sizes], axis=1)
-
-
-class _Counter(io.RawIOBase):
-    """Counts what is written, and passes it on; refuses more than a limit, so that no 100 GB are pickled in vain."""
+class _Limited(io.RawIOBase):
+    """A file that refuses more than a limit, so that no 100 GB are pickled in vain; without a file it only counts."""
 
     def __init__(self, max_bytes: int | None, file: IO[bytes] | None = None) -> None:
         super().__init__()
         self._max_bytes = max_bytes
         self._file = file
+        self._expected = 0
         self.total = 0
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        self.write_bytes(size)
+        self.total += size
+        self.expect(0)
         if self._file is not None:
             self._file.write(data)
         return size
 
-    def write_bytes(self, size: int) -> None:
-        self.total += size
-        if self._max_bytes is not None and self.total > self._max_bytes:
+    def expect(self, size: int) -> None:
+        """So many bytes are still to be written."""
+        self._expected += size
+        if self._max_bytes is not None and self.total + self._expected > self._max_bytes:
             raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")
 
-
-def _write(value: Any, file: IO[bytes], max_bytes: int) -> None:
-    buffers, counter = _Buffers(), _Counter(max_bytes, file)
-    ArchivePickler(counter, buffers).dump(value)
-    pickled = counter.total
-    counter.write_bytes(buffers.total_bytes())
-    try:
-        table = buffers.write(file)
-        end = file.tell()
-        file.write(table.tobytes())
-        file.write(TRAILER.pack(pickled, end))
-        file.flush()
-    except OSError as error:
-        raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
-
-
-def _mapped(fd: int) -> tuple[mmap.mmap, memoryview, list[list[int]]]:
-    """An archive as a file that begins with its pickle, its memory and its table."""
-    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # an older kernel; then pages come when they are read
-        mapped.madvise(MADV_POPULATE_READ)
-    memory = memoryview(mapped)
-    _, end = TRAILER.unpack(memory[-TRAILER.size :])
-    table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2)
-    return mapped, memory, table.tolist()
+    def write_aligned(self, view: memoryview) -> tuple[int, int]:
+        """Where memory that was expected begins now, and its size."""
+        self._expected -= view.nbytes
+        self.write(bytes(-self.total % ALIGNMENT))
+        self.write(view)
+        return self.total - view.nbytes, view.nbytes
 
 
 def _nameless_file() -> int:

@@ -9,19 +9,18 @@ CUDA after a fork) is no fault of a sample; nor is what raises in a worker alone
 
 from __future__ import annotations
 
-import ast
-import re
+import contextlib
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate, default_convert
 
 from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.tracing import Wrapped
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.probe.failures import StoppedError, failure_of, user_traceback, with_advice
+from autotune_loader.probe.failures import failure_of, is_of_dataset
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BadSample, Failure
 
@@ -30,70 +29,41 @@ MOST_BAD = 3
 """So many different ones end a run."""
 MOST_NAMED = 4
 """Samples of a batch that cannot be collated."""
-SAMPLE = "sample "
-_NAMED = re.compile(r"(?P<name>.+?) raises (?P<error>.*?)(?: \(samples (?P<keys>.*)\))?", re.DOTALL)
 
 
 class SampleError(Exception):
-    """A sample raised. The text says it all, since torch makes the exception anew from that on its way from a worker."""
+    """What a sample raised. It comes in the place of a batch, from a worker too, and is raised where a batch is taken."""
+
+    def __init__(self, bad: BadSample, keys: tuple[Any, ...], failure: Failure) -> None:
+        super().__init__(bad, keys, failure)
+        self.bad = bad
+        self.keys = keys
+        """Of the samples that raise, alone or together; none in a stream."""
+        self.failure = failure
 
     @classmethod
-    def of(cls, name: str, error: Exception, keys: Collection[Any] = ()) -> SampleError:
-        """The error that names what raised.
-
-        Args:
-            name: as "sample 700".
-            error: what was raised.
-            keys: of the samples that raised together; none where the name tells.
-        """
-        together = f" (samples {', '.join(map(written, keys))})" if keys else ""
-        return cls(f"{name} raises {BadSample.of(name, error).error}{together}")
-
-    @property
-    def sample(self) -> BadSample:
-        """What raised, in a few words, and what."""
-        found = self._read()
-        name, keys = found["name"], (found["keys"] or "").split(", ")
-        if found["keys"]:
-            name += f" of samples {', '.join(keys[:MOST_NAMED])}" + (", ..." if len(keys) > MOST_NAMED else "")
-        return BadSample(name=name, error=found["error"])
-
-    @property
-    def keys(self) -> list[Any]:
-        """Of the samples that raise, alone or together; none where they have no key that can be written."""
-        try:
-            return list(ast.literal_eval(f"[{self._written()}]"))
-        except (ValueError, SyntaxError):
-            return []
-
-    @property
-    def left_out(self) -> set[str]:
-        """What `for_bursts` goes without from now on."""
-        return set(map(written, self.keys)) or {self._written() or self.sample.name}
+    def of(cls, error: Exception, name: str, keys: Sequence[Any] = ()) -> SampleError:
+        """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
+        if not is_of_dataset(error):
+            raise error
+        failure = failure_of(error, "batches")
+        told = replace(failure, message=f"{name} raises {failure.message}")
+        return cls(BadSample(name=name, error=failure.message), tuple(keys), told)
 
     def raises_in(self, data: DataSide) -> bool:
-        """Whether the same is raised where this process reads the samples from `data`; what has no key is believed."""
-        keys, collate_fn = self.keys, data.collate_fn or default_collate
-        if not keys:
-            return True
-        try:
-            samples = _read_from(data.dataset, keys)
-            if self._read()["keys"] and data.is_batched:
-                collate_fn(samples)
-        except Exception:
-            return True
-        return False
+        """Whether the samples raise where this process reads them from `data`; what has no key is believed."""
+        data, keys = for_bursts(data, ()), list(self.keys)
+        with contextlib.suppress(Exception):
+            read = keys and (data.dataset.__getitems__(keys) if data.is_batched else data.dataset[keys[0]])
+            return not keys or isinstance((data.collate_fn or default_convert)(read), SampleError)
+        return True
 
-    def _written(self) -> str:
-        found = self._read()
-        return found["keys"] or (found["name"].removeprefix(SAMPLE) if found["name"].startswith(SAMPLE) else "")
 
-    def _read(self) -> re.Match[str]:
-        # Torch wraps a worker's exception in its whole traceback, whose last line it is.
-        line = [line for line in str(self).splitlines() if line.strip()][-1]
-        found = _NAMED.fullmatch(line.rpartition(f"{type(self).__name__}: ")[2])
-        assert found is not None, line
-        return found
+def good(batch: T) -> T:
+    """The batch; raises what came in its place."""
+    if isinstance(batch, SampleError):
+        raise batch
+    return batch
 
 
 def written(key: Any) -> str:
@@ -101,43 +71,21 @@ def written(key: Any) -> str:
     return repr(key.item() if getattr(key, "ndim", None) == 0 else key)
 
 
-def _read_from(dataset: Any, keys: list[Any]) -> Any:
-    fetch_many = getattr(dataset, "__getitems__", None)
-    return fetch_many(keys) if fetch_many else [dataset[key] for key in keys]
+def _raises(dataset: Any, key: Any) -> bool:
+    try:
+        dataset.__getitems__([key])
+    except Exception:
+        return True
+    return False
 
 
-def _raising(dataset: Any, keys: list[Any]) -> list[Any]:
-    """Of keys that raise together the first that raises alone, if any does."""
-    for key in keys:
-        try:
-            _read_from(dataset, [key])
-        except Exception:
-            return [key]
-    return []
+def _several(keys: Sequence[Any]) -> str:
+    names = [written(key) for key in keys[:MOST_NAMED]]
+    return f" of samples {', '.join(names)}" + (", ..." if len(keys) > MOST_NAMED else "")
 
 
-_END = object()
 _keys: list[Any] = []
 """Of the batch that this process is making; a collate function is not told them."""
-
-
-class _Naming:
-    """Within the block, what is the fault of a sample is raised as a `SampleError`.
-
-    Args:
-        tell: makes it of what was raised.
-    """
-
-    __slots__ = ("_tell",)
-
-    def __init__(self, tell: Callable[[Exception], SampleError]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (StoppedError, MemoryError)):
-            raise self._tell(error) from error
 
 
 class NamingDataset(Wrapped):
@@ -149,21 +97,20 @@ class NamingDataset(Wrapped):
         object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
 
     def __getitem__(self, key: Any) -> Any:
-        with _Naming(lambda error: SampleError.of(SAMPLE + written(key), error)):
+        _keys[:] = [key]
+        try:
             return self._inner[key]
+        except Exception as error:
+            return SampleError.of(error, f"sample {written(key)}", [key])
 
     def __getitems__(self, keys: list[Any]) -> Any:
-        inner, fetch_many, _keys[:] = self._inner, self._fetch_many, keys
-        key: Any = None
-
-        def tell(error: Exception) -> SampleError:
-            raising = [key] if not fetch_many else _raising(inner, keys)
-            if not raising:
-                return SampleError.of("__getitems__", error, keys)
-            return SampleError.of(SAMPLE + written(raising[0]), error)
-
-        with _Naming(tell):
+        inner, fetch_many, key, _keys[:] = self._inner, self._fetch_many, None, keys
+        try:
             return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
+        except Exception as error:
+            alone = [key] if not fetch_many else [each for each in keys if _raises(inner, each)]
+            name = f"sample {written(alone[0])}" if alone else f"__getitems__{_several(keys)}"
+            return SampleError.of(error, name, alone[:1] or keys)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -187,20 +134,14 @@ class NamingStream(Wrapped, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         delivered = 0
         _keys.clear()
-        samples = iter(self._inner)
-        naming = _Naming(lambda error: SampleError.of(f"the sample after {delivered:,} of a process's stream", error))
-        while True:
-            try:
-                with naming:
-                    sample = next(samples, _END)
-            except SampleError:
-                if self._ends and delivered:
-                    return
-                raise
-            if sample is _END:
-                return
-            delivered += 1
-            yield sample
+        try:
+            for sample in self._inner:
+                yield sample
+                delivered += 1
+        except Exception as error:
+            bad = SampleError.of(error, f"the sample after {delivered:,} of a process's stream")
+            while not (self._ends and delivered):
+                yield bad  # to the end of its batch
 
 
 class NamingCollate:
@@ -210,10 +151,13 @@ class NamingCollate:
         self._collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Any:
-        if not _keys:
+        last = samples[-1] if isinstance(samples, list) and samples else samples
+        if type(last) is SampleError:
+            return last
+        try:
             return self._collate_fn(samples)
-        with _Naming(lambda error: SampleError.of("collate_fn", error, _keys)):
-            return self._collate_fn(samples)
+        except Exception as error:
+            return SampleError.of(error, f"collate_fn{_several(_keys) if _keys else ''}", _keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn)),)
@@ -240,8 +184,8 @@ class Order:
                 continue
             if not isinstance(each, (list, tuple)):
                 yield each
-            elif good := [key for key in each if written(key) not in self._without]:
-                yield good if len(good) < len(each) else each
+            elif left := [key for key in each if written(key) not in self._without]:
+                yield left if len(left) < len(each) else each
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -254,11 +198,10 @@ def for_bursts(data: DataSide, without: Collection[str]) -> DataSide:
         data: the user's parts.
         without: keys as they are written; of a stream anything, once it is known that it raises.
     """
-    if data.is_batched:
-        data = replace(data, collate_fn=NamingCollate(data.collate_fn or default_collate))
+    collate_fn = NamingCollate(data.collate_fn or (default_collate if data.is_batched else default_convert))
     if data.is_iterable:
-        return replace(data, dataset=NamingStream(data.dataset, ends=bool(without)))
-    data = replace(data, dataset=NamingDataset(data.dataset))
+        return replace(data, collate_fn=collate_fn, dataset=NamingStream(data.dataset, ends=bool(without)))
+    data = replace(data, collate_fn=collate_fn, dataset=NamingDataset(data.dataset))
     if not without:
         return data
     if data.batch_sampler is not None:
@@ -291,25 +234,16 @@ class BadSamples:
                 return run()
             except SampleError as error:
                 traceback.clear_frames(error.__traceback__)
-                failure = self._leave_out(error, again)
-            if failure is not None:
-                return failure
-
-    def _leave_out(self, error: SampleError, again: Callable[[], DataSide] | None) -> Failure | None:
-        """Go without a sample from now on; a failure where it is not the sample's fault, or cannot be left out."""
-        bad = error.sample
-        failure = replace(failure_of(error, "batches"), traceback=user_traceback(error.__cause__ or error))
-        if bad.name in self.by_name:
-            return failure
-        if again is not None and not error.raises_in(again()):
-            message = f"{bad.name} raises {bad.error} in a worker, and not when it is read again alone"
-            return replace(failure, message=message, retryable=True)
-        self.by_name[bad.name] = bad
-        self.left_out |= error.left_out
-        first, *others = self.by_name.values()
-        also = f", and so do {' and '.join(each.name for each in others)}" if others else ""
-        told = with_advice(f"{first.name} raises {first.error}{also}", error)
-        self.ends_run = WorkloadError(told, failure.traceback or "")
-        if len(self.by_name) >= MOST_BAD:
-            raise self.ends_run from None  # its text has all, without secrets
-        return None
+                bad, failure = error.bad, error.failure
+                if bad.name in self.by_name:
+                    return failure  # it cannot be left out
+                if again is not None and not error.raises_in(again()):
+                    message = f"{bad.name} raises {bad.error} in a worker, and not when it is read again alone"
+                    return replace(failure, message=message, retryable=True)
+                self.by_name[bad.name] = bad
+                self.left_out |= set(map(written, error.keys)) or {bad.name}
+                first, *others = self.by_name.values()
+                also = f", and so do {' and '.join(each.name for each in others)}" if others else ""
+                self.ends_run = WorkloadError(f"{first.name} raises {first.error}{also}", failure.traceback or "")
+                if len(self.by_name) >= MOST_BAD:
+                    raise self.ends_run from None  # its text has all, without secrets

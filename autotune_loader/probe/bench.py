@@ -16,11 +16,11 @@ from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts
+from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts, good
 from autotune_loader.probe.burst import Cached, run_burst
 from autotune_loader.probe.burst_loop import Announce, BatchShape
 from autotune_loader.probe.device import Timeline, timeline_of, uuid_of
-from autotune_loader.probe.failures import failure_of, is_of_dataset
+from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.first_batches import FirstBatch, fetch_first
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.probe.worker_checks import READ_ONCE, goes_on, why_no_workers, workers_repeat_each_other
@@ -134,8 +134,6 @@ class Bench:
         Raises:
             WorkloadError: it is the third one.
         """
-        if (failure := self._warm_again()) is not None:
-            return failure
         step, has_workers = self._step, config.num_workers > 0
         assert step is not None, "prepare() comes first"
 
@@ -143,25 +141,27 @@ class Bench:
             data = self._for_bursts((self._data if has_workers else self._private_data)())
             return run_burst(data, step, config, plan, announce, self._timeline, self._bad.by_name)
 
+        if (failure := self._warm_again()) is not None:
+            return failure
         return self._bad.gone_without(run, self._private_data if has_workers else None)
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+    def step_ceiling(
+        self, config: LoaderConfig, plan: BurstPlan, announce: Announce = lambda phase: None
+    ) -> Measurement | Failure:
         """Step on the first batch again and again, or on one of another size."""
-        assert self._first is not None, "prepare() comes first"
-        batch, samples = self._first.batch, self._first.samples
-        if plan.batch_size not in (None, samples):
+        first, step = self._first, self._step
+        assert first is not None, "prepare() comes first"
+        assert step is not None
+        cached = Cached(first.batch, first.samples)
+        if plan.batch_size not in (None, first.samples):
             try:
                 batch, fetch = next(self._batches(self._private_data(), plan.batch_size))
+                cached = Cached(batch, fetch[5])
             except Exception as error:
                 return failure_of(error, "first_batch")
             finally:
                 forget_open_batch()
-            samples = fetch[5]
-        if (failure := self._warm_again()) is not None:
-            return failure
-        assert self._step is not None
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        return run_burst(Cached(batch, samples), self._step, config, plan, timeline=self._timeline)
+        return self._warm_again() or run_burst(cached, step, config, plan, announce, self._timeline)
 
     def close(self) -> None:
         """Let go of model, optimizer and batch, and of the device memory that they took."""
@@ -189,10 +189,8 @@ class Bench:
             if self._bad.ends_run is not None:  # nothing is left without them
                 raise self._bad.ends_run from None
             return Failure(kind="no_data", phase=phase, message="the dataset delivered no batch")
-        except SampleError as error:
-            if is_of_dataset(error):
-                raise
-            return failure_of(error, phase)
+        except SampleError:
+            raise
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             return failure_of(error, phase)
@@ -201,7 +199,8 @@ class Bench:
         return self._report_on(self._step, first, private, step_s * first.share_of_whole, warm_up_s)
 
     def _batches(self, data: DataSide, size: int | None) -> Iterator[Any]:
-        return iter(make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0))
+        for batch, fetch in make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0):
+            yield good(batch), fetch
 
     def _for_bursts(self, data: DataSide) -> DataSide:
         at_most = self._first.at_most if self._first is not None else None
@@ -217,7 +216,7 @@ class Bench:
         alone = shape.on_accelerator or reads_by_itself
         small = replace(data, batch_size=first.at_most or data.batch_size)
         repeats = data.is_iterable and not alone and workers_repeat_each_other(small, first.first_s)
-        why_none = [] if alone else why_no_workers(small, private, first)
+        why_none = [] if alone else why_no_workers(small, first)
         smaller = SMALLER_BATCHES.format(whole=data.batch_size, whole_s=first.wall_s * more, size=first.at_most)
         told = {
             NO_EVENTS.format(device=step.device): step.device.type != "cpu" and self._timeline is None,

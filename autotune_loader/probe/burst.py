@@ -34,7 +34,7 @@ from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError
 from autotune_loader.probe.burst_loop import Announce, Run
 from autotune_loader.probe.device import Timeline
-from autotune_loader.probe.failures import deaths_of, failure_of, is_of_dataset
+from autotune_loader.probe.failures import deaths_of, failure_of
 from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, FailurePhase, Measurement
@@ -94,35 +94,30 @@ def run_burst(
         phase = next_phase
         announce(next_phase)
 
-    open_loader, keeps_memory = OpenLoader(), False
+    keeps_memory = False
     try:
-        try:
-            with as_configured(config):
-                enter("start")
-                outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad)
-                # What the driver has to be asked for anew slows the next burst down; other batches took more than it needs.
-                keeps_memory = (
-                    isinstance(outcome, Measurement) and config.batch_size is None and plan.batch_size is None
-                )
-                return outcome
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-            if not isinstance(error, Exception) or (isinstance(error, SampleError) and is_of_dataset(error)):
-                raise
-            if config.num_workers and isinstance(error, (OSError, EOFError)):
-                time.sleep(NEWS_OF_DEATH_S)
-            return failure_of(error, phase, deaths_of(open_loader.workers))
-    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
-        return failure_of(error, phase, deaths_of(open_loader.workers))
-    finally:
-        try:
+        with OpenLoader() as open_loader:
+            try:
+                with as_configured(config):
+                    enter("start")
+                    outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad)
+            except Exception as error:
+                if isinstance(error, SampleError):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+                if config.num_workers and isinstance(error, (OSError, EOFError)):
+                    time.sleep(NEWS_OF_DEATH_S)
+                outcome = failure_of(error, phase, deaths_of(open_loader.workers))
             enter("shutdown")
-            open_loader.close()
-        except RuntimeError:  # or here; torch tells it once
-            open_loader.close()
+    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
+        outcome = failure_of(error, phase, deaths_of(open_loader.workers))
+    else:
+        # What the driver has to be asked for anew slows the next burst down; other batches took more than it needs.
+        keeps_memory = isinstance(outcome, Measurement) and config.batch_size is None and plan.batch_size is None
+    finally:
         if timeline is not None and not keeps_memory:
             timeline.release()
-        forget_open_batch()
+    return outcome
 
 
 def _measure(
@@ -202,7 +197,7 @@ def run_epochs(
 
 
 class OpenLoader:
-    """Owner of a running iterator: the only reference to it, so that dropping it here shuts the workers down.
+    """Owner of a running iterator, for a block: the only reference to it, so that dropping it here shuts the workers down.
 
     Other processes that begin meanwhile belong to the user's dataset or sampler and are left alone.
     """
@@ -212,6 +207,18 @@ class OpenLoader:
         self.ahead: Callable[[Any], Any] = lambda batches: batches
         """Takes batches to the device ahead of the step."""
         self.workers: list[Any] = []
+
+    def __enter__(self) -> OpenLoader:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+        try:
+            self.close()
+        except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
+            self.close()
+        forget_open_batch()
 
     def open(self, loader: Any) -> None:
         """Begin an epoch; its workers are known from then on, also where not all of them could be started."""

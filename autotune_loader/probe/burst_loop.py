@@ -16,6 +16,7 @@ from autotune_loader.pipeline.epoch_throughput import over_epochs
 from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
+from autotune_loader.probe.bad_samples import good
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline
 from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.step import TrainingStep
@@ -89,6 +90,7 @@ class Run:
             self._batch, fetch = next(iterator)
         except StopIteration:
             return False
+        good(self._batch)
         received = now()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)

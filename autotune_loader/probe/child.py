@@ -1,5 +1,11 @@
 """The probe process: it loads the workload, answers requests until the connection closes, and prints for nobody.
 
+    parent   starts it ─────────────────────── burst? ─────────────────────── bye (or just closes)
+    child               phase ... phase ... ready      phase ... phase ... answer
+
+Both sides send plain records as MessagePack over a private socket pair. Only the workload itself is a pickle, in files that the
+child inherits (`probe.archive`); nothing the child sends is unpickled.
+
 It is started fresh: a forked child of a process that has run a multi-threaded torch step hangs at its first parallel region.
 Only what cannot be pickled is run in a fork, and there by one thread.
 """
@@ -12,10 +18,11 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
+import msgspec
 import psutil
 import torch
 
@@ -23,20 +30,64 @@ from autotune_loader.machine.inherited import own_shared_memory
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe import lifeline
 from autotune_loader.probe.archive import read_archive
-from autotune_loader.probe.bench import Bench
+from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.failures import failure_of_reading, failure_of_workload
 from autotune_loader.probe.leaving import BurstWorkerInit, held, leave
-from autotune_loader.probe.torch_state import set_torch_state
-from autotune_loader.probe.wire import Hello, Message, Request, receive, send
+from autotune_loader.probe.torch_state import read_torch_state, set_torch_state
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, FailurePhase
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
 
 # Copies of the data side, and the caches that bursts fill in them, may take so much; then the last one is used again.
 MOST_COPIED_BYTES = 1 << 30
 PARENT_IS_GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 
 
-def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int) -> NoReturn:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing to run."""
+
+    what: Literal["burst", "step_ceiling"]
+    plan: BurstPlan
+    config: LoaderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of the child; one of the first four fields is set."""
+
+    phase: FailurePhase | None = None
+    ready: WarmupReport | None = None
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+    ends_run: bool = False
+    """Whether no other configuration would be without that failure."""
+
+
+def send(connection: Connection, record: Request | Message) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(record))
+
+
+def receive(connection: Connection, kind: type[T]) -> T:
+    """The next record of the other side.
+
+    Raises:
+        EOFError, OSError: it is gone.
+    """
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=kind)
+
+
+def settings() -> dict[str, Any]:
+    """What a child sets before it imports the user's classes, so that it trains as this process would; all of it literals."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    return {"threads": torch.get_num_threads(), "start_method": method, "torch_state": read_torch_state()}
+
+
+def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, settings: dict[str, Any]) -> NoReturn:
     """Serve requests over an inherited connection until the parent closes it.
 
     Args:
@@ -44,6 +95,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int) -
         lifeline_fd: closed when the parent ends, which is watched already.
         data_fd: of the archive of the data side.
         training_fd: of the archive of the training side.
+        settings: of the parent.
     """
     for descriptor in (connection_fd, lifeline_fd, data_fd, training_fd):
         os.set_inheritable(descriptor, False)  # private: no program that the dataset starts may have them
@@ -51,10 +103,9 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int) -
     code = 1
     try:
         with Connection(connection_fd) as connection, contextlib.suppress(*PARENT_IS_GONE):
-            hello = receive(connection, Hello)  # before any module of the user's is imported
-            multiprocessing.set_start_method(hello.start_method, force=True)
-            torch.set_num_threads(hello.threads)
-            set_torch_state(hello.torch_state)
+            multiprocessing.set_start_method(settings["start_method"], force=True)
+            torch.set_num_threads(settings["threads"])
+            set_torch_state(settings["torch_state"])
             _serve(connection, lambda: _bench_of_archives(data_fd, training_fd))
         code = 0
     except BaseException:
@@ -92,10 +143,7 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     while True:
         request = receive(connection, Request)
         try:
-            if request.what == "burst":
-                outcome = bench.burst(request.config, request.plan, announce)
-            else:
-                outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+            outcome = getattr(bench, request.what)(request.config, request.plan, announce)
         except WorkloadError as error:
             message = Message(failure=failure_of_workload(error, "batches"), ends_run=True)
         else:

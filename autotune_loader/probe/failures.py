@@ -50,9 +50,6 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 
 
-_OF_SAMPLE = re.compile(r"^([\w.]+\.)?SampleError: ")
-
-
 class StoppedError(RuntimeError):
     """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
 
@@ -81,12 +78,6 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
         retryable=kind in ("crashed", "descriptors"),
         traceback=user_traceback(error),
     )
-
-
-def with_advice(text: str, error: BaseException) -> str:
-    """What is told of an exception, with what to do about it where that is known."""
-    advice = _diagnosis(error)[2]
-    return f"{text} ({advice})" if advice else text
 
 
 def failure_of_reading(error: BaseException) -> Failure:
@@ -144,7 +135,6 @@ def _first_sentence(text: str, limit: int = 600) -> str:
         return "unknown error"
     wrapped = "Caught " in lines[0] and "Original Traceback" in text
     line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
-    line = _OF_SAMPLE.sub("", line)  # it says itself what was raised
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

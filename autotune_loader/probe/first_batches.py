@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from autotune_loader.pipeline.look import moved, positions
 from autotune_loader.pipeline.workload import DataSide
@@ -20,15 +20,6 @@ FEWEST_SAMPLES = 2
 FEW_SAMPLES = 3
 Batches = Callable[["int | None"], Iterator[Any]]
 """Batches of so many samples with their records; of None as training has them."""
-
-
-class _Fetched(NamedTuple):
-    """One batch, fetched in the main process."""
-
-    batch: Any
-    samples: int
-    wall_s: float
-    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +48,20 @@ def fetch_first(data: DataSide, batches: Batches) -> FirstBatch:
         StopIteration: there is none.
         Exception: whatever the dataset raises.
     """
-    places, at_most = positions(), None
-    if not data.is_iterable:
-        at_most = _smaller(data, _sample_s(data, batches))
-    seen = _fetch_two(batches(at_most))
+    places = positions()
+    at_most = None if data.is_iterable else _smaller(data, _sample_s(data, batches))
+    batch, seen = _fetch_two(batches(at_most))
     if data.is_iterable and not isinstance(data.dataset, Iterator):  # of a stream nobody reads a sample alone
-        at_most = _smaller(data, seen[0].wall_s / max(seen[0].samples, 1))
-        seen = seen if at_most is None else _fetch_two(batches(at_most))
+        at_most = _smaller(data, seen[0][0] / max(seen[0][2], 1))
+        batch, seen = (batch, seen) if at_most is None else _fetch_two(batches(at_most))
     # A cold file or a busy machine is no habit.
-    typical = max(seen, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
+    wall_s, cpu_s, _ = max(seen, key=lambda each: each[1] / max(each[0], 1e-9))
     return FirstBatch(
-        batch=seen[0].batch,
-        samples=seen[0].samples,
-        first_s=seen[0].wall_s,
-        wall_s=typical.wall_s,
-        cpu_s=typical.cpu_s,
+        batch=batch,
+        samples=seen[0][2],
+        first_s=seen[0][0],
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         at_most=at_most,
         share_of_whole=(data.batch_size or 1) / at_most if at_most else 1.0,
         moved_file=moved(places, positions()),
@@ -92,7 +82,7 @@ def _sample_s(data: DataSide, batches: Batches) -> float:
     if whole <= FEWEST_SAMPLES or (first_s := _seconds_of(alone)) * whole <= SLOW_FETCH_S:
         return 0.0
     warm_s = min(first_s, _seconds_of(alone))  # the first may have opened a file, or imported what decodes it
-    if not hasattr(data.dataset, "__getitems__"):
+    if not data.has_batched_fetch:
         return warm_s
     return max(0.0, _seconds_of(batches(FEW_SAMPLES)) - warm_s) / (FEW_SAMPLES - 1)
 
@@ -104,9 +94,10 @@ def _seconds_of(batches: Iterator[Any]) -> float:
     return time.monotonic() - begun
 
 
-def _fetch_two(batches: Iterator[Any]) -> list[_Fetched]:
-    seen: list[_Fetched] = []
-    while not seen or (len(seen) < 2 and seen[0].wall_s <= SECOND_LOOK_S):
+def _fetch_two(batches: Iterator[Any]) -> tuple[Any, list[tuple[float, float, int]]]:
+    """The first batch, and of it and the next: wall seconds, CPU seconds, samples."""
+    first, seen = None, list[tuple[float, float, int]]()
+    while not seen or (len(seen) < 2 and seen[0][0] <= SECOND_LOOK_S):
         begun = time.monotonic()
         try:
             batch, fetch = next(batches)
@@ -114,5 +105,6 @@ def _fetch_two(batches: Iterator[Any]) -> list[_Fetched]:
             if not seen:
                 raise
             break  # the first batch was all there is, or a burst will tell what is wrong
-        seen.append(_Fetched(batch, fetch[5], time.monotonic() - begun, fetch[4]))
-    return seen
+        first = batch if not seen else first
+        seen.append((time.monotonic() - begun, fetch[4], fetch[5]))
+    return first, seen

@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -31,7 +31,7 @@ from autotune_loader.probe.losses import (
     own_loss,
     part_of,
 )
-from autotune_loader.probe.stand_in_trainer import hooks_not_run, is_lightning_module
+from autotune_loader.probe.stand_in_trainer import is_lightning_module
 
 # What the target is called, as a key of a batch or a parameter of a model.
 TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask", "label_ids",
@@ -65,21 +65,23 @@ class Form:
     """Takes a batch on the device; gives the loss, or whatever the step returned."""
     name: str
     """What is done: the code itself where it was inferred, complete once a batch was run."""
-    is_own: bool = False
-    """Whether it is the user's `train_step`, whose errors speak for themselves."""
-    example: str = EXAMPLE
-    """A `train_step` that says the same."""
+    example: str | None = None
+    """A `train_step` that says the same, to be corrected; None for the user's own, whose errors speak for themselves."""
     described: str = ""
     """The batch it was inferred from."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of it; complete once a batch was run."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's `train_step`."""
+        return self.example is None
+
     def explained(self, error: Exception) -> Exception:
         """The error of a first run, with the inference that it comes from."""
         if self.is_own or isinstance(error, StepInferenceError):
             return error
-        cause = next(iter(str(error).splitlines()), "")
-        cause = cause if len(cause) <= LONGEST_CAUSE else cause[: LONGEST_CAUSE - 1] + "…"
+        cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="…")
         return StepInferenceError(
             f"train_step=None: inferred `{self.name}` from {self.described}; it failed with {type(error).__name__}: {cause}; "
             f"pass train_step={self.example}"
@@ -96,23 +98,18 @@ def infer(side: TrainingSide, batch: Any) -> Form:
     if train_step is not None:
         name = "train_step(model, batch)"
         notes = _ignored(loss_fn, "train_step")
-        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=notes)
+        return Form(run=lambda batch: train_step(model, batch), name=name, notes=notes)
     if is_lightning_module(model):
         return _lightning_form(side, batch)
     call = _call_for(model, batch, wants_output=loss_fn is not None)
     return _Inferred(model, call, loss_fn, batch).form
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """How the model is called on a batch, and where its target is: as code."""
 
     text: str
     target: str | None = None
-    example: str = ""
-    """What to show instead where it is known to fail."""
-    likely_target: tuple[str, Any] | None = None
-    """Where nothing says which part of the batch is one: for the line that is shown."""
 
 
 class _Inferred:
@@ -122,24 +119,21 @@ class _Inferred:
         self._call = call
         self._loss_fn = loss_fn
         self._names = {"torch": torch, **{each.__name__: each for each in CUSTOMARY}, "model": model}
-        target = self._value_of(call.target, batch=batch) if call.target is not None else None
-        where, target = call.likely_target or (call.target, target)
+        target = None if call.target is None else self._value_of(call.target, batch=batch)
         is_float = isinstance(target, torch.Tensor) and target.is_floating_point() and not is_distribution(target)
         self._loss_name = "mse_loss" if is_float else "cross_entropy"
         if loss_fn is not None:
             name = _name(loss_fn)
-            self._loss_name = (
-                name if name.isidentifier() and name not in ("torch", "model", "batch", "out") else "loss_fn"
-            )
+            is_free = name.isidentifier() and name not in ("torch", "model", "batch", "out")
+            self._loss_name = name if is_free else "loss_fn"
             self._names[self._loss_name] = loss_fn
         self._is_autoencoder = call.target is None and loss_fn is not None and Parameters.of(loss_fn).required != 1
-        shown = (
-            f"{_with_floats(call.example or call.text, batch)}, {where or ('batch' if self._is_autoencoder else '...')}"
-        )
+        where = call.target or ("batch" if self._is_autoencoder else "...")
+        line = f"{self._loss_name}({call.text}, {where})"
         self.form = Form(
             run=self._learn,
-            name=f"{self._loss_name}({call.text}, {call.target})" if call.target is not None else call.text,
-            example=f"lambda model, batch: {self._loss_name}({shown})",
+            name=call.text if call.target is None else line,
+            example=f"lambda model, batch: {line}",
             described=described(batch),
         )
 
@@ -161,9 +155,9 @@ class _Inferred:
         own, target = own_loss(output), self._call.target
         if self._loss_fn is not None and (target is not None or own is None):
             answer = answer_in(output)[0] if _is_of_torch(self._loss_fn) else OUT
-            compared = target or ("batch[0]" if isinstance(batch, (tuple, list)) else "batch")
-            given = [answer, compared] if target is not None or self._is_autoencoder else [answer]
-            return f"{self._loss_name}({', '.join(given)})", None
+            if target is None and self._is_autoencoder:
+                target = "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
+            return f"{self._loss_name}({answer}{f', {target}' if target else ''})", None
         if own is not None:
             return own, None if self._loss_fn is None else UNUSED_LOSS
         if target is not None:
@@ -172,30 +166,18 @@ class _Inferred:
         return (OUT, None) if found is None else (f"{found[0]}.float().mean()", STAND_IN_LOSS)
 
 
-def _with_floats(example: str, batch: Any) -> str:
-    """The call of a model that fails on pictures of bytes, or numpy's doubles, which some loop of the user's makes floats."""
-    named = enumerate(batch) if isinstance(batch, (tuple, list)) else fields_of(batch).items()
-    for key, value in named:
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.float64):
-            example = example.replace(f"batch[{key!r}]", f"batch[{key!r}].float()")
-        elif isinstance(value, np.ndarray):
-            example = example.replace(f"batch[{key!r}]", f"torch.as_tensor(batch[{key!r}]).float()")
-    return example
-
-
 def _call_for(model: Any, batch: Any, *, wants_output: bool) -> Call:
     parameters = Parameters.of(model)
     if isinstance(batch, torch.Tensor):
         return Call("model(batch)")
     if isinstance(batch, (tuple, list)) and batch and not is_list_of_numbers(batch):
         return _call_with_elements(model, batch, parameters, wants_output)
-    fields = fields_of(batch)
-    if not fields:
+    if not fields_of(batch):
         raise StepInferenceError(
             f"train_step=None, but no step can be inferred from {described(batch)}; "
             "pass train_step=lambda model, batch: ... returning the loss"
         )
-    return _call_with_fields(model, batch, fields, parameters, wants_output)
+    return _call_with_fields(model, batch, parameters, wants_output)
 
 
 def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_output: bool) -> Call:
@@ -204,11 +186,10 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
         return Call("model(batch[0])")
     first = batch[0]
     if isinstance(first, Mapping) and parameters.take(first):  # ({...}, y)
-        return replace(_call_with_fields(model, first, first, parameters, wants_output, "batch[0]"), target="batch[1]")
-    samples = {
-        len(each) if isinstance(each, torch.Tensor) and each.dim() else None for each in (*_several(first), batch[1])
-    }
-    if len(_several(first)) == parameters.required and len(samples) == 1 and samples != {None}:  # ((x1, x2), y)
+        return Call(_call_with_fields(model, first, parameters, wants_output, "batch[0]").text, "batch[1]")
+    several = first if isinstance(first, (tuple, list)) and len(first) > 1 else ()
+    samples = {len(each) if isinstance(each, torch.Tensor) and each.dim() else None for each in (*several, batch[1])}
+    if len(several) == parameters.required and len(samples) == 1 and samples != {None}:  # ((x1, x2), y)
         return Call("model(*batch[0])", "batch[1]")
     if parameters.required == count or (len(names) >= count and names[count - 1] in TARGETS and not wants_output):
         return Call("model(*batch)", "batch[-1]")
@@ -216,15 +197,9 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
     return Call(f"model({', '.join(f'batch[{index}]' for index in range(inputs))})", f"batch[{inputs}]")
 
 
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) and len(value) > 1 else ()
-
-
-def _call_with_fields(
-    model: Any, batch: Any, fields: Mapping[Any, Any], parameters: Parameters, wants_output: bool, at: str = "batch"
-) -> Call:
+def _call_with_fields(model: Any, batch: Any, parameters: Parameters, wants_output: bool, at: str = "batch") -> Call:
     """For a mapping, or an object with attributes: by the names that batch and model have in common."""
-    by_key = isinstance(batch, Mapping)
+    by_key, fields = isinstance(batch, Mapping), fields_of(batch)
     key = next((key for key in TARGETS if key in fields), None)
     target = None if key is None else part_of(at, batch, key)
     first = parameters.names[0] if parameters.required == 1 else None
@@ -234,9 +209,8 @@ def _call_with_fields(
     if wants_output:
         taken = {name: each for name, each in taken.items() if each != key or name in parameters.required_names}
     if taken:
-        is_all = by_key and list(taken) == list(taken.values()) == list(fields)
         parts = {name: part_of(at, batch, each) for name, each in taken.items()}
-        if is_all:
+        if by_key and list(taken) == list(taken.values()) == list(fields):
             given = f"**{at}"
         elif all(map(is_name, parts)):
             given = ", ".join(f"{name}={part}" for name, part in parts.items())
@@ -245,28 +219,11 @@ def _call_with_fields(
         return Call(f"model({given})", target)
     if is_whole or not (by_key or dataclasses.is_dataclass(batch)):
         return Call(f"model({at})", target)
-    others = {each: value for each, value in fields.items() if each != key}
-    tensors = [each for each, value in others.items() if isinstance(value, torch.Tensor)]
+    tensors = [each for each, value in fields.items() if each != key and isinstance(value, torch.Tensor)]
     chosen = next((each for each in INPUTS if each in tensors), tensors[0] if len(tensors) == 1 else None)
     if chosen is not None and (target is not None or wants_output):
         return Call(f"model({part_of(at, batch, chosen)})", target)
-    # Torch's own complaint names what is missing; it is explained when it comes.
-    shown = _first_tensor(at, others or fields, batch)
-    left = [each for each in tensors if part_of(at, batch, each) not in shown]
-    likely = (part_of(at, batch, left[0]), fields[left[0]]) if target is None and len(tensors) == 2 and left else None
-    return Call(f"model(**{at})", target, f"model({shown})", likely)
-
-
-def _first_tensor(at: str, fields: Mapping[Any, Any], batch: Any) -> str:
-    """How the first tensor is reached, which may be in a dict of its own (torchio's pictures are)."""
-    for key, value in fields.items():
-        text = part_of(at, batch, key)
-        if _several(value) and all(isinstance(each, torch.Tensor) for each in value):  # a list in each sample, collated
-            return f"torch.stack({text}, dim=1).float()"
-        found = first_tensor(text, value) if isinstance(value, (torch.Tensor, Mapping)) else None
-        if found is not None:
-            return found[0]
-    return part_of(at, batch, next(iter(fields)))
+    return Call(f"model(**{at})", target)  # torch's own complaint names what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +281,10 @@ def _lightning_form(side: TrainingSide, batch: Any) -> Form:
             batch = getattr(model, hook)(batch, 0) if hasattr(model, hook) else batch
         return model.training_step(batch, next(numbers)) if takes_index else model.training_step(batch)
 
-    missing = hooks_not_run(model)
     return Form(
         run=run,
         name=f"LightningModule.training_step({'batch, batch_idx' if takes_index else 'batch'})",
-        example=f"{EXAMPLE}, or call {', '.join(missing)} before: only a Trainer does" if missing else EXAMPLE,
+        example=f"{EXAMPLE}; what only a Trainer calls (setup(), on_fit_start(), ...) is yours to call before",
         described=described(batch),
         notes=_ignored(side.loss_fn, "training_step"),
     )

@@ -7,7 +7,6 @@ and optimizer are copied, and every piece of global state that a DataLoader or a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import multiprocessing
@@ -16,7 +15,7 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -47,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class InlineProbe:
-    """A `Probe` that runs every burst in this process. A hang is broken where Python code or a worker of the burst hangs or, in
-    the main thread, anything that a signal interrupts; not inside of a library's own code.
+    """A `Probe` that runs every burst in this process. A hang is broken where a worker of the burst hangs or, in the main
+    thread, anything that a signal interrupts; not inside of a library's own code.
 
     Args:
         workload: what is run; it is copied as far as that is possible.
@@ -103,6 +102,14 @@ class InlineProbe:
         Raises:
             WorkloadError: too many samples of the dataset raise.
         """
+        return self._run(self._bench.burst, config, plan)
+
+    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+        return self._run(self._bench.step_ceiling, LoaderConfig(consumer_threads=consumer_threads), plan)
+
+    def _run(
+        self, run: Callable[..., Measurement | Failure], config: LoaderConfig, plan: BurstPlan
+    ) -> Measurement | Failure:
         stop = _Stop(plan.deadline_s)
         meter = TreeMeter(
             os.getpid(),
@@ -114,16 +121,12 @@ class InlineProbe:
         )
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), meter:
-            outcome = self._bench.burst(config, plan, stop.enter)
+            outcome = run(config, plan, stop.enter)
         if stop.has_expired:
             return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
         return outcome if isinstance(outcome, Failure) else meter.added_to(outcome)
-
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        with untouched_state(self._user_data):
-            return self._bench.step_ceiling(consumer_threads, plan)
 
     def close(self) -> None:
         """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.
@@ -147,21 +150,18 @@ class InlineProbe:
 
 
 class _Stop:
-    """Ends what runs in its block, in the thread that made it, from any other thread: when it is asked to, or at a deadline."""
+    """Ends what runs in its block from any other thread: when it is asked to, or at a deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self.was_asked = False
         self.has_expired = False
         self._deadline_s = deadline_s
         self._phase: FailurePhase = "start"
-        self._thread = threading.get_ident()
         self._timer = threading.Timer(deadline_s, self._expire)
         self._timer.daemon = True
         self._signal: int | None = None
         """Wakes the main thread where it hangs."""
         self._is_over = False
-        self._was_sent = False
-        """Whether an exception was sent to the thread. To take back one that was not lets Python 3.11 hang under a profiler."""
         self._lock = threading.Lock()
         """Held by whoever ends the block, from without or within."""
 
@@ -180,10 +180,6 @@ class _Stop:
         except StoppedError:  # it was on its way
             self._is_over = True
         self._timer.cancel()
-        if self._was_sent:  # an exception that was not raised yet is raised here, and does not end whatever comes next
-            with contextlib.suppress(StoppedError):
-                for _ in range(1000):
-                    pass
         if self._signal is not None:
             signal.signal(self._signal, signal.SIG_DFL)
         return isinstance(error, StoppedError)
@@ -194,7 +190,7 @@ class _Stop:
             self._phase = phase
 
     def now(self) -> None:
-        """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
+        """Kill the workers of the burst; where it has none, raise `StoppedError` in the main thread."""
         with self._lock:
             if self._is_over:
                 return
@@ -202,13 +198,8 @@ class _Stop:
             workers = running_workers()
             for worker in workers:
                 worker.kill()
-            if workers:
-                return
-            if self._signal is not None:  # a signal wakes the thread also where it waits for a lock or a queue
-                signal.pthread_kill(self._thread, self._signal)
-            else:  # Python's only way to reach another thread that runs the user's code
-                self._was_sent = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
+            if self._signal is not None and not workers:  # it wakes the thread from a lock or a queue, too
+                signal.pthread_kill(threading.main_thread().ident or 0, self._signal)
 
     def failure(self) -> Failure:
         """The failure of what was ended at the deadline."""

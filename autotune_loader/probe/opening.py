@@ -15,7 +15,7 @@ from autotune_loader.pipeline.look import look, shown
 from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
+from autotune_loader.probe.payload import NotSentError, Payload
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.probe.torch_state import note_of, read_torch_state
@@ -80,64 +80,56 @@ def open_probe(
     """
     if compiles(workload.training):
         start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
+    limits: _Limits = {"memory_budget_bytes": memory_budget_bytes, "start_deadline_s": start_deadline_s}
     with contextlib.ExitStack() as exits:
-        opener = _Opener(exits, machine, isolation, memory_budget_bytes, start_deadline_s)
-        probe, warmup, notes = opener.start(workload)
-        repeated = [] if warmup.shardable else [REPEATED_SAMPLES]
-        notes = [*notes, *repeated, *warmup.notes, *note_of(read_torch_state())]
+        opened: _Opened | str = ""
+        notes: list[str] = []
+        if isolation != "inline":
+            opened = unsent = _sent(exits, workload, machine, limits)
+            if isinstance(unsent, str):
+                opened = fork = _forked(exits, workload, machine, limits)
+                if isinstance(fork, str) and isolation == "process":
+                    raise ValueError(
+                        f"isolation='process', but {unsent}, and in a fork: {fork}; isolation='inline' would work"
+                    )
+                note = NOT_FORKED if isinstance(fork, str) else FORKED
+                notes.append(note.format(reason=unsent, fork=fork))
+        probe, warmup = _opened(exits, InlineProbe(workload, machine, **limits)) if isinstance(opened, str) else opened
+        notes += probe.notes
+        notes += [] if warmup.shardable else [REPEATED_SAMPLES]
+        notes += [*warmup.notes, *note_of(read_torch_state())]
         yield OpenProbe(probe=probe, workload=workload, warmup=warmup, notes=notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opener:
-    """Starts probes, to be closed with `exits`."""
-
-    exits: contextlib.ExitStack
-    machine: Machine
-    isolation: Isolation
-    memory_budget_bytes: int | None
-    start_deadline_s: float
-
-    def start(self, workload: Workload) -> _Started:
-        """A warm probe; inline, with a note, where the workload cannot travel to a process of its own."""
-        notes = model_on_device_notes(workload.training)
-        if self.isolation == "inline":
-            return self._inline(workload, notes)
-        try:
-            payload = self.exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(self.machine))))
-            return *self._in_process(payload, self.start_deadline_s), notes
-        except (UnpicklableError, PayloadTooLargeError) as error:
-            unsent = str(error)
-        try:
-            reason = not_for_a_fork(workload)
-            if reason is None:
-                probe, warmup = self._in_process(workload, min(self.start_deadline_s, FORK_DEADLINE_S))
-                return probe, warmup, [*notes, FORKED.format(reason=unsent)]
-        except (UnpicklableError, WorkloadError) as error:
-            reason = str(error).splitlines()[0]
-        if self.isolation == "process":
-            raise ValueError(
-                f"isolation='process', but {unsent}, and in a fork: {reason}; isolation='inline' would work"
-            )
-        return self._inline(workload, [*notes, NOT_FORKED.format(reason=unsent, fork=reason)])
-
-    def _in_process(self, source: Payload | Workload, deadline_s: float) -> tuple[ProcessProbe, WarmupReport]:
-        budget = self.memory_budget_bytes
-        probe = ProcessProbe(source, self.machine, memory_budget_bytes=budget, start_deadline_s=deadline_s)
-        with contextlib.ExitStack() as attempt:
-            attempt.callback(probe.close)
-            warmup = probe.start()
-            self.exits.push(attempt.pop_all())
-        return probe, warmup
-
-    def _inline(self, workload: Workload, notes: list[str]) -> _Started:
-        budget, deadline_s = self.memory_budget_bytes, self.start_deadline_s
-        inline = InlineProbe(workload, self.machine, memory_budget_bytes=budget, start_deadline_s=deadline_s)
-        self.exits.callback(inline.close)
-        return inline, inline.start(), [*notes, *inline.notes]
+_Opened: TypeAlias = "tuple[ProcessProbe | InlineProbe, WarmupReport]"
+_Limits: TypeAlias = "dict[str, Any]"
 
 
-_Started: TypeAlias = "tuple[ProcessProbe | InlineProbe, WarmupReport, list[str]]"
+def _opened(exits: contextlib.ExitStack, probe: ProcessProbe | InlineProbe) -> _Opened:
+    """The probe, warm; it is closed with `exits`, or where it does not become warm."""
+    with contextlib.ExitStack() as attempt:
+        attempt.callback(probe.close)
+        warmup = probe.start()
+        exits.push(attempt.pop_all())
+    return probe, warmup
+
+
+def _sent(exits: contextlib.ExitStack, workload: Workload, machine: Machine, limits: _Limits) -> _Opened | str:
+    """A probe in a process of its own, or why the workload cannot travel there."""
+    try:
+        payload = exits.enter_context(contextlib.closing(Payload.of(workload, _largest_payload(machine))))
+        return _opened(exits, ProcessProbe(payload, machine, **limits))
+    except NotSentError as error:
+        return str(error)
+
+
+def _forked(exits: contextlib.ExitStack, workload: Workload, machine: Machine, limits: _Limits) -> _Opened | str:
+    """A probe in a fork of this process, or why it cannot run there."""
+    limits = {**limits, "start_deadline_s": min(limits["start_deadline_s"], FORK_DEADLINE_S)}
+    try:
+        return not_for_a_fork(workload) or _opened(exits, ProcessProbe(workload, machine, **limits))
+    except (NotSentError, WorkloadError) as error:
+        return str(error).splitlines()[0]
 
 
 def compiles(training: TrainingSide) -> bool:
@@ -162,20 +154,6 @@ def not_for_a_fork(workload: Workload) -> str | None:
         return "this process uses CUDA, which no fork of it can"
     bound = look({"dataset": workload.data.dataset}).bound
     return f"{shown(bound[0][0])} is {bound[0][1]}, which works in this process only" if bound else None
-
-
-def model_on_device_notes(training: TrainingSide) -> list[str]:
-    """What a model that lies on a device already costs: tuning trains a copy, which takes as much memory there again."""
-    held: dict[str, int] = {}
-    if isinstance(training.model, torch.nn.Module):
-        for tensor in (*training.model.parameters(), *training.model.buffers()):
-            if tensor.device.type != "cpu":
-                held[str(tensor.device)] = held.get(str(tensor.device), 0) + tensor.nbytes
-    return [
-        f"the model is on {device} already ({size / 2**20:.0f} MiB): while tuning a copy of it is there too, with "
-        "gradients of its own, sent through host memory; tune() before moving it where that is too much"
-        for device, size in held.items()
-    ]
 
 
 def _largest_payload(machine: Machine) -> int:

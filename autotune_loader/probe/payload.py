@@ -12,8 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -30,16 +29,12 @@ SEARCHED_BYTES = 1 << 26
 PICKLING_DEADLINE_S = 40.0
 
 
-class UnpicklableError(Exception):
-    """A part of the workload cannot travel to the probe process; `part` names it."""
+class NotSentError(Exception):
+    """A part of the workload cannot travel to the probe process, or is too large to; `part` names it."""
 
-    def __init__(self, part: str, reason: str, what: str = "pickled") -> None:
-        super().__init__(f"{part} cannot be {what}: {without_secrets(reason)}")
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"{part} {without_secrets(reason)}")
         self.part = part
-
-
-class PayloadTooLargeError(Exception):
-    """The workload is larger than it is sensible to copy to the probe process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +52,7 @@ class Payload:
         that uses CUDA cannot do so; there it runs in this one.
 
         Raises:
-            UnpicklableError: naming the attribute at fault, such as `dataset.lock`.
-            PayloadTooLargeError: naming the half that is larger.
+            NotSentError: naming the attribute at fault, such as `dataset.lock`, or the half that is too large.
         """
         payload = cls(data=Archive(), training=Archive())
 
@@ -66,15 +60,14 @@ class Payload:
             return msgspec.json.encode(_write(workload, payload, max_bytes))
 
         answer = write() if torch.cuda.is_initialized() else in_fork(write, PICKLING_DEADLINE_S)
-        fault = (
-            _Fault("the workload", answer)
-            if isinstance(answer, str)
-            else msgspec.json.decode(answer, type=_Fault | None)
-        )
-        if fault is None:
-            return payload
-        payload.close()
-        raise PayloadTooLargeError(fault.reason) if fault.is_too_large else UnpicklableError(fault.part, fault.reason)
+        if isinstance(answer, str):
+            fault: tuple[str, str] | None = ("the workload", f"cannot be pickled: {answer}")
+        else:
+            fault = msgspec.json.decode(answer, type=tuple[str, str] | None)
+        if fault is not None:
+            payload.close()
+            raise NotSentError(*fault)
+        return payload
 
     def close(self) -> None:
         """Free the files; the processes that have them mapped keep what they have."""
@@ -82,15 +75,8 @@ class Payload:
         self.training.close()
 
 
-class _Fault(NamedTuple):
-    """Why a part is not in its file."""
-
-    part: str
-    reason: str
-    is_too_large: bool = False
-
-
-def _write(workload: Workload, payload: Payload, max_bytes: int) -> _Fault | None:
+def _write(workload: Workload, payload: Payload, max_bytes: int) -> tuple[str, str] | None:
+    """Fill both files; the part that is not in its file, and why."""
     halves: tuple[tuple[Archive, Any, tuple[str, ...]], ...] = (
         (payload.data, workload.data, ("dataset", "collate_fn", "sampler", "batch_sampler")),
         (payload.training, workload.training, ("model", "train_step", "loss_fn", "optimizer")),
@@ -101,10 +87,10 @@ def _write(workload: Workload, payload: Payload, max_bytes: int) -> _Fault | Non
             try:
                 archive.write(side, max_bytes)
             except TooLargeError as error:
-                return _Fault(names[0], f"the {names[0]} is {error}", is_too_large=True)
+                return f"the {names[0]}", f"is {error}"
             except Exception as error:
                 path, _ = fault_in("", parts, {}, SEARCHED_BYTES) or ("", None)
-                return _Fault(path or type(side).__name__, str(error))
+                return path or type(side).__name__, f"cannot be pickled: {error}"
     return None
 
 
@@ -114,21 +100,16 @@ def _unimportable_modules_by_value(parts: Iterable[Any]) -> Iterator[None]:
     import cloudpickle
 
     names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
-    modules = [sys.modules[name] for name in names if name in sys.modules and not _is_importable(name)]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with contextlib.ExitStack() as until:
+        for name in names:
+            if name in sys.modules and not _is_importable(name):
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+                until.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
         yield
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_importable(name: str) -> bool:
-    module: ModuleType | None = sys.modules.get(name)
-    if name == "__main__" or module is None:
-        return True  # cloudpickle sends __main__ by value on its own
     try:
-        return importlib.util.find_spec(name) is not None
+        return name == "__main__" or importlib.util.find_spec(name) is not None  # cloudpickle sends __main__ by value
     except (ImportError, ValueError, AttributeError):
         return False

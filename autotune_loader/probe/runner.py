@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO
 
-import torch
+import psutil
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.meters.process_tree import TreeMeter
@@ -34,30 +32,27 @@ from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.bench import WarmupReport, gpus_of
-from autotune_loader.probe.child import serve_forked
+from autotune_loader.probe.child import Message, Request, receive, send, serve_forked, settings
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
-from autotune_loader.probe.forking import Fork
-from autotune_loader.probe.payload import Payload, UnpicklableError
+from autotune_loader.probe.forking import fork
+from autotune_loader.probe.payload import NotSentError, Payload
 from autotune_loader.probe.protocol import START_DEADLINE_S
-from autotune_loader.probe.torch_state import read_torch_state
-from autotune_loader.probe.wire import Hello, Message, Request, receive, send
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.plan import BurstPlan
 
 log = logging.getLogger(__name__)
-# A process that has not read a byte for so long hangs before it serves (an import that waits, say).
-SEND_DEADLINE_S = 60
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
+STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
 # Of what a process that died has printed: the end of it holds the error.
 STDERR_TAIL_BYTES = 4096
 # The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. The lifeline comes before
 # torch: importing that takes seconds, in which the parent may end.
 RUN = (
     "import sys; sys.path[:] = {path!r}; from autotune_loader.probe.lifeline import hold; hold({lifeline}, {scratch!r}); "
-    "from autotune_loader.probe.child import main; main({connection}, {lifeline}, {data}, {training})"
+    "from autotune_loader.probe.child import main; main({connection}, {lifeline}, {data}, {training}, {settings!r})"
 )
 
 
@@ -86,12 +81,13 @@ class ProcessProbe:
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
         self._device_uuid: str | None = None
+        self.notes: tuple[str, ...] = ()
 
     def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm.
 
         Raises:
-            UnpicklableError: the workload was pickled, but cannot be unpickled in another process.
+            NotSentError: the workload was pickled, but cannot be unpickled in another process.
             WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
         """
         message = self._started()
@@ -100,7 +96,7 @@ class ProcessProbe:
         failure = message.failure
         assert failure is not None
         if failure.kind == "pickling" and failure.phase == "start":
-            raise UnpicklableError("the workload", failure.message, "unpickled in another process")
+            raise NotSentError("the workload", f"cannot be unpickled in another process: {failure.message}")
         raise WorkloadError(failure.message, failure.traceback or "")
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
@@ -112,8 +108,9 @@ class ProcessProbe:
         return self._run(Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        return self._run(Request(what="step_ceiling", plan=plan, config=config))
+        return self._run(
+            Request(what="step_ceiling", plan=plan, config=LoaderConfig(consumer_threads=consumer_threads))
+        )
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -126,7 +123,7 @@ class ProcessProbe:
         self.close()
         child = self._child = _Child(self._source)
         try:
-            message = child.ask(None if isinstance(self._source, Workload) else _hello(), self._start_deadline_s)
+            message = child.ask(None, self._start_deadline_s)
         except BaseException:
             self.close()  # Ctrl-C: no orphan may outlive it
             raise
@@ -186,15 +183,13 @@ class _Child:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         self._segments_before = segments()
-        self._process: subprocess.Popen[bytes] | Fork
+        self._process: subprocess.Popen[bytes] | psutil.Process
         with theirs:
             if isinstance(source, Workload):
                 self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
             else:
                 self._process = self._spawned(source, theirs.fileno(), lifeline_read)
         os.close(lifeline_read)
-        # Without a timeout a process that hangs before it reads would block us.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         self._connection = Connection(ours.detach())
         # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
         self._ends: list[int] = []
@@ -209,16 +204,14 @@ class _Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, record: Hello | Request | None, deadline_s: float) -> Message:
-        """The answer to what is sent; a failure where none comes in time or the process dies."""
+    def ask(self, request: Request | None, deadline_s: float) -> Message:
+        """The answer to a request, or the first word of a new child; a failure where none comes in time or the process dies."""
         self._phase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
         try:
-            if record is not None:
-                send(self._connection, record)
-        except BlockingIOError:
-            return self._hang(SEND_DEADLINE_S)
+            if request is not None:
+                send(self._connection, request)
         except OSError:
             return self._death()
         deadline = time.monotonic() + deadline_s
@@ -244,9 +237,10 @@ class _Child:
 
     def _death(self) -> Message:
         self.is_lost = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE_S)
-        return Message(failure=failure_of_death(self._process.poll(), self._phase, self._last_words()))
+        code = None
+        with contextlib.suppress(*STILL_RUNS):
+            code = self._process.wait(STOP_GRACE_S)
+        return Message(failure=failure_of_death(code, self._phase, self._last_words()))
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError, ValueError):
@@ -265,7 +259,7 @@ class _Child:
         try:
             self._connection.close()
             if not self.is_lost:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(*STILL_RUNS):
                     self._process.wait(STOP_GRACE_S)
         finally:  # also when a second Ctrl-C comes
             self.kill()
@@ -281,7 +275,7 @@ class _Child:
         descriptors = (connection, lifeline, payload.data.fd, payload.training.fd)
         path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
         named = dict(zip(("connection", "lifeline", "data", "training"), descriptors, strict=True))
-        run = RUN.format(path=path, scratch=self._scratch, **named)
+        run = RUN.format(path=path, scratch=self._scratch, settings=settings(), **named)
         return subprocess.Popen(
             [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
             pass_fds=descriptors,
@@ -291,18 +285,10 @@ class _Child:
             start_new_session=True,  # a process group of its own, so that the whole tree can be ended
         )
 
-    def _forked(self, workload: Workload, connection: int, lifeline: int, ours: int) -> Fork:
+    def _forked(self, workload: Workload, connection: int, lifeline: int, ours: int) -> psutil.Process:
         def live() -> None:
             for descriptor in (ours, self._lifeline):  # other ends, which a fork must not keep open
                 os.close(descriptor)
             serve_forked(os.dup(connection), lifeline, workload, self._scratch)
 
-        return Fork(live, self._output.fileno())
-
-
-def _hello() -> Hello:
-    return Hello(
-        threads=torch.get_num_threads(),
-        start_method=multiprocessing.get_start_method(allow_none=True),
-        torch_state=read_torch_state(),
-    )
+        return fork(live, self._output.fileno())

@@ -10,22 +10,15 @@ import torch
 
 # A schedule that asks how long training is gets an answer of a usual size.
 EPOCHS, BATCHES = 100, 1000
+FALSE = "validating testing predicting evaluating sanity_checking barebones fast_dev_run is_last_batch"
+NONE = "datamodule train_dataloader gradient_clip_val gradient_clip_algorithm"
+ZERO = "current_epoch global_step global_rank local_rank node_rank"
+ONE = "world_size num_nodes num_devices accumulate_grad_batches"
 
 
 def is_lightning_module(model: Any) -> bool:
     """Whether it is one of Lightning's, under either of its two package names; Lightning need not be installed."""
     return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
-
-
-# Hooks of a module that make what its step needs, or change its batch, and that only a Trainer calls.
-HOOKS_NOT_RUN = (
-    "setup",
-    "configure_model",
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-)
 
 
 class Silence:
@@ -40,12 +33,6 @@ class Silence:
         return self
 
 
-def hooks_not_run(model: Any) -> list[str]:
-    """The hooks that a module defines, and that a step in the probe goes without."""
-    lightning = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
-    return [name for name in HOOKS_NOT_RUN if getattr(type(model), name, None) is not getattr(lightning, name, None)]
-
-
 class StandInTrainer(SimpleNamespace):
     """The part of `lightning.Trainer` that modules use in training.
 
@@ -55,26 +42,11 @@ class StandInTrainer(SimpleNamespace):
     """
 
     def __init__(self, model: Any, optimizer: Any = None) -> None:
-        off = dict.fromkeys(
-            ("validating", "testing", "predicting", "evaluating", "sanity_checking", "barebones"), False
-        )
-        absent = dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"))
+        alike = ((FALSE, False), (NONE, None), (ZERO, 0), (ONE, 1))
         super().__init__(
-            **off,
-            **absent,
+            **{name: value for names, value in alike for name in names.split()},
             training=True,
-            fast_dev_run=False,
-            is_last_batch=False,
             is_global_zero=True,
-            current_epoch=0,
-            global_step=0,
-            global_rank=0,
-            local_rank=0,
-            node_rank=0,
-            world_size=1,
-            num_nodes=1,
-            num_devices=1,
-            accumulate_grad_batches=1,
             max_epochs=EPOCHS,
             max_steps=-1,
             num_training_batches=BATCHES,

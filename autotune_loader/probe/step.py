@@ -29,10 +29,6 @@ TRAINS_NOTHING = (
     "{step}: nothing is trained, so the bursts time the forward pass alone ({reason}); "
     "train_step=lambda model, batch: ... returning the loss as a tensor with a gradient would train"
 )
-OF_ANOTHER_MODEL = (
-    "optimizer={optimizer} is over none of the model's parameters, so none is trained; optimizer=torch.optim.AdamW, its class, "
-    "would be made from them"
-)
 AGAINST_TIME = (
     "{}: workers and their prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown"
 )
@@ -146,8 +142,6 @@ class _Training:
         step.notes += self._form.notes
         if said == FORWARD_ONLY:
             step.notes.append(TRAINS_NOTHING.format(step=step.description, reason=_why_no_gradient(loss, returned)))
-        if self._steps and not _steps_any_of(self._model, self._optimizer):
-            step.notes.append(OF_ANOTHER_MODEL.format(optimizer=type(self._optimizer).__name__))
         self._finish(loss)
 
     def _first_run(self, batch: Any, step: TrainingStep) -> tuple[Any, _Seen]:
@@ -226,7 +220,7 @@ def _watched() -> Iterator[_Seen]:
     """Sees, within the block, what a step does to gradients and weights, whichever model and optimizer it reaches them by."""
     seen = _Seen()
 
-    def told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
+    def watch(owner: Any, name: str, tell: Callable[..., None]) -> None:
         original = getattr(owner, name)
 
         def called(*args: Any, **options: Any) -> Any:
@@ -234,7 +228,7 @@ def _watched() -> Iterator[_Seen]:
             return original(*args, **options)
 
         setattr(owner, name, called)
-        return functools.partial(setattr, owner, name, original)
+        put_back.callback(setattr, owner, name, original)
 
     def saw_backward(*_: Any, **__: Any) -> None:
         seen.has_run_backward = True
@@ -253,19 +247,13 @@ def _watched() -> Iterator[_Seen]:
         if not any(optimizer is each for each in seen.optimizers):
             seen.optimizers.append(optimizer)
 
-    hook = register_optimizer_step_post_hook(saw_step)
-    put_back = [
-        told(torch.autograd, "backward", saw_backward),  # also what Tensor.backward calls
-        told(torch.autograd, "grad", saw_grad),
-        told(torch.optim.Optimizer, "zero_grad", saw_zero),
-        told(torch.nn.Module, "zero_grad", saw_zero),
-    ]
-    try:
+    with contextlib.ExitStack() as put_back:
+        put_back.callback(register_optimizer_step_post_hook(saw_step).remove)
+        watch(torch.autograd, "backward", saw_backward)  # also what Tensor.backward calls
+        watch(torch.autograd, "grad", saw_grad)
+        watch(torch.optim.Optimizer, "zero_grad", saw_zero)
+        watch(torch.nn.Module, "zero_grad", saw_zero)
         yield seen
-    finally:
-        hook.remove()
-        for each in put_back:
-            each()
 
 
 def _why_no_gradient(loss: Any, returned: Any) -> str:
@@ -281,12 +269,6 @@ def _why_no_gradient(loss: Any, returned: Any) -> str:
 def _trained(model: Any) -> list[torch.nn.Parameter]:
     """The parameters that training changes."""
     return [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
-
-
-def _steps_any_of(model: Any, optimizer: Any) -> bool:
-    stepped = {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
-    own = {id(each) for each in _trained(model)}
-    return not stepped or not own or bool(stepped & own)
 
 
 def _optimizer_of(side: TrainingSide) -> Any:

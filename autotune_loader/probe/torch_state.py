@@ -17,6 +17,7 @@ import torch
 Value: TypeAlias = "bool | int | str"
 TorchState: TypeAlias = "dict[str, Value]"
 """Values by the names a user knows them by; what cannot be read here is left out."""
+DETERMINISTIC = ("off", "warn", "on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def _settings() -> dict[str, _Setting]:
             torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"
         ),
         "deterministic_algorithms": _Setting(
-            _deterministic,
-            lambda mode: torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn"),
+            lambda: DETERMINISTIC[torch.get_deterministic_debug_mode()],
+            lambda mode: torch.set_deterministic_debug_mode(DETERMINISTIC.index(mode)),
             "off",
         ),
         "default_device": _Setting(lambda: str(torch.get_default_device()), torch.set_default_device, "cpu"),
@@ -116,12 +117,6 @@ def _autocast(device: str) -> _Setting:
             torch.set_autocast_dtype(device, getattr(torch, name))
 
     return _Setting(read, write, "off")
-
-
-def _deterministic() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "off"
-    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
 def _default_sharing_strategy() -> str:

@@ -6,11 +6,8 @@ So is the look at a dataset that is its own iterator: some only look like one th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -22,8 +19,7 @@ from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.build import make_traced_loader, seed_everything
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.digest import Leaf, digest
-from autotune_loader.pipeline.look import look, moved, positions, shown
-from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.look import look, shown
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
 from autotune_loader.probe.first_batches import FirstBatch
@@ -34,14 +30,13 @@ from autotune_loader.values.secrets import without_secrets
 log = logging.getLogger(__name__)
 # The fewest that can differ, and one batch of each is enough.
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
-ONE_WORKER = LoaderConfig(num_workers=1, prefetch_factor=1)
 # A canary that hangs must not end the study, nor take much of its time.
 SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
 # For two samples of a dataset that is its own iterator; whatever takes longer is not found out.
 TWO_SAMPLES_DEADLINE_S = 10.0
 SHARED_FILE = (
     "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
-    "samples without a word, so none are tried (num_workers=0); open it on first use in each worker, or in worker_init_fn"
+    "samples without a word, so none are tried (num_workers=0); open it on first use in each process, and not before"
 )
 BOUND = (
     "{path} is {words}, which works in the process that made it only, so no workers are tried (num_workers=0); make it on "
@@ -57,21 +52,16 @@ READ_ONCE = (
 )
 
 
-def why_no_workers(data: DataSide, private: DataSide, first: FirstBatch) -> list[str]:
+def why_no_workers(data: DataSide, first: FirstBatch) -> list[str]:
     """Why workers would get other samples, or none; empty where nothing is known against them.
 
     Args:
         data: what workers inherit.
-        private: what the first batch was read from.
-        first: that batch.
+        first: a batch that was read in this process.
     """
-    dataset = type(data.dataset).__qualname__
     if start_method() == "fork":
-        file = first.moved_file
-        if file is not None and private.worker_init_fn is not None:  # which may open it anew
-            file = file_moved_by_a_worker(data, file, first.first_s)
-        if file is not None:
-            return [SHARED_FILE.format(dataset=dataset, file=file)]
+        if first.moved_file is not None:
+            return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=first.moved_file)]
         for path, words in look({"dataset": data.dataset}).bound[:1]:
             return [BOUND.format(path=shown(path), words=words)]
     fault = why_not_pickled(first.batch)
@@ -87,7 +77,11 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     alike = replace(data, worker_init_fn=_SeededAlike(data.worker_init_fn))
     first: dict[int, list[Leaf]] = {}
     try:
-        with _opened_for_a_moment(alike, TWO_WORKERS, first_fetch_s) as open_loader:
+        with OpenLoader() as open_loader:
+            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
+            loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
+            open_loader.open(loader)
+            del loader
             for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], digest(batch))
     except Exception as error:
@@ -108,57 +102,6 @@ class _SeededAlike:
         seed_everything(0)
         # It refuses to be changed; datasets with a generator of their own seed that from it.
         object.__setattr__(torch.utils.data.get_worker_info(), "seed", 0)
-
-
-def file_moved_by_a_worker(data: DataSide, file: str, first_fetch_s: float) -> str | None:
-    """An open file that a forked worker moves in this process, too: two would read each other's samples.
-
-    Args:
-        data: what the worker inherits.
-        file: which this process has moved; the answer where the worker cannot be started.
-        first_fetch_s: what a batch takes.
-    """
-    try:
-        with _one_byte_off(file) as places, _opened_for_a_moment(data, ONE_WORKER, first_fetch_s) as open_loader:
-            next(open_loader.iterator)
-            return moved(places, positions())
-    except Exception as error:
-        log.info("whether a worker moves an open file was not found out: %s", without_secrets(str(error)))
-        return file
-
-
-@contextlib.contextmanager
-def _one_byte_off(file: str) -> Iterator[dict[tuple[int, int, int], int]]:
-    """Within the block a file stands where no reader of samples leaves it; gives its places, for `moved`."""
-    before = {key: each for key, each in positions().items() if moved({key: each - 1}, {key: each}) == file}
-    for (number, *_), position in before.items():
-        os.lseek(number, position + 1, os.SEEK_SET)
-    try:
-        yield {key: position + 1 for key, position in before.items()}
-    finally:
-        for (number, *_), position in before.items():
-            os.lseek(number, position, os.SEEK_SET)
-
-
-@contextlib.contextmanager
-def _opened_for_a_moment(data: DataSide, config: LoaderConfig, first_fetch_s: float) -> Iterator[OpenLoader]:
-    """An open loader with a timeout; its workers are gone afterwards, however its use ends."""
-    open_loader = OpenLoader()
-    try:
-        loader = make_traced_loader(data, config, seed=0)
-        loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-        open_loader.open(loader)
-        del loader
-        yield open_loader
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-        raise
-    finally:
-        try:
-            open_loader.close()
-        except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
-            open_loader.close()
-        forget_open_batch()
 
 
 def goes_on(dataset: Any) -> bool:

@@ -21,7 +21,7 @@ _TYPES = {
     "bool": "pin_memory persistent_workers in_order",
     "boolean": "drop_last",
     "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
-    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share pss_slope_bytes_per_s gpu_busy_share "
+    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share gpu_busy_share "
     "gpu_util seconds",
 }
 _KNOBS = [field.name for field in fields(LoaderConfig)]
@@ -37,7 +37,7 @@ def trials_frame(result: TuningResult) -> pd.DataFrame:
     """
     import pandas as pd
 
-    frame = pd.DataFrame([_row(trial) for trial in result.trials], columns=_COLUMNS)
+    frame = pd.DataFrame([row_of(trial) for trial in result.trials], columns=_COLUMNS)
     typed: pd.DataFrame = frame.astype({name: kind for kind, names in _TYPES.items() for name in names.split()})
     return typed
 
@@ -53,7 +53,7 @@ def stages_frame(result: TuningResult) -> pd.DataFrame:
     return typed
 
 
-def _row(trial: Trial) -> dict[str, Any]:
+def row_of(trial: Trial) -> dict[str, Any]:
     """Each column from the record that has a field of its name; what is named otherwise, by hand."""
     measured, failure = trial.measurement, trial.failure
     own: dict[str, Any] = {}

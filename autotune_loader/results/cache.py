@@ -65,7 +65,7 @@ def result_key(
 
 def job_key(data: DataSide, machine: Fingerprint) -> str:
     """Equal for the same data, loaded in the same way on the same kind of machine; a loader does not know the step."""
-    return _key_of(**_facts(data, replace(machine, driver=None, dataset="", storage="")))
+    return _key_of(**_facts(data, replace(machine, driver=None, dataset="")))
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

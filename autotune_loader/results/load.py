@@ -149,6 +149,6 @@ def _elsewhere(raw: Mapping[str, Any]) -> tuple[Fingerprint, Fingerprint, list[s
     tuned_on = Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
     if not isinstance(tuned_on.usable_cores, int) or tuned_on.usable_cores < 1:
         raise ValueError(f"fingerprint.usable_cores={tuned_on.usable_cores!r} is no number of cores")
-    here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
+    here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
     return (tuned_on, here, found) if found else None

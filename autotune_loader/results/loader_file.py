@@ -55,7 +55,6 @@ class Measured:
     gpu_memory_bytes: int | None = None
     rss_bytes: int | None = None
     pss_bytes: int | None = None
-    pss_slope_bytes_per_s: float | None = None
     shm_bytes: int | None = None
 
 

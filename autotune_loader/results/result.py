@@ -111,7 +111,7 @@ class TuningResult(Views):
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     study: Study | None = field(default=None, compare=False, repr=False)
-    """The Optuna study, an ordinary one; None after `load()`."""
+    """The Optuna study, an ordinary one; None after `load()`, and where an earlier result was used."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last, and over the
     same dataset a sampler or batch_sampler of its own."""

@@ -46,22 +46,19 @@ NOT_WRITTEN = "could not be written"
 
 
 def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
-    """The result of a search, finished or not.
-
-    Args:
-        state: trials, ceilings and finals so far.
-        context: workload, space and machine.
-        seconds: wall seconds since the call.
-        final: whether the search has ended; an unfinished or interrupted one gives status "partial".
-    """
+    """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
     finals, data, warmup, fastest = _finals(state, context), context.workload.data, context.warmup, state.fastest()
-    best = (
-        state.finals.winner if state.finals is not None else fastest.config if fastest is not None else LoaderConfig()
-    )
+    best = fastest.config if fastest is not None else LoaderConfig()
+    best = state.finals.winner if state.finals is not None else best
+    status: Status = "complete" if finals.undecided is None else "undecided"
+    if not final or state.interrupted:
+        status = "partial"
+    elif fastest is None:
+        status = "fallback"
     epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
     found = TuningResult(
         best=best,
-        status=_status(state, finals, final),
+        status=status,
         baseline=state.baseline,
         trials=tuple(state.trials),
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
@@ -77,11 +74,22 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         study=state.study,
         parts=loader_parts(context.workload),
     )
-    is_fallback = found.status == "fallback"
+    measured = found.measured
+    before = [
+        summary.INTERRUPTED if status == "partial" else "",
+        summary.undecided_sentence(finals.undecided) if status == "undecided" else "",
+        summary.use_sentence(best, measured.samples_per_s, measured.rate_unit),
+        summary.speedup_sentence(best, state.baseline, measured.speedup, is_decided=status == "complete"),
+    ]
+    after = [
+        f"Step: {warmup.step}. {summary.why_it_ended(state.stop_reason)}",
+        summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else "",
+    ]
+    is_fallback = status == "fallback"
     return judged(
         replace(found, predicted=_predicted(found, data)),
-        before=() if is_fallback else _before(found),
-        after=summary.failure_kinds(found.trials) if is_fallback else _after(state, context),
+        before=() if is_fallback else before,
+        after=summary.failure_kinds(found.trials) if is_fallback else after,
         nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
         on_accelerator=not context.workload.on_cpu,
         has_batched_fetch=data.has_batched_fetch,
@@ -90,14 +98,9 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
     )
 
 
-def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
-    """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
-
-    Args:
-        seen: the check that the earlier result passed.
-        context: workload, space and machine of now; the speed-up is over its baseline.
-        seconds: wall seconds since the call.
-        study: the Optuna study of the earlier trials.
+def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningResult:
+    """An earlier result that passed a check as the answer of now: its evidence, what the check saw, and what was said of this
+    call, which took so many seconds. The speed-up is over the baseline of now.
     """
     earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
     assert rate is not None
@@ -134,17 +137,8 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any
         space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         reused=reused,
-        study=study,
         parts=loader_parts(context.workload),
     )
-
-
-def _status(state: SearchState, finals: Finals, final: bool) -> Status:
-    if not final or state.interrupted:
-        return "partial"
-    if state.fastest() is None:
-        return "fallback"
-    return "complete" if finals.undecided is None else "undecided"
 
 
 def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Measured:
@@ -204,23 +198,6 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
         as_fast=outcome.as_fast,
         undecided=summary.why_undecided(outcome, tolerance) or untried,
     )
-
-
-def _before(found: TuningResult) -> list[str]:
-    """The sentences before the verdict's."""
-    measured, status = found.measured, found.status
-    return [
-        summary.INTERRUPTED if status == "partial" else "",
-        summary.undecided_sentence(found.finals.undecided) if status == "undecided" else "",
-        summary.use_sentence(found.best, measured.samples_per_s, measured.rate_unit),
-        summary.speedup_sentence(found.best, found.baseline, measured.speedup, is_decided=status == "complete"),
-    ]
-
-
-def _after(state: SearchState, context: RunContext) -> list[str]:
-    """And those after it."""
-    step = f"Step: {context.warmup.step}. {summary.why_it_ended(state.stop_reason)}"
-    return [step, summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else ""]
 
 
 def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:

@@ -83,16 +83,11 @@ class BurstSource:
         first_batch_s: float = 0.0,
         stages: bool = False,
     ) -> None:
-        self._probe = probe
+        self._probe, self._space, self._trials, self.context = probe, space, trials, context
+        self._seconds_left, self._first_batch_s, self._stages = seconds_left, first_batch_s, stages
+        self._prefills: dict[LoaderConfig, float] = {}
         self.bursts = 0
         """How many were run so far."""
-        self._space = space
-        self._trials = trials
-        self._seconds_left = seconds_left
-        self._first_batch_s = first_batch_s
-        self._stages = stages
-        self._prefills: dict[LoaderConfig, float] = {}
-        self.context = context
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
         if ask.phase == "search":

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autotune_loader.decision.acquisition import shortlist
@@ -39,25 +39,17 @@ _Side = TypeVar("_Side", bound=Hashable)
 _Outcome = TypeVar("_Outcome")
 
 
+@dataclass(slots=True, kw_only=True)
 class Finals:
-    """Rounds between the shortlist and the baseline.
+    """Rounds between the shortlist and the baseline."""
 
-    Args:
-        source: observes.
-        beliefs: what the search knows; the rounds add to it.
-        state: of the search; told whether whole epochs are run, and the ceilings between the rounds.
-        tolerance: relative difference that counts as equally fast.
-        has_step: whether there is a step to be timed alone.
-    """
-
-    def __init__(
-        self, source: BurstSource, beliefs: Beliefs, state: SearchState, *, tolerance: float, has_step: bool
-    ) -> None:
-        self._source = source
-        self._beliefs = beliefs
-        self._state = state
-        self._tolerance = tolerance
-        self._has_step = has_step
+    source: BurstSource
+    beliefs: Beliefs
+    """What the search knows; the rounds add to it."""
+    state: SearchState
+    """Told whether whole epochs are run, and the ceilings between the rounds."""
+    tolerance: float
+    has_step: bool
 
     def run(
         self,
@@ -66,82 +58,78 @@ class Finals:
         seed: int = 0,
     ) -> RaceOutcome | None:
         """The outcome; None where nothing can race or no round was completed."""
-        state = self._state
-        state.whole_epochs = self._source.has_short_epochs(seconds_left())
+        state = self.state
+        state.whole_epochs = self.source.has_short_epochs(seconds_left())
         candidates = self._candidates(seconds_left())
         if not candidates:
             return None
         rules = RaceRules(
-            tolerance=self._tolerance,
-            cost=lambda config: cost(config, self._beliefs.space),
+            tolerance=self.tolerance,
+            cost=lambda config: cost(config, self.beliefs.space),
             patience_s=FINALS_PATIENCE_S,
-            noise_sd=self._source.noise_sd(state.kind),
+            noise_sd=self.source.noise_sd(state.kind),
             ceiling=lambda config: rate.value if (rate := state.ceiling_of(config)) is not None else None,
         )
         # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
-        believe = (lambda: None) if state.whole_epochs else self._beliefs.posterior
-        runs = self._beliefs.feasible(state.baseline) is None
-        entrants = [self._source.as_trained(config) for config in candidates]
-        race = Race(entrants, state.baseline, rules, believe, baseline_runs=runs)
+        believe = (lambda: None) if state.whole_epochs else self.beliefs.posterior
+        runs = self.beliefs.feasible(state.baseline) is None
+        race = Race(
+            [self.source.as_trained(each) for each in candidates], state.baseline, rules, believe, baseline_runs=runs
+        )
+
+        def learn(gathered: Sequence[Evidence]) -> None:
+            self._learn(race, gathered, seconds_left())
+
         return run_rounds(
-            race,
-            self._source,
-            state.kind,
-            seconds_left=seconds_left,
-            seed=seed,
-            learn=lambda gathered: self._learn(race, gathered, seconds_left()),
-            on_round=on_round,
+            race, self.source, state.kind, seconds_left=seconds_left, seed=seed, learn=learn, on_round=on_round
         )
 
     def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
         """Who races, as time allows: best guess first."""
-        whole, space = self._state.whole_epochs, self._beliefs.space
-        known = self._beliefs.over_epochs(self._source.as_trained) if whole else self._beliefs.posterior()
+        whole, space = self.state.whole_epochs, self.beliefs.space
+        known = self.beliefs.over_epochs(self.source.as_trained) if whole else self.beliefs.posterior()
         if known is None:
             return []
-        rule = self._beliefs.plain_rule()
-        chosen = faster_variants(self._state.trials, space, self._tolerance) + shortlist(known, space, self._tolerance)
+        rule = self.beliefs.plain_rule()
+        chosen = faster_variants(self.state.trials, space, self.tolerance) + shortlist(known, space, self.tolerance)
         chosen += [rule] if rule is not None else []
         # One that hangs in a round takes the time of many rounds.
-        chosen = [config for config in chosen if not self._beliefs.is_unproven(config)]
+        chosen = [config for config in chosen if not self.beliefs.is_unproven(config)]
         if whole and chosen:
             # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
-            chosen[1:1] = _fetched_in_few_rounds(chosen[0], self._source.context.epoch_batches or 1, space.max_workers)
+            chosen[1:1] = _fetched_in_few_rounds(chosen[0], self.source.context.epoch_batches or 1, space.max_workers)
         least_rounds = LEAST_OF_WINNER if whole else 1
         while len(chosen) > 1 and least_rounds * self._round_s(chosen) > seconds_left:
             chosen.pop()
         return chosen if self._round_s(chosen) - seconds_left <= MOST_OVERRUN_S else []
 
     def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
-        return self._source.round_s([*candidates, self._state.baseline], self._state.kind)
+        return self.source.round_s([*candidates, self.state.baseline], self.state.kind)
 
     def _learn(self, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:
         """What a round adds to the beliefs, and who else becomes a candidate by it."""
         for evidence in gathered:
-            self._beliefs.log.add(evidence)
-        if self._has_step and seconds_left > 0:
-            self._time_step_alone(race.incumbent())
-        self._beliefs.log.leave_out(race.disturbed())
-        known = None if self._state.whole_epochs else self._beliefs.posterior()
+            self.beliefs.log.add(evidence)
+        incumbent = race.incumbent() if self.has_step and seconds_left > 0 else None
+        if incumbent is not None:
+            self._time_step_alone(incumbent)
+        self.beliefs.log.leave_out(race.disturbed())
+        known = None if self.state.whole_epochs else self.beliefs.posterior()
         if known is not None and race.is_admitting():
-            nominated = shortlist(known, self._beliefs.space, self._tolerance)
-            race.admit([self._name_in(race, each) for each in nominated if not self._beliefs.is_unproven(each)])
+            # As the one that cannot be told from it, if that races already.
+            racing = {each.key(): each for each in reversed(race.configs)}
+            nominated = shortlist(known, self.beliefs.space, self.tolerance)
+            proven = [each for each in nominated if not self.beliefs.is_unproven(each)]
+            race.admit([racing.get(each.key()) or self.source.as_trained(each) for each in proven])
 
-    def _time_step_alone(self, incumbent: LoaderConfig | None) -> None:
+    def _time_step_alone(self, incumbent: LoaderConfig) -> None:
         """The step alone once more, under the load that the rounds run under."""
-        if incumbent is None:
-            return
         size = incumbent.batch_size
-        beside = self._state.ceilings_beside.setdefault(size, [])
+        beside = self.state.ceilings_beside.setdefault(size, [])
         if len(beside) < CEILINGS:
-            threads = self._state.best_threads if size is None else incumbent.consumer_threads
-            measured = self._source.step_ceiling(threads, size)
+            threads = self.state.best_threads if size is None else incumbent.consumer_threads
+            measured = self.source.step_ceiling(threads, size)
             beside += [measured] if isinstance(measured, Measurement) else []
-
-    def _name_in(self, race: Race, config: LoaderConfig) -> LoaderConfig:
-        """As what a nominated configuration races: as the one that cannot be told from it, if that races already."""
-        same = [each for each in race.configs if each.key() == config.key()]
-        return same[0] if same else self._source.as_trained(config)
 
 
 def run_rounds(
@@ -156,14 +144,8 @@ def run_rounds(
 ) -> RaceOutcome | None:
     """Run rounds until the policy has enough of them.
 
-    Args:
-        race: who takes part.
-        source: observes.
-        kind: what is observed.
-        seconds_left: until the budget is spent.
-        seed: of the order within the rounds.
-        learn: told the evidence of each round, which the race has recorded.
-        on_round: told its number from 1, its rates, and the seconds left.
+    `learn` is told the evidence of each round, which the race has recorded; `on_round` its number from 1, its rates, and the
+    seconds left.
     """
 
     def sides(_number: int) -> Sequence[LoaderConfig]:

@@ -25,7 +25,7 @@ from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import Finals
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.state import RunContext, SearchState
+from autotune_loader.tuning.state import RunContext, SearchState, twin_context
 from autotune_loader.tuning.study import Claim, OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -73,14 +73,9 @@ class TuningSession:
         suggestions: Sequence[LoaderConfig] = (),
         study_name: str = "autotune",
     ) -> None:
-        self._run = run
-        self._options = options
-        self._clock = clock
-        self._started = started
-        self._listener = listener
-        self._suggestions = suggestions
-        self._repeats = 0
-        context = run.twin_context()
+        self._run, self._options, self._listener, self._suggestions = run, options, listener, suggestions
+        self._clock, self._started, self._repeats = clock, started, 0
+        context = twin_context(run.workload, run.warmup, run.usable_cores)
         self.state = SearchState(baseline=run.baseline, context=context)
         self._beliefs = Beliefs(run.space, context)
         self._source = BurstSource(
@@ -111,8 +106,9 @@ class TuningSession:
                 self._measure_step()
             for config in self._proposals():
                 self._try(config)
+            tolerance = self._options.tolerance
             finals = Finals(
-                self._source, self._beliefs, self.state, tolerance=self._options.tolerance, has_step=has_step
+                source=self._source, beliefs=self._beliefs, state=self.state, tolerance=tolerance, has_step=has_step
             )
             self.state.finals = finals.run(self.seconds_left, self._listener.finals_round, self._options.seed)
         except KeyboardInterrupt:

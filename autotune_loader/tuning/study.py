@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.machine.ranks import Place
+from autotune_loader.report.frame import row_of
 from autotune_loader.tuning.options import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError
@@ -318,29 +319,10 @@ def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
 
 
 def _attributes(trial: Trial) -> dict[str, Any]:
-    """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
-    values: dict[str, Any] = {"role": trial.role, "seconds": round(trial.seconds, 3)}
-    if (measured := trial.measurement) is not None:
-        rate, memory = measured.samples_per_s, measured.memory
-        values |= {
-            "samples_per_s": rate.value,
-            "samples_per_s_low": rate.low,
-            "samples_per_s_high": rate.high,
-            "wait_share": measured.wait_share,
-            "first_batch_s": measured.first_batch_s,
-            "cpu_share": measured.cpu_share,
-            "rss_bytes": memory.rss_bytes if memory else None,
-            "pss_bytes": memory.pss_bytes if memory else None,
-            "gpu_busy_share": measured.gpu.busy_share,
-            "gpu_util": measured.gpu.util,
-        }
-        trial = replace(trial, measurement=replace(measured, traces=()))
-    if trial.failure is not None:
-        values |= {f"failure_{name}": getattr(trial.failure, name) for name in ("kind", "phase", "message")}
-    if trial.predicted_samples_per_s is not None:
-        values["predicted_samples_per_s"] = float(trial.predicted_samples_per_s)
-    plain: dict[str, Any] = to_plain(values)
-    return {**plain, "record": json.dumps(to_plain(trial), allow_nan=False)}
+    """What a person or a dashboard wants to know, as in `to_dataframe()`, and all that a resumed run needs; JSON values."""
+    lean = replace(trial, measurement=trial.measurement and replace(trial.measurement, traces=()))
+    shown: dict[str, Any] = to_plain(row_of(trial))
+    return {**shown, "record": json.dumps(to_plain(lean), allow_nan=False)}
 
 
 # Storages

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.space import Space
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
@@ -25,25 +24,22 @@ from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import (
+    LockstepProbe,
     Ranks,
     common_space,
     environment,
     follow,
     joined_ranks,
-    lead,
     share,
     workload_of_rank,
 )
-from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import RunContext
-from autotune_loader.tuning.study import OptunaStudy, name_of_study
+from autotune_loader.tuning.state import RunContext, make_space
+from autotune_loader.tuning.study import name_of_study
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
-from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
-    import optuna
     import torch
 
 LONG_COMPILING_S = 5.0
@@ -176,7 +172,7 @@ def _tuned(
         space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
-        probe = lead(ranks, opened.probe)
+        probe = opened.probe if ranks is None else LockstepProbe(ranks, opened.probe)
         at_first = "" if space.workers_are_capped else " at first"
         progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers{at_first}")
         context = RunContext(
@@ -188,11 +184,10 @@ def _tuned(
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
             tolerance=options.tolerance,
         )
-        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
+        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
         if seen is not None:
-            study = study_of(seen.earlier.trials, space, options)
-            held = assemble_reused(seen, context, time.monotonic() - begun, study)
+            held = assemble_reused(seen, context, time.monotonic() - begun)
             return share(ranks, saved(held, options.output))
         told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
@@ -220,17 +215,3 @@ def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple
     return started + warm_up_s, [
         f"torch.compile took {warm_up_s:.0f} s before the first burst; the budget of {budget_s:.0f} s was counted without them"
     ]
-
-
-def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions) -> optuna.Study:
-    """The Optuna study of an earlier result's trials, in memory."""
-    study = OptunaStudy(
-        storage=None,
-        name=options.study_name or "autotune-reused",
-        space=space,
-        search=options.search,
-        seed=options.seed,
-    )
-    for trial in trials:
-        study.tell(study.ask(trial.config), trial)
-    return study.study

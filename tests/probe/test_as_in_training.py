@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,27 +51,27 @@ def hands_over_by_file_system() -> bool:
     return torch.multiprocessing.get_sharing_strategy() == "file_system"
 
 
+BY_FILE_SYSTEM = LoaderConfig(num_workers=1, sharing_strategy="file_system")
+
+
 @pytest.mark.parametrize(
-    ("holds", "config"),
+    ("holds", "configs"),
     [
-        (counts_its_epoch, LoaderConfig(num_workers=1)),
+        (counts_its_epoch, [LoaderConfig(num_workers=1)]),
         (
             hands_over_by_file_system,
-            LoaderConfig(num_workers=1, multiprocessing_context="spawn", sharing_strategy="file_system"),
-        ),
-        (
-            hands_over_by_file_system,
-            LoaderConfig(num_workers=1, multiprocessing_context="forkserver", sharing_strategy="file_system"),
+            [replace(BY_FILE_SYSTEM, multiprocessing_context=method) for method in ("spawn", "forkserver")],
         ),
     ],
-    ids=["attributes of the dataset", "sharing strategy, spawn", "sharing strategy, forkserver"],
+    ids=["attributes of the dataset", "sharing strategy"],
 )
-def test_a_worker_is_as_in_training(holds: Callable[[], bool], config: LoaderConfig) -> None:
+def test_a_worker_is_as_in_training(holds: Callable[[], bool], configs: list[LoaderConfig]) -> None:
     data = DataSide.from_loader(DataLoader(Checked(holds), batch_size=4))
     with open_probe(Workload(data=data, training=TrainingSide()), inspect_machine(), "process", None) as opened:
-        outcome = opened.probe.burst(config, QUICK)
-    assert isinstance(outcome, Measurement), outcome
-    assert outcome.bad_samples == ()
+        for config in configs:
+            outcome = opened.probe.burst(config, QUICK)
+            assert isinstance(outcome, Measurement), outcome
+            assert outcome.bad_samples == ()
 
 
 @pytest.mark.parametrize(

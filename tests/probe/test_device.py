@@ -22,7 +22,6 @@ from autotune_loader.probe.burst import Cached, run_burst, run_epochs
 from autotune_loader.probe.burst_loop import Run
 from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import is_device_broken
-from autotune_loader.probe.opening import model_on_device_notes
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.twin import Twin
 from autotune_loader.twin.observation import Observation
@@ -441,12 +440,3 @@ def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
     warmup = bench.prepare()
     assert isinstance(warmup, WarmupReport)
     assert (timeline_of(torch.device("cpu")), gpus_of(warmup.device_uuid), warmup.device_uuid) == (None, None, None)
-
-
-def test_a_model_that_is_on_a_device_already_is_told_what_its_copy_costs() -> None:
-    # GIVEN a model of 4 MiB on a device, and one on the host
-    there, here = torch.nn.Linear(1024, 1024, bias=False, device="meta"), torch.nn.Linear(2, 2)
-    # THEN only the first is worth a note
-    (note,) = model_on_device_notes(TrainingSide(model=there))
-    assert note.startswith("the model is on meta already (4 MiB): while tuning a copy of it is there too")
-    assert model_on_device_notes(TrainingSide(model=here)) == model_on_device_notes(TrainingSide()) == []

@@ -150,7 +150,7 @@ def test_hooks_that_only_a_trainer_calls_are_named_where_a_step_fails_without_th
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return functional.cross_entropy(self.head(self.layer(batch[0])), batch[1])
 
-    with pytest.raises(TypeError, match=r"no attribute 'head'; pass train_step=.*or call setup before: only a Trainer"):
+    with pytest.raises(TypeError, match=r"no attribute 'head'; pass train_step=.*only a Trainer calls \(setup\(\)"):
         trained(SetUp())
 
 

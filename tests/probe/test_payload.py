@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.payload import Payload, PayloadTooLargeError, UnpicklableError
+from autotune_loader.probe.payload import NotSentError, Payload
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -36,22 +35,14 @@ def payload_of(held: Any, max_bytes: int = 64 * MIB) -> Payload:
     return Payload.of(Workload(data=data, training=TrainingSide()), max_bytes)
 
 
-@pytest.mark.parametrize("held", [np.arange(MIB), torch.arange(MIB), b"x" * MIB, bytearray(MIB)], ids=type)
-def test_large_buffers_travel_whole(held: Any) -> None:
-    back = payload_of(held).data.read().dataset.held
-
-    assert type(back) is type(held)
-    assert bytes(memoryview(np.asarray(back))) == bytes(memoryview(np.asarray(held)))
-
-
 @pytest.mark.parametrize("held", [np.arange(MIB), b"x" * MIB, ["word"] * MIB], ids=type)
 def test_what_is_too_large_is_given_up(held: Any) -> None:
-    with pytest.raises(PayloadTooLargeError):
+    with pytest.raises(NotSentError, match="larger than"):
         payload_of(held, max_bytes=MIB // 2)
 
 
 def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(UnpicklableError, match=r"dataset\.held") as caught:
+    with pytest.raises(NotSentError, match=r"dataset\.held") as caught:
         payload_of(threading.Lock())
 
     assert caught.value.part == "dataset.held"

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune_loader import tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.batches import tensors_in
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
@@ -556,29 +555,6 @@ def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
 
 
 @pytest.mark.parametrize(
-    ("batch", "fails"),
-    [
-        ({"image": X, "label": Y}, nn.Linear(9, CLASSES)),
-        ({"image": X.byte(), "label": Y}, linear()),
-        ((X.byte(), Y), linear()),
-        ({"ct": {"path": "a.nii", "data": X}, "label": Y}, linear()),
-        ((X.double(), Y), linear()),
-        ((X.numpy(), Y), linear()),
-        ({"features": X, "price": torch.rand(N, CLASSES)}, linear()),
-        ({"row": list(X.double().T), "label": Y}, linear()),
-    ],
-)
-def test_the_line_that_is_named_works_for_its_batch(batch: Any, fails: nn.Module) -> None:
-    # GIVEN an inference that failed
-    with pytest.raises(StepInferenceError) as caught:
-        trained(batch, model=fails)
-    line = str(caught.value).split("pass train_step=")[1]
-    # WHEN its line is used with a model that fits THEN it trains
-    train_step = eval(line, {**vars(functional), "torch": torch})
-    assert trained(batch, model=linear(), train_step=train_step).notes == []
-
-
-@pytest.mark.parametrize(
     ("loss_fn", "batch", "says"),
     [
         (nn.TripletMarginLoss(), (X, X, X), "TripletMarginLoss(model(batch[0]), batch[1])` from a tuple of 3"),
@@ -590,12 +566,6 @@ def test_a_loss_that_takes_or_gives_something_else_is_named(loss_fn: Any, batch:
         trained(batch, model=linear(), loss_fn=loss_fn)
 
     assert says in str(caught.value)
-
-
-def test_an_optimizer_of_another_model_is_said_to_train_nothing() -> None:
-    step = trained((X, Y), model=linear(), optimizer=torch.optim.SGD(linear().parameters(), lr=0.1))
-
-    assert ["over none of the model's parameters" in note for note in step.notes] == [True]
 
 
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
@@ -719,24 +689,6 @@ def test_a_loop_body_over_an_optimizer_of_its_own_trains_a_copy(isolation: str) 
     assert (warmup.step, warmup.notes) == ("train_step(model, batch)" + ITSELF, ())
     assert torch.equal(model.weight, before)
     assert not optimizer.state
-
-
-@pytest.mark.process
-def test_the_result_says_that_nothing_was_trained() -> None:
-    model = linear()
-    result = tune(
-        ROWS,
-        model,
-        batch_size=8,
-        train_step=lambda model, batch: returns_item(model, None, batch),
-        optimizer=torch.optim.Adam,
-        budget=2,
-        max_trials=1,
-        isolation="inline",
-        reuse=False,
-        progress=False,
-    )
-    assert any("forward only: nothing is trained" in warning for warning in result.warnings)
 
 
 @pytest.mark.parametrize(

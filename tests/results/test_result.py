@@ -326,8 +326,8 @@ class FakeMachine:
         self._fingerprint = fingerprint
         self.usable_cores = fingerprint.usable_cores
 
-    def fingerprint(self, *, dataset, storage):
-        return replace(self._fingerprint, dataset=dataset, storage=storage)
+    def fingerprint(self, *, dataset):
+        return replace(self._fingerprint, dataset=dataset)
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
 
 
 def test_this_very_machine_loads_in_silence(tmp_path):
-    here = inspect_machine().fingerprint(dataset="my dataset", storage="ext4")
+    here = inspect_machine().fingerprint(dataset="my dataset")
     assert load_config(saved(replace(finished_run(), fingerprint=here), tmp_path), on_mismatch="raise") == BEST
 
 

@@ -186,7 +186,7 @@ def test_loaders_steps_and_models_are_compared_as_they_are() -> None:
         "model": (fast, torch.nn.Linear(4, 2)),
         "broken": DataLoader(Rows(broken=True), batch_size=8),
     }
-    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=4, progress=False)
+    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=2, isolation="inline", progress=False)
     assert set(found.ratios) == {"step", "model"}
     assert all(ratio.value > 1.3 for ratio in found.ratios.values())
     assert found["broken"].error == "sample 0 raises KeyError: 'pixels', and so do sample 1 and sample 2"
@@ -219,7 +219,7 @@ def test_the_command_compares_two_files_of_one_job(
         TuningResult(best=LoaderConfig(num_workers=workers), baseline=LoaderConfig(), status="complete").save(
             f"{name}.json"
         )
-    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "5s", "--quiet"]
+    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "2s", "--quiet"]
     assert cli.main([*arguments, "--json"]) == 0
     alone, three = json.loads(capsys.readouterr().out)
     assert (alone["side"], three["side"], alone["ratio"]) == ("alone", "three", None)

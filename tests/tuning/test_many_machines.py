@@ -147,7 +147,7 @@ HOST = """
     import json, platform, sys, time
     platform.node = lambda: sys.argv[2]
     from autotune_loader.tuning import study
-    study.LOST_S = 1.0
+    study.LOST_S = 2.0
     from autotune_loader.tuning.finals import Finals
     from autotune_loader.tuning.session import TuningSession
     from autotune_loader.tuning.options import TuneOptions

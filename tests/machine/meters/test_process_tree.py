@@ -15,50 +15,13 @@ import pytest
 
 from autotune_loader.machine.host import HostCpu
 from autotune_loader.machine.meters import process_tree, window
-from autotune_loader.machine.meters.process_tree import PssSample, TreeMeter, pss_slope
+from autotune_loader.machine.meters.process_tree import TreeMeter
 from autotune_loader.machine.meters.window import Window
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 
 MIB = 2**20
-
-
-def pss(at: float, pss_bytes: int, processes: int = 4) -> PssSample:
-    return PssSample(at=at, pss_bytes=pss_bytes, processes=processes)
-
-
-def test_the_slope_is_the_growth_per_second_that_holds_on() -> None:
-    assert pss_slope([pss(1.0, 100), pss(2.0, 200), pss(4.0, 400)]) == pytest.approx(100.0)
-    assert pss_slope([pss(1.0, 100), pss(2.0, 150), pss(4.0, 400)]) == pytest.approx(50.0)
-
-
-@pytest.mark.parametrize(
-    ("samples", "slope"),
-    [
-        ([pss(1.0, 100), pss(1.5, 400), pss(2.25, 405), pss(3.4, 406)], 0.9),  # first touches of pages, which end
-        ([pss(1.0, 100), pss(1.5, 400), pss(2.25, 400)], 0.0),
-        ([pss(1.0, 100), pss(1.5, 90), pss(2.25, 400)], 0.0),  # not again and again
-        ([pss(1.0, 300), pss(2.0, 200), pss(3.0, 100)], -100.0),
-    ],
-)
-def test_a_warm_up_is_no_leak(samples: list[PssSample], slope: float) -> None:
-    assert pss_slope(samples) == pytest.approx(slope, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [],
-        [pss(1.0, 100)],
-        [pss(1.0, 100), pss(4.0, 900)],  # warming up, or a leak?
-        [pss(1.0, 100), pss(1.2, 200), pss(1.4, 300)],  # too close
-        [pss(1.0, 100, processes=2), pss(1.5, 200, processes=2), pss(2.25, 900, processes=5)],  # workers started
-        [pss(1.0, 900, processes=5), pss(1.5, 950, processes=5), pss(2.25, 100, processes=1)],  # workers ended
-    ],
-)
-def test_there_is_no_slope_without_three_comparable_readings(samples: list[PssSample]) -> None:
-    assert pss_slope(samples) is None
 
 
 # The alarm
@@ -91,7 +54,7 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
     raised: list[bool] = []
     # WHEN it may have 100 bytes
     with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=100, on_memory_limit=lambda: raised.append(True)):
-        while len(looks) < 5:
+        while len(looks) < 5 and not raised:
             time.sleep(0.005)
     # THEN
     assert len(raised) == alarms
