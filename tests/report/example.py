@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -99,6 +100,7 @@ def _failures(first: int) -> tuple[Trial, ...]:
     )
 
 
+@functools.cache
 def synthetic_result() -> TuningResult:
     """A complete run with every part a report can show."""
     machine = SimulatedMachine(
