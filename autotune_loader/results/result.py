@@ -17,7 +17,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Reused,
     Spent,
     Status,
@@ -85,7 +84,6 @@ class TuningResult(Views):
     trials: tuple[Trial, ...] = ()
     batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
     measured: Measured = field(default_factory=Measured)
-    predicted: Predicted = field(default_factory=Predicted)
     verdict: Verdict = field(
         default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
     )
@@ -99,7 +97,6 @@ class TuningResult(Views):
     """What finding it cost; in the file: `budget`."""
     tuned_at: str | None = None
     """When it was found, ISO 8601, UTC; None where it was not kept for the next call."""
-    space_hash: str | None = None
     fingerprint: Fingerprint | None = None
     twin: TwinContext | None = None
     tolerance: float | None = None

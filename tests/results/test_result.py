@@ -25,7 +25,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Reused,
     Spent,
     Verdict,
@@ -80,14 +79,12 @@ def finished_run():
         measured=Measured(
             samples_per_s=interval(800.0), speedup=interval(2.0), wait_share=0.25, gpu_util_reason="none"
         ),
-        predicted=Predicted(samples_per_s=interval(810.0), epoch_s=12.5),
         verdict=Verdict(binding="cpu", sentence="The CPU binds.", headroom=0.5),
         advice=(Advice(action="Do less.", reason="It is much.", expected_gain=0.5),),
         summary=("Use 3 workers.",),
         warnings=("The machine was busy.",),
         finals=Finals(configs=(BEST, LoaderConfig()), rounds=((800.0, 400.0), (None, 410.0))),
         spent=Spent(seconds=30.5, bursts=21),
-        space_hash="0123456789abcdef",
         fingerprint=HERE,
         tolerance=0.05,
         reused=Reused(tuned_at="2026-11-20T12:00:00+00:00", samples_per_s=790.0, speedup=1.9, rounds=2, seconds=30.5),
