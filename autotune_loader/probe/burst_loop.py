@@ -145,7 +145,7 @@ class Run:
             measured,
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
-            gpu=use or GpuUse(reason="not measured"),
+            gpu=use or GpuUse(),
             traces=tuple(
                 traces if len(traces) <= KEPT_FIRST + KEPT_LAST else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]
             ),

@@ -21,7 +21,7 @@ from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.progress import Progress
 from autotune_loader.report.semantics import consequences
-from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
+from autotune_loader.report.standings import measurement_of, rate_of
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
@@ -44,9 +44,10 @@ NOT_WRITTEN = "could not be written"
 """What a warning says of a file that was asked for."""
 
 
-def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
+def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult:
     """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
-    finals, data, warmup, fastest = _finals(state, context), context.workload.data, context.warmup, state.fastest()
+    context, finals, fastest = state.run, _finals(state), state.fastest()
+    data, warmup = context.workload.data, context.warmup
     best = fastest.config if fastest is not None else LoaderConfig()
     best = state.finals.winner if state.finals is not None else best
     status: Status = "complete" if finals.undecided is None else "undecided"
@@ -61,13 +62,13 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
         baseline=state.baseline,
         trials=tuple(state.trials),
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals, context),
+        measured=_measured(best, state, finals),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
         fingerprint=context.fingerprint,
         twin=replace(state.context, epoch_batches=epoch_batches),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
-        warnings=_warnings(best, state, context, finals),
+        warnings=_warnings(best, state, finals),
         tolerance=context.tolerance,
         study=state.study,
         parts=loader_parts(context.workload),
@@ -138,9 +139,9 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningR
     )
 
 
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Measured:
+def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
     """Every figure from where the table has it, too."""
-    unit: RateUnit = "batches/s" if context.warmup.counts_batches else "samples/s"
+    unit: RateUnit = "batches/s" if state.run.warmup.counts_batches else "samples/s"
     before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
@@ -157,15 +158,13 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: R
         first_batch_s=measurement.first_batch_s,
         cpu_share=measurement.cpu_share,
         gpu_busy_share=measurement.gpu.busy_share,
-        gpu_util=measurement.gpu.util,
-        gpu_util_reason=measurement.gpu.reason,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
         **({} if measurement.memory is None else asdict(measurement.memory)),
     )
 
 
-def _finals(state: SearchState, context: RunContext) -> Finals:
-    outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
+def _finals(state: SearchState) -> Finals:
+    outcome, tolerance = state.finals, state.run.tolerance
     tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
     was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
     untried = summary.NOTHING_COMPARED if was_short else None
@@ -184,7 +183,8 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
     )
 
 
-def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:
+def _warnings(best: LoaderConfig, state: SearchState, finals: Finals) -> tuple[str, ...]:
+    context = state.run
     measured = [trial.measurement for trial in state.trials]
     measured += [state.finals.measurement] if state.finals is not None else []
     bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
@@ -210,16 +210,15 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
 class FileAndProgress:
     """Rewrites `loader.json` after every trial and draws a line for it."""
 
-    def __init__(self, context: RunContext, output: str | None, progress: Progress, started: float) -> None:
-        self._context, self._output, self._started = context, output, started
-        self._progress = progress
+    def __init__(self, output: str | None, progress: Progress, started: float) -> None:
+        self._output, self._started, self._progress = output, started, progress
         self.finals_round = progress.finals_round
 
     def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
         best = state.fastest()
         self._progress.trial(trial, best, seconds_left)
         if self._output is not None and best is not None:
-            saved(assemble(state, self._context, time.monotonic() - self._started, final=False), self._output)
+            saved(assemble(state, time.monotonic() - self._started, final=False), self._output)
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

@@ -107,13 +107,6 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
     def observe(name: str, number: int) -> Measurement | Failure:
         return entrants[name].gather(Ask(phase="compare", kind="epoch" if whole_epochs else "steady", group=number))
 
-    def record(outcomes: Sequence[tuple[str, Measurement | Failure]], seconds: float) -> None:
-        nonlocal longest_s
-        longest_s = max(longest_s, seconds)
-        rounds.append(as_round(outcomes))
-        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
-        progress.announce(f"round {len(rounds)}: {rates}")
-
     with contextlib.ExitStack() as exits:
         probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
         for each in entrants.values():
@@ -125,7 +118,11 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
         deadline = time.monotonic() + options.budget_s
         # All sides alike, or start-up would count for some of them only.
         whole_epochs = any(entrants[name].source.has_short_epochs(options.budget_s / 2) for name in working(0))
-        paired(working, observe, record, seed=options.seed)
+        for outcomes, seconds in paired(working, observe, seed=options.seed):
+            longest_s = max(longest_s, seconds)
+            rounds.append(as_round(outcomes))
+            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
+            progress.announce(f"round {len(rounds)}: {rates}")
     return _told(list(entrants.values()), rounds, whole_epochs, time.monotonic() - begun)
 
 

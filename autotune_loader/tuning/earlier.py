@@ -121,13 +121,11 @@ def check(
         failed.extend([outcome] if config == best and isinstance(outcome, Failure) else [])
         return outcome
 
-    def record(outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> None:
+    for outcomes, seconds in paired(sides, observe, clock=clock):
         seen.rounds.append(as_round(outcomes))
         seen.seconds += seconds
         failure = f"it failed now ({failed[0].kind}): {failed[0].message}" if failed else ""
         seen.objection = failure or _objection(seen, tolerance)
-
-    paired(sides, observe, record, clock=clock)
     return seen
 
 

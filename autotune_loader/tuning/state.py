@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Kind
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, least, max_useful_workers
@@ -17,7 +18,8 @@ from autotune_loader.machine.facts import Fingerprint, Machine, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.report.semantics import why_no_drop_last
-from autotune_loader.tuning.burst_source import fastest
+from autotune_loader.report.standings import DEFAULT_TOLERANCE
+from autotune_loader.tuning.burst_source import BurstSource, fastest
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -74,7 +76,6 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
         pin_memory=(False, True) if accelerated and kind != "mps" else (False,),
         device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" else (0,),
         persistent_workers=keeps,
-        may_keep_workers=keeps,
         in_order=(True, False) if "in_order" in settings.allow else (True,),
         multiprocessing_contexts=start_methods(workload, settings.allow),
         sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
@@ -123,7 +124,7 @@ class RunContext:
     usable_cores: int
     """Cores that the workers and the step share."""
     notes: tuple[str, ...] = ()
-    tolerance: float | None = None
+    tolerance: float = DEFAULT_TOLERANCE
 
     @property
     def baseline(self) -> LoaderConfig:
@@ -143,10 +144,11 @@ def twin_context(workload: Workload, warmup: WarmupReport, usable_cores: int) ->
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """Trials, ceilings, paired rounds, and why exploring ended."""
+    """One search: what it knows and asks, its trials, ceilings and paired rounds, and why exploring ended."""
 
-    baseline: LoaderConfig
-    context: TwinContext
+    run: RunContext
+    source: BurstSource
+    beliefs: Beliefs
     trials: list[Trial] = field(default_factory=list)
     ceilings: dict[int | None, Measurement] = field(default_factory=dict)
     """The step on a cached batch, by `consumer_threads`."""
@@ -156,8 +158,19 @@ class SearchState:
     whole_epochs: bool = False
     """Whether the rounds ran whole epochs, as these are short: their rates include start-up."""
     stop_reason: StopReason | None = None
-    bursts: int = 0
     study: optuna.Study | None = None
+
+    @property
+    def baseline(self) -> LoaderConfig:
+        return self.run.baseline
+
+    @property
+    def context(self) -> TwinContext:
+        return self.source.context
+
+    @property
+    def bursts(self) -> int:
+        return self.source.bursts
 
     @property
     def kind(self) -> Kind:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-FINISHED = "finished"
-"""Set on a study whose search came to its end; without it the next run goes on where this one was cut off."""
 CONFIG, OWNER, SINCE = "config", "owner", "since"
 """Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
 LOST_S = 60.0
@@ -101,13 +99,9 @@ class OptunaStudy:
         space: what may be proposed.
         search: which sampler proposes where the caller does not.
         seed: of the sampler.
-        disposable: the storage is a journal that nobody asked for, kept so that a killed run can go on. A finished study
-            in it is not resumed but started over, and so is a file that cannot be read.
     """
 
-    def __init__(
-        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, disposable: bool = False
-    ) -> None:
+    def __init__(self, *, storage: str | None, name: str, space: Space, search: Search, seed: int) -> None:
         # In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model.
         thread = threading.Thread(target=importlib.import_module, args=("optuna",))
         thread.start()
@@ -115,7 +109,7 @@ class OptunaStudy:
         self._name, self._space, self._sampler = name, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
-        self.study = self._disposable(storage) if disposable and storage else self._opened(storage)
+        self.study = self._opened(storage)
         self._end_what_died()
 
     @quiet_optuna()
@@ -161,12 +155,6 @@ class OptunaStudy:
     def abandon(self, claim: Claim) -> None:
         """Mark a trial that was interrupted, or that another host runs: it carries no information."""
         self._fail(claim.asked)
-
-    def finish(self) -> None:
-        """Mark the study as searched to the end."""
-        with contextlib.suppress(Exception):
-            self.study.set_user_attr(FINISHED, True)
-        self.close()
 
     def restored(self) -> list[Trial]:
         """The trials of earlier and other runs of the same study, in order, without traces; a repeated one once."""
@@ -219,21 +207,6 @@ class OptunaStudy:
             pruner=optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-
-    def _disposable(self, path: str) -> optuna.Study:
-        """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
-        try:
-            study = self._opened(path)
-            if not study.user_attrs.get(FINISHED):
-                return study
-        except Exception as error:
-            log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
-        try:
-            Path(path).unlink()
-            return self._opened(path)
-        except OSError as error:
-            log.warning("%s; the study is kept in memory", without_secrets(str(error)))
-            return self._opened(None)
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""

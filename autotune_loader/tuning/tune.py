@@ -120,7 +120,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
         isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
-        storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
+        storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
+            any database that Optuna takes.
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
@@ -163,7 +164,7 @@ def _tuned(
     whole: Machine,
 ) -> TuningResult:
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
-    progress.announce_machine(machine.usable_cores, machine.gpu_reason)
+    progress.announce_machine(machine.usable_cores)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
     with open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s) as opened:
@@ -182,27 +183,24 @@ def _tuned(
             fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
-            tolerance=options.tolerance,
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
         if seen is not None:
             held = assemble_reused(seen, context, time.monotonic() - begun)
             return share(ranks, saved(held, options.output))
-        told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
-            context,
+            replace(context, notes=(*context.notes, *earlier.objections)),
             options,
             clock=time.monotonic,
             started=begun,
-            listener=FileAndProgress(told, options.output, progress, started),
+            listener=FileAndProgress(options.output, progress, started),
             suggestions=() if earlier.entry is None else (earlier.entry.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()
-    result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
-    session.finish()
+    result = saved(assemble(state, time.monotonic() - started, final=True), options.output)
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(ranks, result)
 

@@ -18,7 +18,7 @@ from autotune_loader.results.loader_file import (
 from autotune_loader.results.result import TuningResult
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
@@ -71,10 +71,7 @@ def _with_memory(measurement: Measurement, config: LoaderConfig) -> Measurement:
     memory = MemoryUse(
         rss_bytes=rss, pss_bytes=int(rss * 0.7), shm_bytes=measurement.batch_bytes * (config.prefetch_factor or 0)
     )
-    gpu = GpuUse(reason="no NVIDIA driver on this machine")
-    return replace(
-        measurement, memory=memory, gpu=gpu, cpu_share=0.3 + 0.1 * config.num_workers, foreign_cpu_share=0.02
-    )
+    return replace(measurement, memory=memory, cpu_share=0.3 + 0.1 * config.num_workers, foreign_cpu_share=0.02)
 
 
 def _trial(number: int, config: LoaderConfig, probe: SimulatedProbe) -> Trial:
@@ -144,7 +141,6 @@ def synthetic_result() -> TuningResult:
             wait_share=best.wait_share,
             first_batch_s=best.first_batch_s,
             cpu_share=0.6,
-            gpu_util_reason="no NVIDIA driver on this machine",
             rss_bytes=best.memory.rss_bytes,
             pss_bytes=best.memory.pss_bytes,
             shm_bytes=best.memory.shm_bytes,

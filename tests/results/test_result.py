@@ -76,9 +76,7 @@ def finished_run():
         baseline=LoaderConfig(),
         trials=trials,
         batch_size=BatchSizeChoice(value=32),
-        measured=Measured(
-            samples_per_s=interval(800.0), speedup=interval(2.0), wait_share=0.25, gpu_util_reason="none"
-        ),
+        measured=Measured(samples_per_s=interval(800.0), speedup=interval(2.0), wait_share=0.25),
         verdict=Verdict(binding="cpu", sentence="The CPU binds.", headroom=0.5),
         advice=(Advice(action="Do less.", reason="It is much.", expected_gain=0.5),),
         summary=("Use 3 workers.",),

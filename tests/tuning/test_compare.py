@@ -27,25 +27,14 @@ from tests.support import SimulatedMachine, on_simulated_machines
     [(["A", "B"], ["AB", "BA", "AB"]), (["A"], ["A", "A", "A"])],
 )
 def test_two_sides_take_turns_in_being_first(sides: list[str], orders: list[str]) -> None:
-    seen: list[str] = []
-    paired(
-        lambda number: sides if number < 3 else (),
-        lambda side, number: side,
-        lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
-    )
-    assert seen == orders
+    rounds = paired(lambda number: sides if number < 3 else (), lambda side, number: side)
+    assert ["".join(side for side, _ in outcomes) for outcomes, _ in rounds] == orders
 
 
 def test_more_than_two_sides_run_once_a_round_in_an_order_that_the_seed_decides() -> None:
     def orders(seed: int) -> list[str]:
-        seen: list[str] = []
-        paired(
-            lambda number: "ABCD" if number < 20 else (),
-            lambda side, number: side,
-            lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
-            seed=seed,
-        )
-        return seen
+        rounds = paired(lambda number: "ABCD" if number < 20 else (), lambda side, number: side, seed=seed)
+        return ["".join(side for side, _ in outcomes) for outcomes, _ in rounds]
 
     assert all(sorted(each) == list("ABCD") for each in orders(0))
     assert orders(0) == orders(0) != orders(1)

@@ -116,7 +116,7 @@ def searched(
 ) -> tuple[SearchState, ShortEpochs]:
     clock = FakeClock()
     probe = ShortEpochs(machine, batches, clock)
-    run = simulated_run(machine, Space(max_workers=4, may_keep_workers=may_keep), epoch_batches=batches)
+    run = simulated_run(machine, Space(max_workers=4, persistent_workers=may_keep), epoch_batches=batches)
     return simulated_search(probe, run, clock, **options), probe
 
 
@@ -204,7 +204,7 @@ def test_a_search_leaves_time_for_whole_epochs() -> None:
 def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
     # GIVEN 16 batches that wait, and a step for which three workers suffice
     slow = replace(MACHINE, cpu_s=0.001, wait_s=0.05, step_s=0.02, worker_start_s=0.01)
-    run = simulated_run(slow, Space(max_workers=20, may_keep_workers=True), epoch_batches=16)
+    run = simulated_run(slow, Space(max_workers=20, persistent_workers=True), epoch_batches=16)
     clock = FakeClock()
     found = simulated_search(ShortEpochs(slow, 16, clock), run, clock)
     assert found.finals is not None

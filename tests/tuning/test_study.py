@@ -89,7 +89,7 @@ def test_any_reader_of_optuna_sees_what_was_measured(tmp_path):
     assert list(frame["params_num_workers"]) == [2, 3]
     assert list(frame["state"]) == ["COMPLETE", "PRUNED"]
     assert frame["value"][0] == 123.0
-    metrics = ("wait_share", "gpu_util", "rss_bytes", "samples_per_s_low", "failure_message")
+    metrics = ("wait_share", "rss_bytes", "samples_per_s_low", "failure_message")
     assert {f"user_attrs_{name}" for name in metrics} <= set(frame)
     attributes = json.loads(json.dumps(study.trials[0].user_attrs, allow_nan=False))
     assert attributes["samples_per_s_low"] == 122.0
@@ -233,47 +233,6 @@ def test_what_somebody_enqueued_is_run_first_and_never_mistaken_for_what_is_aske
     # THEN each is told as what it is
     assert (first.config.num_workers, first.config.prefetch_factor, first.asked.params["num_workers"]) == (5, 2, 5)
     assert (second.config, second.asked.params["num_workers"]) == (workers(3), 3)
-
-
-# The journal beside loader.json
-
-
-def test_the_journal_beside_loader_json_is_resumed_until_its_search_has_ended(tmp_path):
-    def opened(**changes):
-        return ledger(tmp_path / "loader.json.journal", **{"name": "autotune-a", "disposable": True, **changes})
-
-    # GIVEN a run that was cut off WHEN the same is begun again THEN its trials are there, but not for another space or machine
-    run(opened(), success(0, workers(1)))
-    assert [trial.config for trial in opened().restored()] == [workers(1)]
-    assert opened(name="autotune-b").restored() == []
-    # WHEN the run has come to its end THEN the next one begins anew, and the one after that goes on from there
-    opened().finish()
-    again = opened()
-    assert again.restored() == []
-    run(again, success(0, workers(2)))
-    assert [trial.config for trial in opened().restored()] == [workers(2)]
-    # BUT a storage of the user's own is kept
-    opened().finish()
-    assert [trial.config for trial in opened(disposable=False).restored()] == [workers(2)]
-
-
-@pytest.mark.parametrize(
-    "content", [b"not json\n", b"\x00\xff\n" * 9, b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 0}\n']
-)
-def test_a_damaged_journal_beside_loader_json_is_started_over(tmp_path, caplog, content):
-    path = tmp_path / "loader.json.journal"
-    path.write_bytes(content)
-    book = ledger(path, disposable=True)
-    run(book, success(0, workers(1)))
-    assert [trial.number for trial in ledger(path, disposable=True).restored()] == [0]
-
-
-def test_a_journal_that_cannot_be_written_costs_nothing_but_the_journal(tmp_path, caplog):
-    (tmp_path / "loader.json.journal").mkdir()
-    book = ledger(tmp_path / "loader.json.journal", disposable=True)
-    run(book, success(0, workers(1)))
-    assert len(book.restored()) == 1
-    assert "in memory" in caplog.text
 
 
 def test_a_database_that_another_program_locks_for_a_moment_is_waited_for(tmp_path):
