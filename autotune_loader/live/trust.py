@@ -26,7 +26,7 @@ import torch
 from autotune_loader.live.seeds import WorkerSeeds
 from autotune_loader.live.shadow import WORKERS, Shadow, become_torch_worker, sent
 from autotune_loader.pipeline.digest import Leaf, difference, digest
-from autotune_loader.pipeline.look import THOROUGH, Held, Look, look, moved, positions, process_state, shown
+from autotune_loader.pipeline.look import PROCESS, THOROUGH, Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.values.config import LoaderConfig
 
 LOOKS = 4
@@ -48,6 +48,17 @@ PURE_SAMPLERS = {
 PURE_VALUES = (list, tuple, range, torch.Tensor, np.ndarray)
 
 OPTS_IN = "num_workers=1 opts in"
+WHY = {
+    "did": ("fetching {told}", f"{OPTS_IN}, where workers may"),
+    "reads": (
+        "its samples may depend on which worker makes them: it asks who the worker is",
+        "do without get_worker_info().id and .num_workers",
+    ),
+    "unsent": ("{batch} cannot be sent from a worker: {told}", "num_workers=0 is right"),
+    "raised": ("{batch} raises in a worker: {told}", OPTS_IN),
+    "ended": ("{told}", OPTS_IN),
+}
+"""What a shadow may answer in place of a digest, and the reason and mend that it makes."""
 TRUSTED = "trusted"
 
 log = logging.getLogger("autotune_loader.live")
@@ -78,14 +89,14 @@ class Trust:
     def __init__(self, parts: Any, asked: LoaderConfig, sampler: Any) -> None:
         self.verdict: str | Refusal | None = None
         self._parts, self._sampler = parts, sampler
-        self._method = asked.multiprocessing_context
+        self._asked_context = asked.multiprocessing_context
         self._roots = {"dataset": parts.dataset, "collate_fn": parts.collate_fn, "sampler": sampler}
         self._looks, self._last, self._epoch = 0, Look(), -1
         self._held: Held | None = None
         self._base: tuple[int, Look] | None = None
         """A thorough look after the first fetch, and the epoch; compared with one before anything is forked."""
         self._is_looked_at = False
-        self._comparison = _Comparison(lambda seed: _fetcher(parts, seed, is_forked=self._is_forked))
+        self._comparison = _Comparison(lambda seed: _fetcher(parts, seed, is_forked=self._start_method == "fork"))
 
     @contextlib.contextmanager
     def fetching(self, item: Item) -> Iterator[None]:
@@ -121,8 +132,11 @@ class Trust:
     __del__ = close
 
     @property
-    def _is_forked(self) -> bool:
-        return _start_method(self._parts.context or self._method) == "fork"
+    def _start_method(self) -> str:
+        context = self._parts.context or self._asked_context
+        if context is None or isinstance(context, str):
+            context = multiprocessing.get_context(context)
+        return str(context.get_start_method())
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Nothing of this may reach the training."""
@@ -138,16 +152,16 @@ class Trust:
             self.close()
             self._last = Look()
 
-    def _look_before(self, item: Item) -> tuple[Look, dict[str, Any], dict[Any, int]] | None:
+    def _look_before(self, item: Item) -> Look | None:
         number, epoch, indices = item
         if not self._looks:
-            self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._method_of()))
+            self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method))
         seen = self._look(indices, number)
-        changed = [path for path in self._last.changed(seen) if not path.startswith("sampler")]
+        changed = _of_data(self._last.changed(seen))
         if changed and epoch == self._epoch:
             self._conclude(_changed_by_training(changed[0]))
         elif changed:
-            self._comparison.restart()
+            self._comparison.close()  # between two epochs: a shadow that was forked before has not seen it
         self._conclude(_handle_refusal(seen, was_there=True) if not self._looks else None)
         if self.verdict is not None:
             return None
@@ -155,29 +169,22 @@ class Trust:
             self._comparison.ask(item)
             self._conclude(self._comparison.verdict)
         self._epoch = epoch
-        return seen, process_state(), positions()
+        return seen
 
-    def _look_after(self, item: Item, before: tuple[Look, dict[str, Any], dict[Any, int]]) -> None:
-        seen, process, places = before
+    def _look_after(self, item: Item, before: Look) -> None:
         now = self._look(item[2], item[0])
         self._looks += 1
-        file = moved(places, positions())
-        if file is not None:
+        if (file := moved(before.files, now.files)) is not None:
             self._conclude(_moved_file(file))
         self._conclude(_handle_refusal(now, was_there=False))
-        changed = [*seen.changed(now), *(name for name, value in process_state().items() if value != process[name])]
-        self._conclude(_changed_by_fetching(changed, seen.generators, is_first=self._looks == 1))
+        self._conclude(_changed_by_fetching(before.changed(now), before.generators, is_first=self._looks == 1))
         self._last = now
         if self.verdict is None and not self._is_looked_at and (self._base is None or self._looks >= LOOKS):
             self._look_thoroughly(item[1])
 
     def _look_thoroughly(self, epoch: int) -> None:
         now = look(self._roots, scale=THOROUGH)
-        changed = (
-            []
-            if self._base is None
-            else [path for path in self._base[1].changed(now) if not path.startswith("sampler")]
-        )
+        changed = [] if self._base is None else _of_data(self._base[1].changed(now))
         if not changed and self._base is not None:
             self._is_looked_at, self._base = True, None
         elif self._base is not None and self._base[0] == epoch:
@@ -186,10 +193,10 @@ class Trust:
             self._base, self._looks = (epoch, now), 1
 
     def _look(self, indices: Any, number: int) -> Look:
-        return look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)
-
-    def _method_of(self) -> str:
-        return _start_method(self._parts.context or self._method)
+        seen = look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)
+        seen.tokens |= process_state()
+        seen.files = positions()
+        return seen
 
     def _note_held(self) -> None:
         self._held = Held(look({name: value for name, value in self._roots.items() if name != "sampler"}))
@@ -236,10 +243,6 @@ class _Comparison:
             self._made[key] = digest(batch)
             self._hear()
 
-    def restart(self) -> None:
-        """The data have changed between two epochs: a shadow that was forked before has not seen it."""
-        self.close()
-
     def close(self) -> None:
         if self._shadow is not None:
             self._shadow.close()
@@ -275,26 +278,15 @@ class _Comparison:
             )
 
     def _understand(self, message: dict[str, Any]) -> None:
-        if self.verdict is not None:
-            return
-        batch = f"batch {message['item'][0]}" if "item" in message else "a batch"
         if "digest" in message:
             self._answers[message["item"]] = message["digest"]
-        elif "did" in message:
-            self.verdict = Refusal(reason=f"fetching {message['did']}", mend=f"{OPTS_IN}, where workers may")
-        elif "reads" in message:
-            self.verdict = Refusal(
-                reason="its samples may depend on which worker makes them: it asks who the worker is",
-                mend="do without get_worker_info().id and .num_workers",
-            )
-        elif "unsent" in message:
-            self.verdict = Refusal(
-                reason=f"{batch} cannot be sent from a worker: {message['unsent']}", mend="num_workers=0 is right"
-            )
-        elif "raised" in message:
-            self.verdict = Refusal(reason=f"{batch} raises in a worker: {message['raised']}", mend=OPTS_IN)
-        elif "ended" in message and self._asked:
-            self.verdict = Refusal(reason=_end_of_worker(message["ended"]), mend=OPTS_IN)
+            return
+        batch = f"batch {message['item'][0]}" if "item" in message else "a batch"
+        kind, told = next((kind, message[kind]) for kind in WHY if kind in message)
+        if self.verdict is None and (kind != "ended" or self._asked):
+            reason, mend = WHY[kind]
+            told = _end_of_worker(told) if kind == "ended" else told
+            self.verdict = Refusal(reason=reason.format(batch=batch, told=told), mend=mend)
 
     def _compare(self) -> None:
         for key in [key for key in self._answers if key in self._made]:
@@ -338,6 +330,11 @@ def _fetcher(parts: Any, seed: int, *, is_forked: bool) -> Callable[[int], Calla
         return make
 
     return begin
+
+
+def _of_data(paths: list[str]) -> list[str]:
+    """Those that the training may not change: without the sampler and what belongs to the whole process."""
+    return [path for path in paths if not path.startswith("sampler") and path not in PROCESS]
 
 
 def _changed_by_fetching(changed: list[str], generators: set[str], *, is_first: bool) -> Refusal | None:
@@ -390,12 +387,6 @@ def _sampler_refusal(sampler: Any) -> Refusal | None:
         inner = getattr(sampler, "batch_sampler", None)
         sampler = inner if inner is not None else getattr(sampler, "sampler", None)
     return None
-
-
-def _start_method(context: Any) -> str:
-    if context is None or isinstance(context, str):
-        context = multiprocessing.get_context(context)
-    return str(context.get_start_method())
 
 
 def _method_refusal(method: str) -> Refusal | None:

@@ -6,15 +6,17 @@ container runtimes mount them: v2 in `/sys/fs/cgroup`, or `unified` below it; v1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 # v1 says "unlimited" as the largest page-aligned int64, which depends on the page size; nothing real comes near.
-_UNLIMITED_BYTES = 1 << 60
-# v2's names, then v1's. `memory.high` counts, because beyond it the kernel stalls us.
-_MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
-_MEMORY_USES = (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file"))
+_UNLIMITED = 1 << 60
+# Limits, use, and the cache in memory.stat: of v2, then of v1. `memory.high` counts, because beyond it the kernel stalls us.
+_MEMORY = (
+    (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +30,20 @@ class Limit:
 
 
 def cpu_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Every CPU quota above this process, in cores."""
-    return tuple(
-        limit
-        for folder in _levels(root, "cpu")
-        for limit in (*_limit(folder / "cpu.max", _cores), *_limit(folder / "cpu.cfs_quota_us", _cores_of_v1))
-    )
+    """Every CPU quota above this process, in cores: `cpu.max` is `50000 100000`, v1 has its two numbers in two files."""
+    found = []
+    for folder in _levels(root, "cpu"):
+        v1 = [*_numbers(folder / "cpu.cfs_quota_us"), *_numbers(folder / "cpu.cfs_period_us")]
+        for name, numbers in (("cpu.max", _numbers(folder / "cpu.max")), ("cpu.cfs_quota_us", v1)):
+            quota, period = [*numbers, *(0, 100_000)[len(numbers) :]][:2]
+            if quota > 0 and period > 0:
+                found.append(Limit(value=quota / period, source=str(folder / name)))
+    return tuple(found)
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
     """Every memory limit above this process, in bytes."""
-    return tuple(limit for folder in _levels(root, "memory") for limit in _memory_limits(folder))
+    return tuple(limit for limit, _ in _memory(root))
 
 
 def memory_available(root: Path = Path("/")) -> tuple[Limit, ...]:
@@ -47,55 +52,33 @@ def memory_available(root: Path = Path("/")) -> tuple[Limit, ...]:
     Inactive page cache does not count as used, since the kernel drops it before it kills: the definition of kubelet's
     working set. Otherwise reading a data set would look like a leak.
     """
-    left = []
+    return tuple(
+        Limit(value=max(0.0, limit.value - used), source=f"{limit.source} minus use")
+        for limit, used in _memory(root)
+        if used is not None
+    )
+
+
+def _memory(root: Path) -> Iterator[tuple[Limit, int | None]]:
+    """Each limit, and what is in use of it."""
     for folder in _levels(root, "memory"):
-        used = _used_bytes(folder)
-        if used is not None:
-            left += [
-                Limit(value=max(0.0, limit.value - used), source=f"{limit.source} minus use")
-                for limit in _memory_limits(folder)
-            ]
-    return tuple(left)
+        for limits, use, cache in _MEMORY:
+            used = next(iter(_numbers(folder / use)), None)
+            if used is not None:
+                used = max(0, used - sum(_numbers(folder / "memory.stat", cache)))
+            for name in limits:
+                if len(numbers := _numbers(folder / name)) == 1:
+                    yield Limit(value=numbers[0], source=str(folder / name)), used
 
 
-def _memory_limits(folder: Path) -> list[Limit]:
-    return [limit for name in _MEMORY_LIMITS for limit in _limit(folder / name, _bytes)]
-
-
-def _cores(path: Path) -> float | None:
-    """`cpu.max` of v2 is `$MAX $PERIOD` in microseconds: `50000 100000` is half a core, `max` no limit."""
-    quota, period = [*path.read_text().split(), "100000"][:2]
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _cores_of_v1(path: Path) -> float | None:
-    """`cpu.cfs_quota_us` of v1 has its period in a file beside it; -1 is no limit."""
-    quota, period = int(path.read_text()), int(path.with_name("cpu.cfs_period_us").read_text())
-    return quota / period if quota > 0 else None
-
-
-def _bytes(path: Path) -> int | None:
-    text = path.read_text().strip()
-    return None if text == "max" or int(text) >= _UNLIMITED_BYTES else int(text)
-
-
-def _used_bytes(folder: Path) -> int | None:
-    for use, cache in _MEMORY_USES:
-        try:
-            counters = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-            return max(0, int((folder / use).read_text()) - int(counters.get(cache, 0)))
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _limit(path: Path, read: Callable[[Path], float | None]) -> list[Limit]:
-    """The limit in a file, as a list of one or none: most levels have no such file or no limit."""
+def _numbers(path: Path, row: str = "") -> list[int]:
+    """The numbers in a file, or in its row of that name; none where it has none, or the first says that there is no limit."""
     try:
-        value = read(path)
-    except (OSError, ValueError, ZeroDivisionError):
+        rows = [line.removeprefix(f"{row} ") for line in path.read_text().splitlines() if line.startswith(row)]
+        numbers = [int(word) for line in rows for word in line.split()]
+    except (OSError, ValueError):  # most levels have no such file; "max"
         return []
-    return [] if value is None else [Limit(value=value, source=str(path))]
+    return [] if numbers and numbers[0] >= _UNLIMITED else numbers
 
 
 def _levels(root: Path, controller: str) -> Iterator[Path]:

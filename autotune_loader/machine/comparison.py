@@ -37,7 +37,6 @@ _WORDS = {
     "world_size": ("ranks on the node", "they share its cores and memory"),
     "platform": ("platform", "nothing measured there holds here"),
     "dataset": ("dataset", "a sample costs another time"),
-    "storage": ("storage", "reading takes another time"),
 }
 
 

@@ -65,12 +65,11 @@ class Machine:
         """Room in `/dev/shm` for this rank: an equal share of what is free now."""
         return None if self.shm is None else self.shm.free_bytes // self.world_size
 
-    def fingerprint(self, *, dataset: str = "", storage: str = "") -> Fingerprint:
+    def fingerprint(self, *, dataset: str = "") -> Fingerprint:
         """The part of this that a measurement depends on.
 
         Args:
             dataset: What identifies the data, such as its class and length.
-            storage: What identifies where the data lies, such as a file system's type.
         """
         return Fingerprint(
             usable_cores=self.usable_cores,
@@ -85,7 +84,6 @@ class Machine:
             world_size=self.world_size,
             platform=f"{platform.system()}-{platform.machine()}",
             dataset=dataset,
-            storage=storage,
         )
 
 
@@ -111,7 +109,6 @@ class Fingerprint:
     """Ranks on the node."""
     platform: str | None = None
     dataset: str = ""
-    storage: str = ""
 
 
 def inspect_machine(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
 GPU_UTILIZATION_SAMPLES = 1
-COVERED_SHARE = 0.5
-"""Of a window that samples must tell of."""
 
 
 def _since_boot() -> float:
@@ -56,18 +53,15 @@ class Gpus:
     def __init__(
         self, nvml: Any = None, *, cuda_uuids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
     ) -> None:
-        self._nvml = nvml
-        self._cuda_uuids = cuda_uuids
-        self._environ = environ
-        self._is_started = False
-        self._reason: str | None = None
+        self._nvml, self._cuda_uuids, self._environ = nvml, cuda_uuids, environ
+        self._reason: str | None = ""
+        """Not asked yet where it is empty."""
         self._devices: tuple[GpuDevice, ...] | None = None
 
     @property
     def reason(self) -> str | None:
         """Why NVML tells nothing at all; None when it does."""
-        if not self._is_started:
-            self._is_started = True
+        if self._reason == "":
             self._reason = self._start()
             if self._reason is not None:
                 logger.debug("No GPU figures: %s", self._reason)
@@ -82,77 +76,68 @@ class Gpus:
         """The devices that CUDA can see, in CUDA's order; empty without a driver."""
         if self._devices is None:
             known = self._cuda_uuids
-            uuids = self._visible() if known is None else [self._as_nvml_writes_it(uuid) for uuid in known]
-            self._devices = tuple(self._device(index, uuid) for index, uuid in enumerate(uuids) if uuid is not None)
+            # Torch writes UUIDs without the prefix that NVML puts before them.
+            handles = (
+                self._visible() if known is None else [self._named(f"GPU-{each}", f"MIG-{each}") for each in known]
+            )
+            self._devices = tuple(self._device(*each) for each in enumerate(handles) if each[1] is not None)
         return self._devices
 
     def recent_use(self, device: GpuDevice) -> list[tuple[float, float]]:
         """NVML's own samples of one of `devices()`: how many seconds ago each was taken, and the share of the time since the
         one before in which any kernel ran. Oldest first; empty where NVML keeps none, as of a GPU that is idle.
         """
-        answer = self._ask("nvmlDeviceGetSamples", self._handle(device.uuid), GPU_UTILIZATION_SAMPLES, 0)
+        answer = self._ask("nvmlDeviceGetSamples", self._named(device.uuid), GPU_UTILIZATION_SAMPLES, 0)
         samples = sorted((each.timeStamp / 1e6, each.sampleValue.uiVal / 100) for each in (answer or (0, ()))[1])
         if not samples:
             return []
-        newest = samples[-1][0]
-        now = min((clock() for clock in STAMP_CLOCKS), key=lambda now: abs(now - newest))
+        now = min((clock() for clock in STAMP_CLOCKS), key=lambda now: abs(now - samples[-1][0]))
         return [(now - moment, share) for moment, share in samples]
 
-    def _visible(self) -> list[str | None]:
-        """UUIDs of what `CUDA_VISIBLE_DEVICES` leaves, in CUDA's order, as the CUDA driver reads the mask.
-
-        Unset it shows all, "" none. Entries are indices, `GPU-` UUIDs or unique beginnings of one, or MIG UUIDs. The first
-        invalid entry ends the list and a repeated one empties it (CUDA C Programming Guide, environment variables).
-        """
+    def _visible(self) -> list[Any]:
+        """`CUDA_VISIBLE_DEVICES` by index or UUID, up to the first invalid entry; of a split GPU its first part."""
         gpus = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(self._ask("nvmlDeviceGetCount") or 0)]
+        shown = [self._ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, 0) or gpu for gpu in gpus]
         mask = self._environ.get("CUDA_VISIBLE_DEVICES")
         if mask is None:
-            return list(map(self._shown, gpus))
-        found: list[str | None] = []
+            return shown
+        found: list[Any] = []
         for entry in map(str.strip, mask.split(",")):
-            digits = re.match(r"\+?(\d+)", entry)  # CUDA reads indices like strtoul: "1gpu" is 1
             if entry.startswith("MIG-"):
-                matches = [self._uuid(self._handle(entry))]
-            elif entry.startswith("GPU-"):
-                meant = [gpu for gpu in gpus if (self._uuid(gpu) or "").lower().startswith(entry.lower())]
-                matches = [self._shown(gpu) for gpu in meant]
+                meant = [self._named(entry)]
+            elif entry.startswith("GPU-"):  # or the beginning of one
+                meant = [
+                    part for part, gpu in zip(shown, gpus, strict=True) if (self._uuid(gpu) or "").startswith(entry)
+                ]
             else:
-                matches = [self._shown(gpu) for gpu in gpus[int(digits[1]) :][:1]] if digits else []
-            if len(matches) != 1 or matches[0] is None:
+                meant = shown[int(entry) :][:1] if entry.isdecimal() else []
+            if len(meant) != 1 or meant[0] is None:
                 break
-            if matches[0] in found:
+            if meant[0] in found:  # as CUDA
                 return []
-            found += matches
+            found += meant
         return found
 
-    def _shown(self, gpu: Any) -> str | None:
-        """The UUID of a GPU as CUDA shows it: of its first instance, where MIG splits it."""
-        return self._uuid(self._ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, 0)) or self._uuid(gpu)
-
-    def _as_nvml_writes_it(self, uuid: str) -> str | None:
-        """Torch writes UUIDs without the prefix that NVML puts before them."""
-        bare = uuid.lower()
-        return self._uuid(self._handle(f"GPU-{bare}")) or self._uuid(self._handle(f"MIG-{bare}"))
-
-    def _handle(self, uuid: str) -> Any:
-        return self._ask("nvmlDeviceGetHandleByUUID", uuid)
+    def _named(self, *uuids: str) -> Any:
+        """The handle of the first UUID that NVML knows."""
+        handles = (self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids)
+        return next((handle for handle in handles if handle is not None), None)
 
     def _uuid(self, handle: Any) -> str | None:
-        return None if handle is None else _text(self._ask("nvmlDeviceGetUUID", handle))
+        return _text(self._ask("nvmlDeviceGetUUID", handle))
 
-    def _device(self, index: int, uuid: str) -> GpuDevice:
-        handle = self._handle(uuid)
-        name, memory = _text(self._ask("nvmlDeviceGetName", handle)), self._ask("nvmlDeviceGetMemoryInfo", handle)
+    def _device(self, index: int, handle: Any) -> GpuDevice:
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         return GpuDevice(
             cuda_index=index,
-            uuid=uuid,
-            name=name or "unknown GPU",
+            uuid=self._uuid(handle) or "",
+            name=_text(self._ask("nvmlDeviceGetName", handle)) or "unknown GPU",
             memory_bytes=None if memory is None else int(memory.total),
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """The answer of one NVML call; None where there is none."""
-        if self.reason is not None:
+        """The answer of one NVML call; None where there is none, or one argument is None."""
+        if self.reason is not None or None in arguments:
             return None
         try:
             return getattr(self._nvml, function)(*arguments)
@@ -173,22 +158,14 @@ class Gpus:
         return None
 
 
-def use_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
-    """Utilisation of a window, from samples that each speak for the time since the one before; None where they cover little.
-
-    It is the share of time in which any kernel of anyone ran; it does not say how full the GPU was.
+def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
+    """Seconds of a window in which any kernel of anyone ran, and of how many of its seconds samples tell.
 
     Args:
-        samples: Times in seconds and shares, oldest first.
-        start: Of the window, in the same seconds.
-        end: Of the window.
+        samples: times in seconds and shares, each of the time since the one before, oldest first.
+        start: of the window, in the same seconds.
+        end: of the window.
     """
-    busy_s, covered_s = busy_within(samples, start, end)
-    return busy_s / covered_s if covered_s > 0 and covered_s >= COVERED_SHARE * (end - start) else None
-
-
-def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
-    """Busy seconds of a window, and of how many of its seconds samples tell; arguments as in `use_within`."""
     busy_s = covered_s = 0.0
     for (before, _), (moment, share) in pairwise(samples):
         inside_s = max(0.0, min(moment, end) - max(before, start))

@@ -6,14 +6,14 @@ several threads add up in another order than on one. NaN equals NaN.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree
+
+from autotune_loader.pipeline.look import slots_of
 
 MOST_LEAVES = 20_000
 """A batch of more values (one that refers to its whole dataset, say) is not worth comparing."""
@@ -23,10 +23,11 @@ MOST_BYTES, BLOCK = 1 << 22, 1 << 14
 """A leaf of more bytes is read in blocks, evenly spaced: 4 MiB take some 4 ms."""
 PROBES = 256
 """Elements of a floating-point leaf that are kept, evenly spaced."""
-ULPS = {np.dtype(np.float64): 64, np.dtype(np.float32): 64}
+ULPS, SHORT_ULPS = 64, 4
 """Units in the last place that rounding may differ by, relative to a leaf's largest value: a sum of millions in another order.
-Shorter types are rounded once, from float32."""
-SHORT_ULPS = 4
+Types of less than four bytes are rounded once, from float32."""
+DESCRIBING = ("mode", "size", "format", "typecode")
+"""What images and arrays say beside their bytes."""
 
 
 class Leaf(NamedTuple):
@@ -47,9 +48,7 @@ class TooManyLeavesError(ValueError):
 
 
 def digest(batch: Any) -> list[Leaf]:
-    """Records of all values of a nested batch, in order.
-
-    Containers are those of `torch.utils._pytree`, mappings, and objects with attributes.
+    """Records of all values of a nested batch, in order: of mappings, sequences, sets, and objects with attributes.
 
     Raises:
         TooManyLeavesError: more than 20,000 values, or nested in a circle.
@@ -72,7 +71,7 @@ def difference(mine: list[Leaf], other: list[Leaf]) -> str | None:
         if a.exact != b.exact and not _differ_by_rounding(a, b):
             return _named(a.path)
     if len(mine) != len(other):
-        longer = mine if len(mine) > len(other) else other
+        longer = max(mine, other, key=len)
         return f"{_named(longer[min(len(mine), len(other))].path)} (only one has it)"
     return None
 
@@ -82,92 +81,61 @@ def _named(path: str) -> str:
 
 
 def _differ_by_rounding(a: Leaf, b: Leaf) -> bool:
-    if a.rounded is None or b.rounded is None:
+    if a.rounded is None or b.rounded is None or len(a.rounded[1]) != len(b.rounded[1]):
         return False
     tolerance = max(a.rounded[0], b.rounded[0])
-    return len(a.rounded[1]) == len(b.rounded[1]) and bool(
-        np.allclose(a.rounded[1], b.rounded[1], rtol=0.0, atol=tolerance, equal_nan=True)
-    )
+    return np.allclose(a.rounded[1], b.rounded[1], rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _leaves(path: str, value: Any, depth: int) -> Iterator[Leaf]:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if depth <= 0:
         raise TooManyLeavesError(f"{_named(path)} is nested too deeply")
-    if value is None or isinstance(value, (bool, int, complex, type)) or type(value) is object:
-        yield Leaf(path, kind, "" if type(value) is object else repr(value))
-    elif isinstance(value, float) and not isinstance(value, np.generic):
-        yield Leaf(path, kind, repr(value), _rounded(np.array([value])))
-    elif isinstance(value, (str, bytes, bytearray)):
-        yield _of_text(path, kind, value)
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         yield from _of_tensor(path, kind, value, depth)
     elif isinstance(value, (np.ndarray, np.generic)):
         yield from _of_array(path, kind, np.asarray(value), depth)
-    elif isinstance(value, (set, frozenset)):
-        inner = sorted((leaf for each in value for leaf in _leaves(f"{path}{{}}", each, depth - 1)), key=repr)
-        yield Leaf(path, kind, len(value))
-        yield from inner
+    elif isinstance(value, float):
+        yield Leaf(path, kind, repr(value), _rounded(np.array([value])))
+    elif value is None or isinstance(value, (bool, int, complex, type)):
+        yield Leaf(path, kind, repr(value))
+    elif isinstance(value, (str, bytes, bytearray)):
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else bytes(value)
+        exact = repr(value) if len(value) <= 64 else _checksum(np.frombuffer(data, dtype=np.uint8))
+        yield Leaf(path, f"{kind}[{len(value)}]", exact)
     else:
-        parts, count = _parts(value)
-        yield Leaf(path, kind, count)
+        parts = _parts(value)
+        yield Leaf(path, kind, len(parts) if parts else _in_words(value))
         for name, part in parts:
             yield from _leaves(path + name, part, depth - 1)
 
 
-def _parts(value: Any) -> tuple[Iterator[tuple[str, Any]], int | str]:
-    """What a container holds, by name, and how many; what has no parts is known by its own representation."""
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What a container or an object holds, by name: where nothing can be seen, what pickle would keep of it."""
     if isinstance(value, Mapping):
-        items: list[tuple[str, Any]] = [(f"[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"[{index}]", part) for index, part in enumerate(value)]
-    elif _pytree.tree_is_leaf(value):
-        items = _attributes(value)
-    else:
-        items = [(f"[{index}]", part) for index, part in enumerate(_pytree.tree_flatten(value, is_leaf=_not(value))[0])]
-    if items:
-        return iter(items), len(items)
-    has_address = _is_default(value, "__repr__") or " at 0x" in (shown := repr(value)[:2000])
-    return iter(()), type(value).__qualname__ if has_address else shown
-
-
-def _is_default(value: Any, name: str) -> bool:
-    return getattr(type(value), name) is getattr(object, name)
-
-
-def _not(value: Any) -> Any:
-    return lambda each: each is not value
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Those of an object, also of one with slots or none that can be seen: then what pickle would keep of it."""
-    if callable(getattr(value, "tobytes", None)) and not isinstance(value, type):  # PIL, memoryview, array
-        return [(".tobytes()", value.tobytes()), *[(f".{name}", part) for name, part in _plain(value)]]
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    names += [name for kind in type(value).__mro__ for name in _slots(kind)]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    found.update(getattr(value, "__dict__", {}))
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [("{}", part) for part in sorted(value, key=repr)]
+    if callable(getattr(value, "tobytes", None)):  # PIL, memoryview, array
+        told = [(f".{name}", getattr(value, name)) for name in DESCRIBING if hasattr(value, name)]
+        return [(".tobytes()", value.tobytes()), *told]
+    found = {**slots_of(value), **getattr(value, "__dict__", {})}
     if not found and _is_default(value, "__reduce_ex__") and _is_default(value, "__repr__"):
         state = value.__reduce_ex__(2)
         return [(".__reduce__()", state[1:3])] if isinstance(state, tuple) else []
     return [(f".{name}", part) for name, part in found.items()]
 
 
-def _plain(value: Any) -> list[tuple[str, Any]]:
-    return [(name, getattr(value, name)) for name in ("mode", "size", "format", "typecode") if hasattr(value, name)]
+def _in_words(value: Any) -> str:
+    """What has no parts is known by its own representation."""
+    has_address = _is_default(value, "__repr__") or " at 0x" in (shown := repr(value)[:2000])
+    return type(value).__qualname__ if has_address else shown
 
 
-def _slots(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def _of_text(path: str, kind: str, value: str | bytes | bytearray) -> Leaf:
-    if len(value) <= 64:
-        return Leaf(path, kind, repr(value))
-    data = value.encode(errors="surrogatepass") if isinstance(value, str) else bytes(value)
-    return Leaf(path, f"{kind}[{len(value)}]", _checksum(np.frombuffer(data, dtype=np.uint8)))
+def _is_default(value: Any, name: str) -> bool:
+    return getattr(type(value), name) is getattr(object, name)
 
 
 def _of_tensor(path: str, kind: str, tensor: torch.Tensor, depth: int) -> Iterator[Leaf]:
@@ -176,14 +144,14 @@ def _of_tensor(path: str, kind: str, tensor: torch.Tensor, depth: int) -> Iterat
     what = f"{kind}, {plain.dtype}, {shape}, {plain.layout}, {plain.device.type}"
     if tensor.requires_grad:
         what += ", requires_grad"
+    parts: dict[str, Any] = dict(getattr(tensor, "__dict__", None) or {})
+    parts = {f".{name}": part for name, part in parts.items()}
     if plain.is_nested:
         yield Leaf(path, what, tensor.size(0))
-        for index, each in enumerate(plain.unbind()):
-            yield from _of_tensor(f"{path}[{index}]", kind, each, depth - 1)
+        parts |= {f"[{index}]": each for index, each in enumerate(plain.unbind())}
     elif plain.layout is torch.sparse_coo:
         yield Leaf(path, what, plain._nnz())
-        for name, part in ((".indices()", plain._indices()), (".values()", plain._values())):
-            yield from _of_tensor(path + name, kind, part, depth - 1)
+        parts |= {".indices()": plain._indices(), ".values()": plain._values()}
     elif plain.layout is not torch.strided:
         yield Leaf(path, what, _checksum(_bytes_of(plain.to_dense())))
     else:
@@ -191,8 +159,8 @@ def _of_tensor(path: str, kind: str, tensor: torch.Tensor, depth: int) -> Iterat
         floats = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
         kept = floats.resolve_neg() if floats.is_neg() else floats
         yield Leaf(path, what, _checksum(_bytes_of(kept)), _rounded_tensor(kept) if kept.is_floating_point() else None)
-    for name, part in vars(tensor).items() if getattr(tensor, "__dict__", None) else ():
-        yield from _leaves(f"{path}.{name}", part, depth - 1)
+    for name, part in parts.items():
+        yield from _leaves(path + name, part, depth - 1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -238,7 +206,7 @@ def _rounded(flat: np.ndarray[Any, Any], unit: float | None = None) -> tuple[flo
     if not finite.size or bool((finite == np.round(finite)).all()):
         return None
     if unit is None:
-        unit = ULPS[flat.dtype] * float(np.finfo(flat.dtype).eps)
+        unit = ULPS * float(np.finfo(flat.dtype).eps)
     some = flat[: MOST_BYTES // flat.itemsize]
     means = [float(some.mean(dtype=np.float64)), float(some[::2].mean(dtype=np.float64))]
     return unit * float(np.abs(finite).max()), [*probes.tolist(), *means]

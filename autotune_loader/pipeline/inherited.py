@@ -11,110 +11,82 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 SHARED = {
-    "zipfile.ZipFile": "an open archive",
-    "tarfile.TarFile": "an open archive",
-    "_csv.reader": "a reader with a position",
-    "csv.DictReader": "a reader with a position",
-    "rasterio.io.DatasetReader": "an open raster file",
-    "cv2.VideoCapture": "an open video",
-    "av.container.core.Container": "an open video",
-    "decord.video_reader.VideoReader": "an open video",
-    "torch.utils.data.dataloader._BaseDataLoaderIter": "an iterator of a DataLoader",
-    "multiprocessing.managers.BaseManager": "a manager's process",
-    "multiprocessing.managers.BaseProxy": "a connection to a manager",
+    "an open archive": "zipfile.ZipFile tarfile.TarFile",
+    "a reader with a position": "_csv.reader csv.DictReader",
+    "an open raster file": "rasterio.io.DatasetReader",
+    "an open video": "cv2.VideoCapture av.container.core.Container decord.video_reader.VideoReader",
+    "an iterator of a DataLoader": "torch.utils.data.dataloader._BaseDataLoaderIter",
+    "a manager's process": "multiprocessing.managers.BaseManager",
+    "a connection to a manager": "multiprocessing.managers.BaseProxy",
 }
 """Classes, and all that inherit from them, by module and name: workers would share a position or server, a single fork may."""
 BOUND = {
-    "sqlite3.Connection": "a database connection",
-    "sqlite3.Cursor": "a database connection",
-    "lmdb.Environment": "an open LMDB environment",
-    "environment_t.Environment": "an open LMDB environment",
-    "h5py._hl.files.File": "an open HDF5 file",
-    "h5py._hl.base.HLObject": "a part of an open HDF5 file",
-    "h5py.h5f.FileID": "an open HDF5 file",
-    "tables.file.File": "an open HDF5 file",
-    "netCDF4._netCDF4.Dataset": "an open NetCDF file",
-    "socket.socket": "a socket",
-    "ssl.SSLSocket": "a socket",
-    "requests.sessions.Session": "connections",
-    "urllib3.poolmanager.PoolManager": "connections",
-    "http.client.HTTPConnection": "a connection",
-    "botocore.client.BaseClient": "connections",
-    "aiohttp.client.ClientSession": "connections",
-    "httpx._client.BaseClient": "connections",
-    "redis.client.Redis": "connections",
-    "pymongo.mongo_client.MongoClient": "connections",
-    "psycopg2.extensions.connection": "a database connection",
-    "psycopg.connection.BaseConnection": "a database connection",
-    "psycopg._connection_base.BaseConnection": "a database connection",
-    "sqlalchemy.engine.base.Engine": "a database connection",
-    "duckdb.duckdb.DuckDBPyConnection": "a database connection",
-    "concurrent.futures._base.Executor": "an executor",
-    "concurrent.futures._base.Future": "work of an executor",
-    "threading.Thread": "a thread",
-    "threading.Timer": "a thread",
-    "threading.Barrier": "a barrier of threads",
-    "queue.Queue": "a queue between threads",
-    "queue.SimpleQueue": "a queue between threads",
-    "_queue.SimpleQueue": "a queue between threads",
-    "subprocess.Popen": "a child process",
-    "multiprocessing.process.BaseProcess": "a child process",
-    "multiprocessing.pool.Pool": "a pool of processes",
-    "multiprocessing.queues.Queue": "a queue between processes",
-    "multiprocessing.queues.SimpleQueue": "a queue between processes",
-    "multiprocessing.connection._ConnectionBase": "a connection",
-    "asyncio.events.AbstractEventLoop": "an event loop",
-    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "an iterator with workers",
-    "torch.cuda.streams.Stream": "a CUDA stream",
+    "a database connection": "sqlite3.Connection sqlite3.Cursor psycopg2.extensions.connection "
+    "psycopg.connection.BaseConnection psycopg._connection_base.BaseConnection sqlalchemy.engine.base.Engine "
+    "duckdb.duckdb.DuckDBPyConnection",
+    "an open LMDB environment": "lmdb.Environment environment_t.Environment",
+    "an open HDF5 file": "h5py._hl.files.File h5py._hl.base.HLObject h5py.h5f.FileID tables.file.File",
+    "an open NetCDF file": "netCDF4._netCDF4.Dataset",
+    "a socket": "socket.socket ssl.SSLSocket",
+    "a connection": "http.client.HTTPConnection multiprocessing.connection._ConnectionBase requests.sessions.Session "
+    "urllib3.poolmanager.PoolManager botocore.client.BaseClient aiohttp.client.ClientSession httpx._client.BaseClient "
+    "redis.client.Redis pymongo.mongo_client.MongoClient",
+    "an executor, or work of one": "concurrent.futures._base.Executor concurrent.futures._base.Future",
+    "a thread": "threading.Thread",
+    "a barrier of threads": "threading.Barrier",
+    "a queue between threads": "queue.Queue queue.SimpleQueue _queue.SimpleQueue",
+    "a child process": "subprocess.Popen multiprocessing.process.BaseProcess",
+    "a pool of processes": "multiprocessing.pool.Pool",
+    "a queue between processes": "multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue",
+    "an event loop": "asyncio.events.AbstractEventLoop",
+    "an iterator with workers": "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+    "a CUDA stream": "torch.cuda.streams.Stream",
 }
 """Classes that work in the process that made them only."""
+WORDS = {
+    name: (words, table is BOUND)
+    for table in (SHARED, BOUND)
+    for words, names in table.items()
+    for name in names.split()
+}
 ITERATORS = ("builtins", "itertools")
 """Modules whose iterators have a position; `itertools.repeat` gives the same at each."""
 IN_MEMORY = (io.BytesIO, io.StringIO)
 """Each process has its own; whether it moves is looked at."""
+LOCK, RLOCK = type(threading.Lock()), type(threading.RLock())
 
 
 def handle_in(value: Any) -> str | None:
     """What no fork may carry, in words ("an open file"); None for a value that may be carried."""
     if isinstance(value, torch.Tensor):
-        return _of_tensor(value)
+        if value.device.type not in ("cpu", "meta"):
+            return f"a tensor on {value.device}"
+        return "a tensor that requires a gradient" if value.requires_grad else None
     if isinstance(value, io.IOBase):
-        is_open = not isinstance(value, IN_MEMORY) and not value.closed
-        return f"an open file ({_named(value)})" if is_open and not _is_standard(value) else None
+        if isinstance(value, IN_MEMORY) or value.closed or _is_standard(value):
+            return None
+        return f"an open file ({getattr(value, 'name', None) or type(value).__name__!r})"
     if type(value).__module__ in ITERATORS and hasattr(type(value), "__next__"):
         return None if isinstance(value, itertools.repeat) else "a generator or iterator"
     if _is_held(value):
         return "a lock that is held"
-    return _by_name(value, BOUND) or _by_name(value, SHARED)
+    return _known(value)[0]
 
 
 def bound_to_process(value: Any) -> bool:
     """Whether it works in the process that made it only; a single fork may carry what has but a position."""
-    return _by_name(value, BOUND) is not None
+    return _known(value)[1]
 
 
-def _by_name(value: Any, classes: Mapping[str, str]) -> str | None:
-    for kind in type(value).__mro__:
-        words = classes.get(f"{kind.__module__}.{kind.__qualname__}")
-        if words is not None:
-            return words if _is_open(value) else None
-    return None
-
-
-def _of_tensor(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type not in ("cpu", "meta"):
-        return f"a tensor on {tensor.device}"
-    return "a tensor that requires a gradient" if tensor.requires_grad else None
-
-
-def _named(file: Any) -> str:
-    return repr(getattr(file, "name", None) or type(file).__name__)
+def _known(value: Any) -> tuple[str | None, bool]:
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__)
+    found = next((WORDS[name] for name in names if name in WORDS), None)
+    return (None, False) if found is None or _has_ended(value) else found
 
 
 def _is_standard(file: Any) -> bool:
@@ -127,22 +99,18 @@ def _is_standard(file: Any) -> bool:
 
 
 def _is_held(value: Any) -> bool:
-    if isinstance(value, (type(threading.Lock()), threading.Semaphore)):
-        locked = getattr(value, "locked", None)
-        return bool(locked()) if locked is not None else value._value == 0  # type: ignore[union-attr]
-    return isinstance(value, type(threading.RLock())) and repr(value).startswith("<locked")
+    if isinstance(value, threading.Semaphore):
+        return value._value == 0
+    return value.locked() if isinstance(value, LOCK) else isinstance(value, RLOCK) and repr(value).startswith("<locked")
 
 
-def _is_open(value: Any) -> bool:
-    """False where it is known to be closed or ended."""
+def _has_ended(value: Any) -> bool:
+    """Whether it is known to be closed or ended."""
+    module = type(value).__module__
     if getattr(value, "closed", False) is True or getattr(value, "fp", value) is None:
-        return False
+        return True
     if isinstance(value, threading.Thread):
-        return value.is_alive()
-    if type(value).__module__ == "subprocess":
-        return getattr(value, "returncode", None) is None
-    if type(value).__module__.startswith("h5py."):
-        return bool(value)
-    if hasattr(value, "fileno") and type(value).__module__ in ("socket", "ssl"):
-        return bool(value.fileno() != -1)
-    return True
+        return not value.is_alive()
+    if module == "subprocess":
+        return value.returncode is not None
+    return (module.startswith("h5py.") and not value) or (module in ("socket", "ssl") and value.fileno() == -1)

@@ -6,7 +6,9 @@ the global names that the user's own code of fetching reads, in a fixed order, w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
@@ -18,8 +20,9 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from autotune_loader.pipeline.inherited import IN_MEMORY, bound_to_process, hand
 MOST_VALUES, MOST_DEPTH, MOST_S = 3000, 8, 0.02
 """A look stops after so many values, levels or seconds: most take under a millisecond."""
 MOST_ITEMS, EDGE, OF_BATCH = 32, 4, 8
-"""Of a longer container the first and last few items are looked at, and the first few of the batch at hand."""
+"""Of a longer container a few items are looked at, the last few, and the first few of the batch at hand."""
 MOST_HELD, HELD_PROBES = 64, 16
 """While workers run, the first so many values are compared before each batch, of arrays so many numbers."""
 MOST_COPIED, PROBES = 1024, 64
@@ -42,24 +45,22 @@ THOROUGH, MOST_THOROUGH_S = 1000, 0.1
 """A thorough look notes so many times as much: 25 ms for a million items."""
 ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward", "__iter__", "__next__", "__len__")
 """Methods by which a loader enters an object; others count where these name them."""
-OPAQUE = (
-    "logging",
-    "pandas",
-    "pyarrow",
-    "PIL",
-    "matplotlib",
-    "tqdm",
-    "lightning",
-    "pytorch_lightning",
-    "concurrent",
-    "asyncio",
-)
+OPAQUE = {
+    "logging", "pandas", "pyarrow", "PIL", "matplotlib", "tqdm", "lightning", "pytorch_lightning", "concurrent", "asyncio",
+}  # fmt: skip
 """Of objects of these libraries only the identity is noted: they keep notes of their own that no sample depends on."""
 ANEW = "\0"
 """Begins a path anew, at a name that the user's code knows a value by; see `shown`."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)
+CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
+"""What of a class is no value that a method may change."""
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's number of threads")
+"""Paths of what belongs to the whole process."""
+Places = dict[tuple[int, int, int], int]
+"""Positions of open files, by (descriptor, device, inode)"""
 
 
 class _Same:
@@ -87,6 +88,10 @@ class Look:
     """Those of them that no fork at all may carry."""
     generators: set[str] = field(default_factory=set)
     """Paths of random generators."""
+    files: Places = field(default_factory=dict)
+    """Where open files stood, as far as that was looked at."""
+    values: list[Any] = field(default_factory=list)
+    """What is not plain, in the order in which it was seen."""
 
     def changed(self, later: Look) -> list[str]:
         """Paths that both looks have and that differ, outermost first."""
@@ -114,15 +119,16 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
             seen.tokens.setdefault(path, _Same(value))
             continue
         walked.add(id(value))
+        seen.values.append(value)
         if (words := handle_in(value)) is not None:
             seen.handles.append((path, words))
             seen.bound += [(path, words)] if bound_to_process(value) else []
         if isinstance(value, GENERATORS):
             seen.generators.add(path)
         seen.tokens[path] = _Same(value), *_token(value, MOST_COPIED * scale)
-        if rows and (of_batch := _rows(value, rows)) is not None:
+        if rows and (of_batch := _of_batch(value, rows)) is not None:
             seen.tokens[f"{path}[of batch {number}]"] = of_batch
-        if depth < MOST_DEPTH and words is None:
+        if depth < MOST_DEPTH and words is None and not isinstance(value, WITHOUT_PARTS):
             inner = _translated(value, rows)
             queue.extend((path + name, part, depth + 1, inner) for name, part in _parts(value, rows))
     return seen
@@ -135,49 +141,26 @@ def shown(path: str) -> str:
 
 def process_state() -> dict[str, Any]:
     """What belongs to the whole process, and a worker would change for itself only."""
-    return {
-        "os.environ": hash(frozenset(os.environ.items())),
-        "the current folder": os.getcwd(),  # noqa: PTH109 - a few microseconds
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's number of threads": torch.get_num_threads(),
-    }
+    here = os.getcwd()  # noqa: PTH109 - a few microseconds
+    values = hash(frozenset(os.environ.items())), here, torch.get_default_dtype(), torch.get_num_threads()
+    return dict(zip(PROCESS, values, strict=True))
 
 
-def positions() -> dict[tuple[int, int, int], int]:
-    """Where each open regular file that can be read stands, by (descriptor, device, inode)."""
-    found: dict[tuple[int, int, int], int] = {}
-    standard = [(status.st_dev, status.st_ino) for number in (1, 2) if (status := _status(number)) is not None]
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - before and after each batch
-        try:
-            status = os.fstat(int(name))
-            if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in standard:
-                continue
-            info = dict(
-                line.split(b":", 1) for line in _contents(f"/proc/self/fdinfo/{name}").splitlines() if b":" in line
-            )
-            if int(info[b"flags"], 8) & os.O_ACCMODE != os.O_WRONLY:
-                found[int(name), status.st_dev, status.st_ino] = int(info[b"pos"])
-        except (OSError, KeyError, ValueError):
-            continue  # closed meanwhile
-    return found
+def positions() -> Places:
+    """Where each open regular file that can be read stands; standard output and errors are left out."""
+    found: Places = {}
+    standard = set[tuple[int, int]]()
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - before and after each batch
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(number)
+            if number in (1, 2):
+                standard.add((status.st_dev, status.st_ino))
+            elif stat.S_ISREG(status.st_mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+                found[number, status.st_dev, status.st_ino] = os.lseek(number, 0, os.SEEK_CUR)
+    return {key: position for key, position in found.items() if key[1:] not in standard}
 
 
-def _status(number: int) -> os.stat_result | None:
-    try:
-        return os.fstat(number)
-    except OSError:  # closed, as in a daemon
-        return None
-
-
-def _contents(path: str) -> bytes:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(number, 4096)
-    finally:
-        os.close(number)
-
-
-def moved(before: Mapping[tuple[int, int, int], int], after: Mapping[tuple[int, int, int], int]) -> str | None:
+def moved(before: Places, after: Places) -> str | None:
     """The path of a file that was open before and has moved; its number where it has no name."""
     for key, position in before.items():
         if after.get(key, position) != position:
@@ -197,24 +180,22 @@ def _plain(value: Any) -> Any:
 def _token(value: Any, most: int) -> tuple[Any, ...]:
     """What of a value can change while it stays the same object."""
     if isinstance(value, torch.Tensor):
-        array = _as_array(value)
-        return _version(value), tuple(value.shape), None if array is None else _bytes(array, most)
+        version = None if value.is_inference() else value._version
+        return version, tuple(value.shape), _bytes(_as_array(value), most)
     if isinstance(value, np.ndarray):
         return value.shape, _bytes(value, most)
-    if isinstance(value, (list, tuple, deque)):
-        return len(value), hash(_identities(value, most))
-    if isinstance(value, dict):
-        return dict.__len__(value), hash(tuple(map(id, _some(value, most))))
+    if isinstance(value, (list, tuple, deque, dict)):
+        whole = dict.values(value) if isinstance(value, dict) else value
+        return len(value), hash(tuple(map(id, whole if len(value) <= most else dict(_elements(value, most)).values())))
     if isinstance(value, (set, frozenset)):
         return (len(value),)
     if isinstance(value, bytearray):
         return len(value), hash(bytes(value[:MOST_COPIED]))
     if isinstance(value, GENERATORS):
         return (_state(value),)
-    if isinstance(value, SynchronizedBase):
-        return (bytes(memoryview(value.get_obj()).cast("B")[:MOST_COPIED]),)
-    if isinstance(value, (ctypes.Array, ctypes._SimpleCData, ctypes.Structure)):
-        return (bytes(memoryview(value).cast("B")[:MOST_COPIED]),)
+    if isinstance(value, (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Structure)):
+        memory: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        return (bytes(memoryview(memory).cast("B")[:MOST_COPIED]),)
     if isinstance(value, (*IN_MEMORY, mmap.mmap)):
         return () if getattr(value, "closed", False) else (value.tell(),)
     if isinstance(value, functools._lru_cache_wrapper):
@@ -222,67 +203,55 @@ def _token(value: Any, most: int) -> tuple[Any, ...]:
     return (tuple(_attributes(value)),)
 
 
-def _version(tensor: torch.Tensor) -> Any:
-    return None if tensor.is_inference() else tensor._version
-
-
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-        try:
+        with contextlib.suppress(RuntimeError, TypeError):  # a type that numpy lacks; its version is noted
             return value.detach().numpy()
-        except (RuntimeError, TypeError):  # a type that numpy lacks; its version is noted
-            return None
     return None
 
 
-def _bytes(array: np.ndarray[Any, Any], most: int = MOST_COPIED) -> bytes | None:
-    if array.dtype.hasobject or not array.flags.writeable or not array.size:
+def _bytes(array: np.ndarray[Any, Any] | None, most: int) -> bytes | None:
+    if array is None or array.dtype.hasobject or not array.flags.writeable or not array.size:
         return None  # an array that nobody can write to is not read, as it may be on disk
     few = PROBES // 4 if isinstance(array, np.memmap) else PROBES
     return array.flat[:: 1 if array.size <= most else max(1, array.size // few)].tobytes()
 
 
-def _identities(values: Any, most: int) -> tuple[int, ...]:
+def _elements(values: Any, most: int, rows: Sequence[int] = ()) -> list[tuple[Any, Any]]:
+    """Keys and values of a container: all of a short one; of a longer one some, and those of the batch at hand."""
     count = len(values)
-    if count <= most:
-        return tuple(map(id, values))
-    step = count // PROBES
-    return tuple(id(values[index]) for index in range(0, count, step)) if not isinstance(values, deque) else ()
-
-
-def _some(values: dict[Any, Any], most: int) -> list[Any]:
-    """Values of a dict: all of a short one, else of the first and the last keys."""
-    if dict.__len__(values) <= most:
-        return list(dict.values(values))
-    return [dict.__getitem__(values, key) for key in _edge_keys(values)]
-
-
-def _edge_keys(values: dict[Any, Any]) -> list[Any]:
-    first = [key for key, _ in zip(dict.keys(values), range(EDGE), strict=False)]
-    return [*first, *(key for key, _ in zip(dict.__reversed__(values), range(EDGE), strict=False))]
+    if isinstance(values, dict):
+        names = dict.keys(values)
+        keys = list(names) if count <= most else [*islice(names, EDGE), *islice(reversed(names), EDGE)]
+        return [(key, dict.get(values, key)) for key in dict.fromkeys([*keys, *(row for row in rows if row in names)])]
+    spaced = 1 if count <= most else count // min(PROBES, most // 2 // EDGE)
+    few = [*range(0, count, spaced), *range(max(0, count - EDGE), count)]
+    return [(index, values[index]) for index in dict.fromkeys([*few, *(row for row in rows if row < count)])]
 
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         # SystemRandom has no state
         return None if isinstance(generator, random.SystemRandom) else hash(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        name, keys, position, has_gauss, gauss = generator.get_state(legacy=True)
-        return name, hash(keys.tobytes()), position, has_gauss, gauss  # type: ignore[union-attr]
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return hash(generator.get_state().numpy().tobytes())
+    if isinstance(generator, torch.Generator):
+        return hash(generator.get_state().numpy().tobytes())
+    return repr(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else _legacy(generator)
 
 
-def _rows(value: Any, rows: list[int]) -> Any:
+def _legacy(generator: np.random.RandomState) -> Any:
+    name, keys, *rest = generator.get_state(legacy=True)
+    return name, hash(keys.tobytes()), *rest  # type: ignore[union-attr]
+
+
+def _of_batch(value: Any, rows: list[int]) -> Any:
     """The bytes or identities of the samples at hand, where a value has one for each sample."""
     array = _as_array(value)
     if array is not None:
         if not array.ndim or array.dtype.hasobject or not array.flags.writeable or array.shape[0] <= max(rows):
             return None
-        return b"".join(_bytes(np.atleast_1d(array[row])) or b"" for row in rows)
+        return b"".join(_bytes(np.atleast_1d(array[row]), MOST_COPIED) or b"" for row in rows)
     if isinstance(value, (list, tuple)) and len(value) > max(rows):
         return tuple(id(value[row]) for row in rows)
     if isinstance(value, dict):
@@ -295,74 +264,17 @@ def _translated(value: Any, rows: list[int]) -> list[int]:
     if type(value) is not Subset or not rows:
         return rows
     inner = [value.indices[row] for row in rows if row < len(value.indices)]
-    return [index for index in map(_as_int, inner) if index >= 0]
-
-
-def _as_int(index: Any) -> int:
-    return int(index) if isinstance(index, (int, np.integer)) else -1
+    return [int(index) for index in inner if isinstance(index, (int, np.integer)) and index >= 0]
 
 
 def _parts(value: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
     """What a value refers to, by the end of its path."""
-    if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)):
-        return
-    if isinstance(value, (list, tuple, deque)):
-        yield from _items(value, rows)
-    if isinstance(value, dict):
-        keys = list(dict.keys(value)) if dict.__len__(value) <= MOST_ITEMS else _edge_keys(value)
-        keys += [row for row in rows if dict.__contains__(value, row)]
-        yield from ((f"[{_shown(key)}]", dict.get(value, key)) for key in keys)
+    if isinstance(value, (list, tuple, deque, dict)):
+        for key, part in _elements(value, MOST_ITEMS, rows):
+            yield f"[{key!r}]" if type(key) in PLAIN else f"[{type(key).__name__}]", part
     if type(value).__module__.partition(".")[0] == "pandas":  # its blocks, which a fetch may write to
         blocks = getattr(getattr(value, "_mgr", None), "arrays", ())
         yield from ((f".values[{index}]", block) for index, block in enumerate(blocks[:MOST_ITEMS]))
-    yield from _parts_of_code(value)
-    if not isinstance(value, type):
-        yield from ((f".{name}", part) for name, part in _attributes(value).items())
-
-
-def _shown(key: Any) -> str:
-    return repr(key) if type(key) in PLAIN else type(key).__name__
-
-
-def _items(values: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
-    count = len(values)
-    chosen = list(range(count)) if count <= MOST_ITEMS else [*range(EDGE), *range(count - EDGE, count)]
-    if count > MOST_ITEMS and type(values[0]) in PLAIN and not isinstance(values, deque):
-        return  # their identities are noted
-    for index in dict.fromkeys([*chosen, *(row for row in rows if row < count)]):
-        yield f"[{index}]", values[index]
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Those that an object has itself; read past its own code."""
-    found = dict(_own(value) or {})
-    for kind in type(value).__mro__:
-        if "__slots__" in kind.__dict__:
-            members = (n for n, m in kind.__dict__.items() if isinstance(m, types.MemberDescriptorType))
-            found.update((name, kind.__dict__[name].__get__(value)) for name in members if _has(kind, name, value))
-    return found
-
-
-def _own(value: Any) -> Any:
-    """The dict of an object's attributes; None where it has none, or its library keeps notes there."""
-    if (type(value).__module__ or "").partition(".")[0] in OPAQUE:
-        return None
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-
-
-def _has(kind: type, name: str, value: Any) -> bool:
-    try:
-        kind.__dict__[name].__get__(value)
-    except AttributeError:
-        return False
-    return True
-
-
-def _parts_of_code(value: Any) -> Iterator[tuple[str, Any]]:
-    """What functions close over, and what the user's own code reads."""
     if isinstance(value, types.MethodType):
         yield from ((".__self__", value.__self__), ("", value.__func__))
     elif isinstance(value, functools.partial):
@@ -370,15 +282,43 @@ def _parts_of_code(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, functools._lru_cache_wrapper):
         yield ".__wrapped__", value.__wrapped__
     elif isinstance(value, types.FunctionType):
-        named = f"{ANEW}{value.__name__}.__defaults__"
-        yield from ((f"{named}[{index}]", part) for index, part in enumerate(value.__defaults__ or ()))
-        yield from ((f"{named}[{name!r}]", part) for name, part in (value.__kwdefaults__ or {}).items())
+        defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+        yield from ((f"{ANEW}{value.__name__}.__defaults__[{key!r}]", part) for key, part in defaults)
     for function in functions_of(value):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            if name != "__class__" and _is_full(cell):
-                yield f"{ANEW}{name}", cell.cell_contents
-        yield from _globals(function)
-    yield from ((f"{ANEW}{kind.__name__}.{name}", part) for kind, name, part in class_attributes(value))
+            with contextlib.suppress(ValueError):  # an empty one
+                if name != "__class__":
+                    yield f"{ANEW}{name}", cell.cell_contents
+    for path, space, name in _names(value):
+        if not isinstance(space[name], types.ModuleType):
+            yield f"{ANEW}{path}", space[name]
+    if not isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in _attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Those that an object has itself; read past its own code."""
+    return {**(_own(value) or {}), **slots_of(value)}
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Attributes that its classes have slots for."""
+    found = {}
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):
+                    found[name] = member.__get__(value)
+    return found
+
+
+def _own(value: Any) -> dict[str, Any] | None:
+    """The dict of an object's attributes; None where it has none, or its library keeps notes there."""
+    with contextlib.suppress(AttributeError, TypeError):
+        if (type(value).__module__ or "").partition(".")[0] not in OPAQUE:
+            own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+            return own
+    return None
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:
@@ -397,34 +337,6 @@ def functions_of(value: Any) -> list[types.FunctionType]:
     return found
 
 
-def class_attributes(value: Any) -> Iterator[tuple[type, str, Any]]:
-    """Values that the user's own classes hold, by class and name, where the object has none of that name."""
-    kind = value if isinstance(value, type) else type(value)
-    for each in kind.__mro__:
-        if is_users(each.__module__):
-            for name, part in list(vars(each).items()):
-                if not name.startswith("__") and not isinstance(part, _CODE):
-                    yield each, name, part
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-_CODE = (
-    types.FunctionType,
-    staticmethod,
-    classmethod,
-    property,
-    types.MemberDescriptorType,
-    types.GetSetDescriptorType,
-)
-
-
 def _function(value: Any) -> types.FunctionType | None:
     inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
     inner = value.fget if isinstance(value, property) else inner
@@ -437,22 +349,22 @@ def names_of(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The user's own global names that a function reads; of the user's modules those names that it reads of them."""
-    if not is_users(function.__module__):
-        return
-    names, space = names_of(function.__code__), function.__globals__
-    for name in names:
-        value = space.get(name, _MISSING)
-        if isinstance(value, types.ModuleType):
-            if is_users(value.__name__):
-                held = vars(value)
-                yield from ((f"{ANEW}{name}.{each}", held[each]) for each in names if each in held)
-        elif value is not _MISSING:
-            yield f"{ANEW}{name}", value
-
-
-_MISSING = object()
+def _names(value: Any) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """What the user's code reads by name, as path, space and name: global names, names in modules, class attributes."""
+    for function in functions_of(value):
+        names, space = names_of(function.__code__), function.__globals__
+        for name in names if is_users(function.__module__) else ():
+            if name in space:
+                yield name, space, name
+            held = space.get(name)
+            if isinstance(held, types.ModuleType) and is_users(held.__name__):
+                yield from ((f"{name}.{each}", vars(held), each) for each in names if each in vars(held))
+    kind = value if isinstance(value, type) else type(value)
+    for each in kind.__mro__:
+        if is_users(each.__module__):
+            for name, part in list(vars(each).items()):
+                if not name.startswith("__") and not isinstance(part, CODE):
+                    yield f"{each.__name__}.{name}", vars(each), name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -467,51 +379,50 @@ def is_users(module: str | None) -> bool:
 
 
 class Held:
-    """What workers see: a look that is compared in microseconds, with what changes most often.
+    """What workers see: the first values of a look, compared in microseconds with what they were.
 
     Args:
         seen: of the dataset and the collate function, as the workers that begin now see them.
     """
 
     def __init__(self, seen: Look) -> None:
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._lengths: list[tuple[Any, int]] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._numbers: list[tuple[Any, bytes]] = []
-        values = [token[0].value for token in seen.tokens.values() if type(token) is tuple and type(token[0]) is _Same]
-        for value in values[:MOST_HELD]:
-            self._hold(value)
-
-    def _hold(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if not value.is_inference():
-                self._versions.append((value, value._version))
-        elif isinstance(value, np.ndarray) and value.flags.writeable and not value.dtype.hasobject:
-            flat = value.view(np.ndarray).reshape(-1) if value.flags.c_contiguous else value.view(np.ndarray)
-            probes = flat[:: max(1, flat.shape[0] // HELD_PROBES)] if flat.size and flat.ndim == 1 else None
-            if probes is not None:
-                self._numbers.append((probes, probes.tobytes()))
-        elif isinstance(value, (list, dict, set, deque)):
-            self._lengths.append((value, len(value)))
-            if isinstance(value, dict) and len(value) <= MOST_ITEMS:
-                self._spaces.append((value, dict(value)))
-        elif not isinstance(value, (types.ModuleType, type)) and (own := _own(value)) is not None:
-            self._spaces.append((own, dict(own)))
-        self._names += [(vars(kind), name, part) for kind, name, part in class_attributes(value)]
-        for function in functions_of(value):
-            space = function.__globals__
-            self._names += [(space, name, space[name]) for name in names_of(function.__code__) if name in space]
+        self._noted = [noted for value in seen.values[:MOST_HELD] for noted in _noted(value)]
 
     def is_unchanged(self) -> bool:
         """Whether all that is held is what it was."""
         try:
-            return (
-                all(now == then for now, then in self._spaces)
-                and all(space.get(name) is value for space, name, value in self._names)
-                and all(len(value) == length for value, length in self._lengths)
-                and all(tensor._version == version for tensor, version in self._versions)
-                and all(probes.tobytes() == data for probes, data in self._numbers)
-            )
+            return all(read(value) == then for read, value, then in self._noted)
         except Exception:  # values that cannot be compared are others
             return False
+
+
+def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
+    """How to read what may change of a value, from what, and what it is now."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_inference():
+            yield _version, value, value._version
+    elif isinstance(value, np.ndarray):
+        plain = value.view(np.ndarray)
+        flat = plain.reshape(-1) if plain.flags.c_contiguous else plain
+        if flat.flags.writeable and not flat.dtype.hasobject and flat.size and flat.ndim == 1:
+            probes = flat[:: max(1, flat.shape[0] // HELD_PROBES)]
+            yield np.ndarray.tobytes, probes, probes.tobytes()
+    elif isinstance(value, (list, set, deque, dict)):
+        yield len, value, len(value)
+    space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
+    if space is not None and not isinstance(value, (torch.Tensor, np.ndarray, types.ModuleType, type)):
+        yield _itself, space, dict(space)
+    for _, names, name in _names(value):
+        yield functools.partial(_same_at, names, name), names[name], True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _same_at(space: Mapping[str, Any], name: str, value: Any) -> bool:
+    return space.get(name) is value

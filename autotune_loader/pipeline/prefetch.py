@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_int
@@ -49,7 +49,7 @@ class DevicePrefetcher:
         self.non_blocking = non_blocking
         if self.device.type == "cuda" and not torch.cuda.device_count():  # asks NVML, and does not open the driver
             raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
-        self._lane: Lane | None = None
+        self._lane: CudaLane | None = None
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -71,21 +71,14 @@ def prefetched_as_tuned(loader: _Loader, config: LoaderConfig, device: Any) -> _
     return DevicePrefetcher(loader, device, depth=config.device_prefetch)
 
 
-class Lane(Protocol):
-    """A way to the device on which copies are under way while the training loop does something else."""
+def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
+    """The loader's batches through `lane`, `depth` of them ahead; its exception comes after what came before it.
 
-    def open(self) -> None:
-        """Called once before the first batch of an epoch."""
-
-    def send(self, batch: Any) -> Any:
-        """Begin to copy; the answer is to be given to `receive`."""
-
-    def receive(self, sent: Any) -> Any:
-        """The batch on the device, safe to use on the current stream."""
-
-
-def prefetched(loader: Iterable[Any], lane: Lane, depth: int) -> Iterator[Any]:
-    """The loader's batches through `lane`, `depth` of them ahead; its exception comes after what came before it."""
+    Args:
+        loader: any iterable of batches.
+        lane: `CudaLane`, or what has its three methods.
+        depth: how many are ahead.
+    """
     lane.open()
     ahead: deque[Any] = deque()
     batches: Iterator[Any] | None = iter(loader)
@@ -110,7 +103,7 @@ def prefetched(loader: Iterable[Any], lane: Lane, depth: int) -> Iterator[Any]:
 
 
 class CudaLane:
-    """Copies on a side stream of one device."""
+    """Copies on a side stream of one device, which are under way while the training loop does something else."""
 
     def __init__(self, device: Any, *, non_blocking: bool) -> None:
         import torch
@@ -121,12 +114,14 @@ class CudaLane:
         self._is_all_recorded = True
 
     def open(self) -> None:
+        """Called once before the first batch of an epoch."""
         import torch
 
         # Whatever already lies on the device was made on the current stream.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def send(self, batch: Any) -> tuple[Any, Any]:
+        """Begin to copy; the answer is to be given to `receive`."""
         import torch
 
         if not self._is_all_recorded:
@@ -137,6 +132,7 @@ class CudaLane:
             return moved, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
+        """The batch on the device, safe to use on the current stream."""
         import torch
 
         moved, copied = sent

@@ -143,10 +143,7 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     while True:
         request = receive(connection, Request)
         try:
-            if request.what == "burst":
-                outcome = bench.burst(request.config, request.plan, announce)
-            else:
-                outcome = bench.step_ceiling(request.config.consumer_threads, request.plan)
+            outcome = getattr(bench, request.what)(request.config, request.plan, announce)
         except WorkloadError as error:
             message = Message(failure=failure_of_workload(error, "batches"), ends_run=True)
         else:

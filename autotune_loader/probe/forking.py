@@ -10,65 +10,32 @@ import gc
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from typing import NoReturn
 
+import psutil
 import torch
 
 from autotune_loader.machine.inherited import own_positions
 from autotune_loader.probe.leaving import leave
 
-# How long a process that was told to end is looked at between two waits.
-POLL_S = 0.005
 
-
-class Fork:
-    """A process forked from this one, with the part of `subprocess.Popen`'s interface that a probe needs.
+def fork(run: Callable[[], object], output_fd: int | None = None) -> psutil.Process:
+    """A process forked from this one.
 
     Args:
         run: what it does; it ends afterwards, whatever happens.
         output_fd: where it writes what it would print.
     """
-
-    def __init__(self, run: Callable[[], object], output_fd: int | None = None) -> None:
-        self.returncode: int | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python 3.12 warns of threads, which is what deadlines are for
-            self.pid = os.fork()
-        if self.pid == 0:
-            _live(run, output_fd)
-
-    def poll(self) -> int | None:
-        """Its exit status as `Popen.returncode` has it, None while it runs."""
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid == 0:
-                    return None
-                self.returncode = os.waitstatus_to_exitcode(status)
-                return self.returncode
-            self.returncode = 0
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended, at most for `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None and (deadline is None or time.monotonic() < deadline):
-            time.sleep(POLL_S)
-        return self.returncode
-
-    def kill(self) -> None:
-        """Kill it and its process group."""
-        if self.poll() is None:
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(self.pid, signal.SIGKILL)
-            self.wait()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which is what deadlines are for.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _live(run, output_fd)
+    return psutil.Process(pid)
 
 
 def in_fork(run: Callable[[], bytes], deadline_s: float) -> bytes | str:
@@ -79,16 +46,23 @@ def in_fork(run: Callable[[], bytes], deadline_s: float) -> bytes | str:
         deadline_s: it is killed then.
     """
     ours, theirs = Pipe(duplex=False)
-    fork = Fork(lambda: theirs.send_bytes(run()))
+    process = fork(lambda: theirs.send_bytes(run()))
     theirs.close()
     try:
         if not ours.poll(deadline_s):
             return f"no end within {deadline_s:.0f} s in a fork of this process"
         return ours.recv_bytes()
     except EOFError:
-        return f"a fork of this process ended with status {fork.wait(1.0)}"
+        status = None
+        with contextlib.suppress(psutil.TimeoutExpired):
+            status = process.wait(1.0)
+        return f"a fork of this process ended with status {status}"
     finally:
-        fork.kill()
+        if process.is_running():
+            for kill in (os.killpg, os.kill):  # its group, which it may not have made yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(process.pid, signal.SIGKILL)
+        process.wait()
         ours.close()
 
 

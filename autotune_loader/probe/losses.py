@@ -78,18 +78,13 @@ def _of_tensors(text: str, answer: torch.Tensor, of: str, target: Any) -> str:
 
 def answer_in(output: Any, out: str = OUT) -> tuple[str, Any]:
     """The part of an output that a loss is about."""
-    for name in ANSWERS:
-        if isinstance(output, Mapping) and name in output:
-            return f"{out}[{name!r}]", output[name]
-        if not isinstance(output, (torch.Tensor, Mapping)) and getattr(output, name, None) is not None:
-            return f"{out}.{name}", getattr(output, name)
-    if isinstance(output, (tuple, list)) and output:
-        return f"{out}[0]", output[0]
-    if isinstance(output, Mapping):
-        for key, value in output.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                return f"{out}[{key!r}]", value
-    return out, output
+    fields = {} if isinstance(output, torch.Tensor) else fields_of(output)
+    known = [name for name in ANSWERS if fields.get(name) is not None]
+    if not known and isinstance(output, Mapping):
+        known = [key for key, value in fields.items() if isinstance(value, torch.Tensor) and value.ndim]
+    if known:
+        return part_of(out, output, known[0]), fields[known[0]]
+    return (f"{out}[0]", output[0]) if isinstance(output, (tuple, list)) and output else (out, output)
 
 
 def own_loss(output: Any) -> str | None:
@@ -155,9 +150,9 @@ def first_tensor(text: str, value: Any) -> tuple[str, torch.Tensor] | None:
 
 def is_distribution(target: Any) -> bool:
     """Whether the rows of a target are probabilities of classes: soft labels, as mixup makes them."""
-    if not isinstance(target, torch.Tensor) or target.ndim != 2 or target.shape[1] < 2:
+    if not isinstance(target, torch.Tensor) or not target.is_floating_point():
         return False
-    if not target.is_floating_point():
+    if target.ndim != 2 or target.shape[1] < 2:
         return False
     sums = target.sum(1)
     return bool((target >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-2))

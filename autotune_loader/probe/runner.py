@@ -24,15 +24,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
+from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.bench import WarmupReport, gpus_of
+from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.child import Message, Request, receive, send, serve_forked, settings
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
-from autotune_loader.probe.forking import Fork
+from autotune_loader.probe.forking import fork
 from autotune_loader.probe.payload import NotSentError, Payload
 from autotune_loader.probe.protocol import START_DEADLINE_S
 from autotune_loader.values.config import LoaderConfig
@@ -43,6 +46,7 @@ from autotune_loader.values.plan import BurstPlan
 log = logging.getLogger(__name__)
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
+STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
 # Of what a process that died has printed: the end of it holds the error.
 STDERR_TAIL_BYTES = 4096
 # The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. The lifeline comes before
@@ -77,7 +81,6 @@ class ProcessProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
-        self._device_uuid: str | None = None
         self.notes: tuple[str, ...] = ()
 
     def start(self) -> WarmupReport:
@@ -105,8 +108,9 @@ class ProcessProbe:
         return self._run(Request(what="burst", plan=plan, config=config))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        config = LoaderConfig(consumer_threads=consumer_threads)
-        return self._run(Request(what="step_ceiling", plan=plan, config=config))
+        return self._run(
+            Request(what="step_ceiling", plan=plan, config=LoaderConfig(consumer_threads=consumer_threads))
+        )
 
     def close(self) -> None:
         """End the process and everything it started. Safe to call twice."""
@@ -125,8 +129,6 @@ class ProcessProbe:
             raise
         if message.ready is None:
             self.close()
-        else:
-            self._device_uuid = message.ready.device_uuid
         return message
 
     def _run(self, request: Request) -> Measurement | Failure:
@@ -150,20 +152,13 @@ class ProcessProbe:
             over_budget.set()
             child.kill()
 
-        meter = TreeMeter(
-            child.pid,
-            usable_cores=self._machine.usable_cores,
-            memory_budget_bytes=self._memory_budget_bytes,
-            on_memory_limit=on_memory_limit,
-            gpus=gpus_of(self._device_uuid),
-        )
-        with meter:
+        with MemoryGuard(child.pid, self._memory_budget_bytes, on_memory_limit):
             message = child.ask(request, request.plan.deadline_s)
         if over_budget.is_set():
             child.is_lost = True  # also where the burst was over by then: the next one needs a new process
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if message.measurement is not None:
-            return meter.added_to(message.measurement)
+            return of_cores(message.measurement, self._machine.usable_cores)
         assert message.failure is not None
         if message.ends_run:
             raise WorkloadError(message.failure.message, message.failure.traceback or "")
@@ -179,7 +174,7 @@ class _Child:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
         self._segments_before = segments()
-        self._process: subprocess.Popen[bytes] | Fork
+        self._process: subprocess.Popen[bytes] | psutil.Process
         with theirs:
             if isinstance(source, Workload):
                 self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
@@ -233,9 +228,10 @@ class _Child:
 
     def _death(self) -> Message:
         self.is_lost = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE_S)
-        return Message(failure=failure_of_death(self._process.poll(), self._phase, self._last_words()))
+        code = None
+        with contextlib.suppress(*STILL_RUNS):
+            code = self._process.wait(STOP_GRACE_S)
+        return Message(failure=failure_of_death(code, self._phase, self._last_words()))
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError, ValueError):
@@ -254,7 +250,7 @@ class _Child:
         try:
             self._connection.close()
             if not self.is_lost:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(*STILL_RUNS):
                     self._process.wait(STOP_GRACE_S)
         finally:  # also when a second Ctrl-C comes
             self.kill()
@@ -280,10 +276,10 @@ class _Child:
             start_new_session=True,  # a process group of its own, so that the whole tree can be ended
         )
 
-    def _forked(self, workload: Workload, connection: int, lifeline: int, ours: int) -> Fork:
+    def _forked(self, workload: Workload, connection: int, lifeline: int, ours: int) -> psutil.Process:
         def live() -> None:
             for descriptor in (ours, self._lifeline):  # other ends, which a fork must not keep open
                 os.close(descriptor)
             serve_forked(os.dup(connection), lifeline, workload, self._scratch)
 
-        return Fork(live, self._output.fileno())
+        return fork(live, self._output.fileno())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Space
 from autotune_loader.pipeline.held_objects import HeldObjects
-from autotune_loader.report.advice import Evidence, advise, growth_warning, judge
+from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import measurement_of
 from autotune_loader.report.summary import NOTHING_MEASURED, told
@@ -63,11 +63,10 @@ def judged(
         stage_times=found.stage_times,
         held=held,
     )
-    verdict, growth = judge(about), growth_warning(about)
+    verdict = judge(about)
     return replace(
         found,
         verdict=verdict,
         advice=advise(about, verdict),
         summary=told(*before, verdict.sentence, *after),
-        warnings=found.warnings if growth is None else (*found.warnings, growth),
     )

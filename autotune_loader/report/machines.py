@@ -25,7 +25,7 @@ def render_machines(tuned_on: Fingerprint | None, here: Fingerprint | None = Non
     if tuned_on is None:
         return "The file does not say on which machine it was tuned."
     if here is None:
-        here = inspect_machine().fingerprint(dataset=tuned_on.dataset, storage=tuned_on.storage)
+        here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     found = sorted(differences(tuned_on, here), key=lambda each: not each.matters)
     sentences = [f"{'!' if each.matters else '~'} {each.sentence}" for each in found]
     same = "This machine is the same in all that matters."

@@ -93,7 +93,9 @@ class RealProbeContract(ProbeContract):
         assert "LookupError: no sample" in failure.traceback
         assert "autotune_loader/" not in failure.traceback
 
-    def test_equal_seeds_read_the_same_samples(self, open_probe: Open, tmp_path: Path) -> None:
+    def test_equal_seeds_read_the_same_samples_and_closing_twice_is_fine(
+        self, open_probe: Open, tmp_path: Path
+    ) -> None:
         path = tmp_path / "samples"
         probe = open_probe(Sleepy(), train_step=RecordingStep(str(path)))
         probe.start()
@@ -105,10 +107,6 @@ class RealProbeContract(ProbeContract):
 
         assert seen[0] == seen[1]
         assert seen[0] != seen[2]
-
-    def test_closing_twice_is_fine(self, open_probe: Open) -> None:
-        probe = open_probe(Sleepy())
-        probe.start()
         probe.close()
         probe.close()
 

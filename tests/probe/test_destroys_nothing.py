@@ -456,7 +456,7 @@ def test_a_batch_that_no_worker_could_send_is_found_out_before_one_hangs() -> No
         return batch
 
     data = DataSide.from_dataset([torch.zeros(2)] * 64, batch_size=4, collate_fn=collate)
-    with open_probe(Workload(data=data, training=TrainingSide()), inspect_machine(), "process", None) as opened:
+    with open_probe(Workload(data=data, training=TrainingSide()), inspect_machine(), "inline", None) as opened:
         assert not opened.warmup.same_in_workers
         assert any("cannot be pickled" in note and "Local" in note for note in opened.notes)
         assert not isinstance(opened.probe.burst(LoaderConfig(), QUICK), Failure)

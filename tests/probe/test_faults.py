@@ -18,7 +18,7 @@ from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe import runner
@@ -113,9 +113,11 @@ def test_exit_codes_tell_what_torch_lost(deaths: list[str], kind: str) -> None:
     assert failure_of(error, "batches", deaths).kind == kind
 
 
-def test_a_hang_in_a_worker_is_broken_by_the_deadline(probe: ProcessProbe, trouble_file: Path) -> None:
+def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(
+    probe: ProcessProbe, trouble_file: Path
+) -> None:
     trouble_file.write_text("worker:hang")
-    begun = time.monotonic()
+    begun, group = time.monotonic(), probe._child.pid if probe._child is not None else 0
 
     failure = probe.burst(
         replace(TWO_WORKERS, multiprocessing_context="fork"), SHORT_DEADLINE
@@ -124,6 +126,12 @@ def test_a_hang_in_a_worker_is_broken_by_the_deadline(probe: ProcessProbe, troub
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.phase) == ("deadline", "batches")
     assert time.monotonic() - begun < 4 * SHORT_DEADLINE.deadline_s
+    # no process outlives it
+    deadline = time.monotonic() + 5
+    while process_group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group
+    assert process_group_members(group) == ()
 
 
 def test_a_segfault_in_the_probe_process_is_a_crash_that_is_worth_another_try(
@@ -147,19 +155,6 @@ def test_a_killed_probe_process_is_noticed_although_its_workers_live(probe: Proc
     assert isinstance(failure, Failure)
     assert failure.kind == "oom_killed"
     assert time.monotonic() - begun < QUICK.deadline_s / 2
-
-
-def test_no_process_outlives_a_failure(probe: ProcessProbe, trouble_file: Path) -> None:
-    trouble_file.write_text("worker:hang")
-    assert probe._child is not None
-    group = probe._child.pid
-
-    probe.burst(TWO_WORKERS, SHORT_DEADLINE)
-
-    deadline = time.monotonic() + 5
-    while process_group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert process_group_members(group) == ()
 
 
 @pytest.mark.parametrize("trouble", ["worker:kill", "worker:hang", "main:kill"])
@@ -214,12 +209,12 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadl
         probe.close()
 
 
-class AlarmAtTheEnd(TreeMeter):
+class AlarmAtTheEnd(MemoryGuard):
     """Finds the memory limit passed just as the burst has ended."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._on_memory_limit()
+        self._on_limit()
 
 
 def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(
@@ -227,7 +222,7 @@ def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_memory_budget_bytes", 1 << 40)
-        patch.setattr(runner, "TreeMeter", AlarmAtTheEnd)
+        patch.setattr(runner, "MemoryGuard", AlarmAtTheEnd)
         failure = probe.burst(TWO_WORKERS, QUICK)
 
     assert isinstance(failure, Failure)

@@ -72,13 +72,6 @@ def workload(dataset: Any) -> Workload:
     return Workload(data=DataSide.from_dataset(dataset, batch_size=4), training=TrainingSide())
 
 
-def test_rows_of_one_tensor_travel_as_one() -> None:
-    rows = list(torch.rand(600, 8192))  # 18 MiB; each with the whole of it would be 11 GB
-
-    with open_in(workload(rows), "process") as opened:
-        assert opened.warmup.samples == 4
-
-
 class Managed(Dataset[Any]):
     """Reads from a list in another process, which lets in nobody but children of this one."""
 

@@ -19,14 +19,12 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.report.advice.steps import LEAKING_BYTES_PER_S
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 
 pytestmark = pytest.mark.process
 
 SHORT = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=30.0)
-LONG = BurstPlan(min_s=3.0, max_s=3.0, relative_error=1e-6, deadline_s=60.0)
 TWO_WORKERS = LoaderConfig(num_workers=2)
 START_NAP_S = 0.5
 
@@ -41,19 +39,6 @@ class Rows(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.001)
         return torch.zeros(64)
-
-
-class Words(Rows):
-    """Touches many small Python objects per sample: each touch writes a reference count into a shared page."""
-
-    def __init__(self) -> None:
-        super().__init__(100_000)
-        self.words = [f"word {number:06d} " * 4 for number in range(1_200_000)]
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.001)
-        first = index * 12 % 1_190_000
-        return torch.tensor([len(word) for word in self.words[first : first + 300]])
 
 
 def slow_start(worker: int) -> None:
@@ -96,20 +81,6 @@ def open_probe() -> Iterator[Any]:
     yield open_it
     for probe in opened:
         probe.close()
-
-
-def test_memory_that_grows_by_reference_counts_has_a_slope_and_warming_up_has_none(
-    even_probe: ProcessProbe, open_probe: Any
-) -> None:
-    """A list of Python objects in a forked worker is copied page by page until memory is full, which looks like a leak."""
-    growing = measured(open_probe(Words()), plan=LONG).memory
-    even = measured(even_probe, plan=LONG).memory
-
-    assert growing is not None
-    assert even is not None
-    assert growing.pss_slope_bytes_per_s is not None
-    assert even.pss_slope_bytes_per_s is not None
-    assert even.pss_slope_bytes_per_s < LEAKING_BYTES_PER_S < growing.pss_slope_bytes_per_s
 
 
 def test_memory_is_reported_with_shared_pages_counted_once_too(even_probe: ProcessProbe) -> None:

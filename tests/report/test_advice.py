@@ -9,10 +9,10 @@ import pytest
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
 from autotune_loader.pipeline.held_objects import HeldObjects
-from autotune_loader.report.advice import Evidence, advise, growth_warning, judge
+from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
@@ -71,14 +71,6 @@ def observed(trials):
 def failed(workers, kind="oom_killed", **changes):
     failure = Failure(kind=kind, phase="batches", message="no room")
     return Trial(number=0, config=LoaderConfig(num_workers=workers), role="search", failure=failure, **changes)
-
-
-def trials_of(*bursts):
-    """One trial for each number of workers, from 0 on."""
-    return tuple(
-        Trial(number=workers, config=LoaderConfig(num_workers=workers), role="search", measurement=burst)
-        for workers, burst in enumerate(bursts)
-    )
 
 
 def traces(services):
@@ -154,14 +146,9 @@ TOY = measured(
     wait_share=0.9,
     samples_per_s=exactly(6e4),
 )
-HERE, THERE = (
-    measured(service_s=0.004, service_cpu_s=0.004, receive_s=0.0),
-    measured(service_s=0.009, service_cpu_s=0.009, receive_s=0.002),
-)
 RARELY = measured(
     wait_share=0.12, service_s=0.004, service_cpu_s=0.003, batch_bytes=4000, cpu_share=0.27, foreign_cpu_share=0.7
 )
-GROWS = measured(memory=MemoryUse(rss_bytes=GIB, pss_slope_bytes_per_s=float(8 << 20)))
 LIST = HeldObjects("paths", "Photos", "list", 200_000, "str")
 
 # What binds, the evidence, words of the verdict, words of some advice (None: no advice at all).
@@ -175,7 +162,7 @@ CASES = {
         "; decode takes 60 % of a worker's CPU (a.py:2, convert); ", "Make 'crop' cheaper (a.py:3)"),
     "more cores": ("cpu", simulated(BEST, cpu_s=0.1, step_s=0.004), "", "is predicted for 8 cores"),
     "a heavy tail": ("cpu", evidence(measured(traces=traces([0.1] * 48 + [1.0] * 2))), "", "allow=('in_order',)"),
-    "a list that is copied": ("cpu", evidence(GROWS, held=LIST), "", "self.paths = np.array(self.paths)"),
+    "a list that is copied": ("cpu", evidence(held=LIST), "", "self.paths = np.array(self.paths)"),
     "no ceiling": ("cpu", evidence(ceiling=None), "", ""),
     "fewer workers failed": ("cpu", evidence(trials=(failed(2),)), "", ""),
     "what failed is no faster": ("cpu", evidence(trials=(failed(6, predicted_samples_per_s=1001.0),)), "", ""),
@@ -196,7 +183,7 @@ CASES = {
     "waiting": ("wait", evidence(measured(service_cpu_s=0.01)),
         "of 110 ms per batch a fetch computes 10 ms", "Read larger pieces"),
     "waiting beside neighbours": ("wait", evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
-        "computes 10 ms; that other processes kept 50 % of the cores busy does not explain the rest; ", ""),
+        "computes 10 ms; the loop waits", ""),
     "waiting in a stage": ("wait", evidence(measured(service_cpu_s=0.01), stage_times=(READ, DECODE)),
         "; read takes 100 % of a worker's waiting (a.py:1, open); ", "most of it in 'read' (a.py:1, open)"),
     "too few workers": ("wait", simulated(BEST, cpu_s=0.002, wait_s=0.1, step_s=0.004), "", ""),
@@ -208,9 +195,6 @@ CASES = {
     "transport": ("transport", evidence(measured(receive_s=0.02)), "receiving one takes 20 ms for 4 MiB", "uint8"),
     "a toy": ("transport", evidence(TOY, ceiling=exactly(1.4e6)),
         "; the step takes next to nothing", "Hand over less often"),
-    "large batches without workers": ("transport",
-        evidence(HERE, best=LoaderConfig(), trials=trials_of(HERE, THERE), ceiling=exactly(6000.0)),
-        "another 7 ms", ""),
     "workers that only write": ("transport",
         evidence(measured(service_s=0.009, service_cpu_s=0.008, batch_bytes=32 << 20)),
         "8 ms of CPU for 32 MiB", "uint8"),
@@ -300,28 +284,3 @@ def test_stages_come_in_the_order_of_what_they_would_bring():
     assert "'decode'" in actions[0]
     assert "'crop'" in actions[1]
     assert not any("'read'" in each for each in actions)
-
-
-def growing(mib_per_s, *, limit=16 * GIB, epoch_batches=10_000):
-    """2 GiB in the training process and 100 MiB in each of 4 workers, and an epoch of 320 s."""
-    size = 2 * GIB + 4 * (100 << 20)
-    use = MemoryUse(rss_bytes=size, pss_bytes=size, pss_slope_bytes_per_s=mib_per_s * 2**20)
-    space = Space(max_workers=4, limits=Limits(memory_bytes=limit))
-    return evidence(measured(memory=use, batch_bytes=0), epoch_batches=epoch_batches, space=space)
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (growing(30.0), None),  # 11.8 GiB, which is little enough
-        (growing(60.0), ("60 MiB a second", "5 min 20 s ends with 21.1 GiB", "16 GiB", "fewer workers")),
-        (growing(0.0), None),
-        (growing(60.0, epoch_batches=None), None),
-        (growing(60.0, limit=None), None),
-    ],
-    ids=["little", "too much", "none", "no epoch", "no limit"],
-)
-def test_memory_that_would_outgrow_the_machine_within_an_epoch_is_warned_of(found, words):
-    warning = growth_warning(found)
-    assert (warning is None) is (words is None)
-    assert all(each in warning for each in words or ())

@@ -25,7 +25,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Reused,
     Spent,
     Verdict,
@@ -77,17 +76,13 @@ def finished_run():
         baseline=LoaderConfig(),
         trials=trials,
         batch_size=BatchSizeChoice(value=32),
-        measured=Measured(
-            samples_per_s=interval(800.0), speedup=interval(2.0), wait_share=0.25, gpu_util_reason="none"
-        ),
-        predicted=Predicted(samples_per_s=interval(810.0), epoch_s=12.5),
+        measured=Measured(samples_per_s=interval(800.0), speedup=interval(2.0), wait_share=0.25),
         verdict=Verdict(binding="cpu", sentence="The CPU binds.", headroom=0.5),
         advice=(Advice(action="Do less.", reason="It is much.", expected_gain=0.5),),
         summary=("Use 3 workers.",),
         warnings=("The machine was busy.",),
         finals=Finals(configs=(BEST, LoaderConfig()), rounds=((800.0, 400.0), (None, 410.0))),
         spent=Spent(seconds=30.5, bursts=21),
-        space_hash="0123456789abcdef",
         fingerprint=HERE,
         tolerance=0.05,
         reused=Reused(tuned_at="2026-11-20T12:00:00+00:00", samples_per_s=790.0, speedup=1.9, rounds=2, seconds=30.5),
@@ -326,8 +321,8 @@ class FakeMachine:
         self._fingerprint = fingerprint
         self.usable_cores = fingerprint.usable_cores
 
-    def fingerprint(self, *, dataset, storage):
-        return replace(self._fingerprint, dataset=dataset, storage=storage)
+    def fingerprint(self, *, dataset):
+        return replace(self._fingerprint, dataset=dataset)
 
 
 @pytest.fixture
@@ -385,7 +380,7 @@ def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
 
 
 def test_this_very_machine_loads_in_silence(tmp_path):
-    here = inspect_machine().fingerprint(dataset="my dataset", storage="ext4")
+    here = inspect_machine().fingerprint(dataset="my dataset")
     assert load_config(saved(replace(finished_run(), fingerprint=here), tmp_path), on_mismatch="raise") == BEST
 
 

@@ -6,7 +6,7 @@ steps      what to do about it, each with its measured reason
 """
 
 from autotune_loader.report.advice.evidence import Evidence
-from autotune_loader.report.advice.steps import advise, growth_warning
+from autotune_loader.report.advice.steps import advise
 from autotune_loader.report.advice.verdict import judge
 
-__all__ = ["Evidence", "advise", "growth_warning", "judge"]
+__all__ = ["Evidence", "advise", "judge"]

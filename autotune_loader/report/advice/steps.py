@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autotune_loader.decision.space import SAFE_SHARE
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
@@ -22,8 +21,6 @@ WORTH_S_TIME = 0.05
 """A gain below this is not worth anybody's time."""
 BELIEVABLE_GAIN = 9.0
 """An estimate above this says that something else will bind long before; it is not printed."""
-LEAKING_BYTES_PER_S = 4 << 20
-"""Host memory that grows faster than this is no noise (bytes per second)."""
 PYTHON_SAMPLE_S = 200e-6
 """Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
 BATCHED_FETCH_COLLATES = 2.5
@@ -49,7 +46,7 @@ Rule = Callable[[Evidence], Steps]
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
     """Concrete next steps: what the verdict calls for first, then what else the measurements show."""
-    also = (_memory_growth,) if verdict.binding in ("step", "unknown") else ALWAYS
+    also = (_lists_of_objects,) if verdict.binding in ("step", "unknown") else ALWAYS
     rules = (*RULES.get(verdict.binding, ()), *also)
     return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
 
@@ -135,21 +132,20 @@ def _waits(evidence: Evidence) -> str:
 
 def _less_to_hand_over(evidence: Evidence) -> Steps:
     """Fewer bytes where they count, fewer batches where the fixed cost of each does; fewer tensors."""
-    measured, workers, period_s = evidence.measurement, evidence.best.num_workers, evidence.period_s
-    receiving_s = receive_s(measured) if workers else 0.0
+    measured, period_s = evidence.measurement, evidence.period_s
+    receiving_s = receive_s(measured)
     if measured.batch_bytes >= LARGE_BATCH_BYTES:
         in_loop = receiving_s > TRANSPORT_SHARE * period_s
         moved_s = receiving_s if in_loop else measured.service_s
         yield Advice(
             action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
             reason=f"a batch carries {bytes_text(measured.batch_bytes)}",
-            expected_gain=_gain_without(evidence, 0.75 * moved_s, period_s if in_loop or not workers else moved_s),
+            expected_gain=_gain_without(evidence, 0.75 * moved_s, period_s if in_loop else moved_s),
         )
     else:
-        takes = seconds_text(receiving_s or evidence.hand_over_s)
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-            reason=f"handing over takes {takes} however little a batch carries",
+            reason=f"handing over takes {seconds_text(receiving_s)} however little a batch carries",
             expected_gain=_gain_without(evidence, receiving_s / 2, period_s),
         )
     if measured.batch_tensors > MANY_TENSORS:
@@ -234,41 +230,13 @@ def _heavy_tail(evidence: Evidence) -> Steps:
         )
 
 
-def _memory_growth(evidence: Evidence) -> Steps:
-    memory, held = evidence.measurement.memory, evidence.held
-    slope = None if memory is None else memory.pss_slope_bytes_per_s
-    if slope is not None and slope > LEAKING_BYTES_PER_S and evidence.best.num_workers:
-        where, what = ("", "") if held is None else (f": {held.code()}", f"; {held}")
+def _lists_of_objects(evidence: Evidence) -> Steps:
+    held = evidence.held
+    if held is not None and evidence.best.num_workers:
         yield Advice(
-            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects{where}.",
-            reason=f"the processes' memory grows by {bytes_text(slope)}/s while they read: counting references copies the "
-            f"pages that workers share{what}",
+            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects: {held.code()}.",
+            reason=f"{held}: counting references copies the pages that workers share, until each has a copy of its own",
         )
-
-
-def growth_warning(evidence: Evidence) -> str | None:
-    """What memory that grew while measuring comes to by the end of an epoch, where that is more than there is.
-
-    Pages that forked workers share with the training process are copied one by one as their samples are first touched
-    (pytorch#13246). No worker can copy more than the training process holds: so fewer workers end up with less.
-    """
-    memory, space = evidence.measurement.memory, evidence.space
-    limit = None if space is None else space.limits.memory_bytes
-    if memory is None or not memory.pss_slope_bytes_per_s or limit is None or evidence.epoch_batches is None:
-        return None
-    epoch_s = evidence.epoch_batches * evidence.period_s
-    end_bytes = memory.taken_bytes + memory.pss_slope_bytes_per_s * epoch_s
-    if end_bytes <= SAFE_SHARE * limit:
-        return None
-    less = (
-        ": fewer workers copy less. Forked workers copy what they touch of Python objects: keep large lists and "
-        "dicts as one array or tensor (pytorch#13246)"
-    )
-    return (
-        f"memory grew by {bytes_text(memory.pss_slope_bytes_per_s)} a second; if it goes on, an epoch of "
-        f"{seconds_text(epoch_s)} ends with {bytes_text(end_bytes)}, and there are {bytes_text(limit)}"
-        f"{less if evidence.best.num_workers else ''}"
-    )
 
 
 def _step_on_cpu_s(evidence: Evidence) -> float:
@@ -303,5 +271,5 @@ RULES: dict[Binding, tuple[Rule, ...]] = {
     "startup": (_startup,),
 }
 """What a verdict calls for, in this order."""
-ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _memory_growth)
+ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _lists_of_objects)
 """What may be said whatever binds; only the last where the step binds, or nothing is known."""
