@@ -144,7 +144,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _without_our_lines(text: str) -> str:
-    """A frame is a `File` line and the deeper indented lines after it; torch hands a worker's traceback on as such a text, too."""
+    """A frame is a `File` line and the deeper indented lines after it; a worker's traceback comes as such a text, too."""
     kept: list[str] = []
     ours = False
     for line in text.splitlines(keepends=True):
