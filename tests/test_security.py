@@ -102,10 +102,17 @@ def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path) -> None:
 def test_the_journal_of_a_run_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        tune([torch.zeros(3)] * 8, batch_size=4, budget=2, max_trials=1, isolation="inline", output=tmp_path / "l.json")
+        tune(
+            [torch.zeros(3)] * 8,
+            batch_size=4,
+            budget=2,
+            max_trials=1,
+            isolation="inline",
+            storage=tmp_path / "l.journal",
+        )
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "l.json.journal").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "l.journal").stat().st_mode) == 0o600
 
 
 class SpiesOnDescriptors(Dataset[torch.Tensor]):
@@ -207,7 +214,7 @@ def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, isolation
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     told = "\n".join([done.stdout, done.stderr, *(path.read_text(errors="replace") for path in files)])
     assert "no access for ***" in told
-    assert {"worker.json", "worker.json.journal", "worker.html"} <= {path.name for path in files}
+    assert {"worker.json", "worker.html"} <= {path.name for path in files}
     assert [line for line in told.splitlines() if secret in line or "swordfish" in line] == []
     assert stat.S_IMODE((tmp_path / "worker.json").stat().st_mode) == 0o600
 

@@ -91,10 +91,6 @@ class EvidenceSource(Protocol):
         """One observation. A configuration that fails is an answer, not an exception."""
         ...
 
-    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
-        """Seconds that the observation will take, by what earlier ones took."""
-        ...
-
 
 class EvidenceLog:
     """All evidence in the order in which it came; of comparisons, groups can be taken out that were disturbed."""

@@ -77,9 +77,7 @@ class Space:
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
     pin_memory: tuple[bool, ...] = (False,)
     persistent_workers: bool = False
-    """Whether workers are kept between epochs, as it is estimated before the first of them was started."""
-    may_keep_workers: bool = False
-    """Whether they may be: the dataset is not told its epoch, and an epoch has an end."""
+    """Whether workers may be kept between epochs: the dataset is not told its epoch, and an epoch has an end."""
     in_order: tuple[bool, ...] = (True,)
     multiprocessing_contexts: tuple[str | None, ...] = (None,)
     sharing_strategies: tuple[str | None, ...] = (None,)

@@ -19,7 +19,7 @@ from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
-    TracedEpoch,
+    TracedIterable,
     TracedWorkerInit,
     forget_open_batch,
 )
@@ -156,7 +156,7 @@ class StreamBatches(_Sent, IterableDataset[Any]):
     _traced: TracedCollate | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(TracedEpoch(self._dataset))
+        return iter(TracedIterable(self._dataset))
 
     def collate(self, samples: Any) -> Any:
         """The user's, and the batch's history."""

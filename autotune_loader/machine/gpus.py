@@ -18,8 +18,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
 GPU_UTILIZATION_SAMPLES = 1
-COVERED_SHARE = 0.5
-"""Of a window that samples must tell of."""
 
 
 def _since_boot() -> float:
@@ -160,22 +158,14 @@ class Gpus:
         return None
 
 
-def use_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
-    """Utilisation of a window, from samples that each speak for the time since the one before; None where they cover little.
-
-    It is the share of time in which any kernel of anyone ran; it does not say how full the GPU was.
+def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
+    """Seconds of a window in which any kernel of anyone ran, and of how many of its seconds samples tell.
 
     Args:
-        samples: Times in seconds and shares, oldest first.
-        start: Of the window, in the same seconds.
-        end: Of the window.
+        samples: times in seconds and shares, each of the time since the one before, oldest first.
+        start: of the window, in the same seconds.
+        end: of the window.
     """
-    busy_s, covered_s = busy_within(samples, start, end)
-    return busy_s / covered_s if covered_s > 0 and covered_s >= COVERED_SHARE * (end - start) else None
-
-
-def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
-    """Busy seconds of a window, and of how many of its seconds samples tell; arguments as in `use_within`."""
     busy_s = covered_s = 0.0
     for (before, _), (moment, share) in pairwise(samples):
         inside_s = max(0.0, min(moment, end) - max(before, start))

@@ -20,9 +20,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.tracing import (
     EndlessBatches,
+    EndlessIterable,
     TracedCollate,
     TracedDataset,
-    TracedIterable,
     TracedWorkerInit,
 )
 from autotune_loader.pipeline.workload import DataSide
@@ -137,7 +137,7 @@ def make_traced_loader(
     drop_last = data.drop_last if config.drop_last is None else config.drop_last
     batch_size = config.batch_size or data.batch_size
     if data.is_iterable:
-        dataset: Any = TracedIterable(data.dataset)
+        dataset: Any = EndlessIterable(data.dataset)
         parts |= {"batch_size": batch_size, "drop_last": drop_last}
     elif not batched:
         dataset = TracedDataset(data.dataset)

@@ -10,7 +10,7 @@ straight from the main process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -143,36 +143,30 @@ class TracedDataset(Wrapped):
 
 
 class TracedIterable(Wrapped, IterableDataset[Any]):
-    """An IterableDataset that notes when a batch was begun and starts over when it ends, so that a burst has no tail."""
+    """An IterableDataset that notes when a batch was begun, and ends where it ends, as in training."""
 
     def __iter__(self) -> Iterator[Any]:
-        while (yield from self._epoch(self._begun())):
-            pass
+        # Begun at once, as without tracing: it may draw random numbers.
+        return self._noted(iter(object.__getattribute__(self, "_inner")))
 
-    def _begun(self) -> Iterator[Any]:
-        return iter(object.__getattribute__(self, "_inner"))
-
-    def _epoch(self, samples: Iterator[Any]) -> Generator[Any, None, bool]:
-        """The dataset's samples once; returns whether there was any."""
-        here, delivered = _here, False
+    def _noted(self, samples: Iterator[Any]) -> Iterator[Any]:
+        here = _here
         while True:
             if here.begun is None:
                 _begin()
             try:
                 sample = next(samples)
             except StopIteration:
-                break
-            delivered = True
+                here.begun = None
+                return
             yield sample
-        here.begun = None
-        return delivered
 
 
-class TracedEpoch(TracedIterable):
-    """An IterableDataset that notes when a batch was begun and ends where it ends, as in training."""
+class EndlessIterable(TracedIterable):
+    """One that starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epoch(self._begun())  # begun at once, as without tracing: it may draw random numbers
+        return _again_and_again(super().__iter__)
 
 
 class EndlessBatches:
@@ -182,12 +176,17 @@ class EndlessBatches:
         self._inner = inner
 
     def __iter__(self) -> Iterator[Any]:
-        delivered = True
-        while delivered:
-            delivered = False
-            for item in self._inner:
-                delivered = True
-                yield item
+        return _again_and_again(lambda: iter(self._inner))
+
+
+def _again_and_again(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """What one iterator after the other gives, until one gives nothing."""
+    delivered = True
+    while delivered:
+        delivered = False
+        for each in begin():
+            delivered = True
+            yield each
 
 
 def forget_open_batch() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autotune_loader.machine.gpus import Gpus
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
@@ -19,7 +18,7 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts, good
 from autotune_loader.probe.burst import Cached, run_burst
 from autotune_loader.probe.burst_loop import Announce, BatchShape
-from autotune_loader.probe.device import Timeline, timeline_of, uuid_of
+from autotune_loader.probe.device import Timeline, timeline_of
 from autotune_loader.probe.failures import failure_of
 from autotune_loader.probe.first_batches import FirstBatch, fetch_first
 from autotune_loader.probe.step import TrainingStep, build_step
@@ -84,18 +83,10 @@ class WarmupReport:
     """Intra-op threads of the process before anything was tuned."""
     warm_up_s: float = 0.0
     """Wall seconds of the step's first runs: for a compiled one mostly the compiling."""
-    device_uuid: str | None = None
-    """CUDA's UUID of the device that the step runs on; None for a CPU."""
     notes: tuple[str, ...] = ()
     """What the user should know of the step, such as that nothing is trained."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples of the first batches that raised; they are left out from then on."""
-
-
-@functools.lru_cache(maxsize=8)  # kept, since NVML counts how often it was started
-def gpus_of(device_uuid: str | None) -> Gpus | None:
-    """The one GPU that a bench trains on, as its meter wants it; None for a CPU."""
-    return None if device_uuid is None else Gpus(cuda_uuids=[device_uuid])
 
 
 class Bench:
@@ -241,7 +232,6 @@ class Bench:
             same_in_workers=not why_none,
             default_threads=torch.get_num_threads(),
             warm_up_s=warm_up_s,
-            device_uuid=uuid_of(step.device),
             notes=(*step.notes, *(note for note, holds in told.items() if holds), *why_none),
             bad_samples=tuple(self._bad.by_name.values()),
         )

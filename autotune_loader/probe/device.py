@@ -134,14 +134,6 @@ def timeline_of(device: torch.device) -> Timeline | None:
     return Timeline(device, module) if hasattr(module, "Event") else None
 
 
-def uuid_of(device: torch.device) -> str | None:
-    """CUDA's UUID of a device; None for other kinds."""
-    if device.type != "cuda":
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if uuid is None else str(uuid)
-
-
 class Passage(NamedTuple):
     """One batch as the host saw it, with the marks that the device passes later."""
 
@@ -198,7 +190,6 @@ class Passages:
             ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
             copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
         return GpuUse(
-            reason="not measured",
             busy_share=at_work / (end - start) if end > start else None,
             memory_bytes=self._timeline.peak_bytes(),
             copy_s=sum(copies_s) / len(copies_s) if copies_s else None,

@@ -26,11 +26,11 @@ import torch
 from torch.utils.data import _utils
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.gpus import Gpus
-from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import tree, tree_pss, tree_use
+from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
-from autotune_loader.probe.bench import Bench, WarmupReport, gpus_of
+from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.burst import running_workers
 from autotune_loader.probe.copying import NotCopiedError, copied
 from autotune_loader.probe.failures import StoppedError, failure_of_memory_guard
@@ -70,7 +70,6 @@ class InlineProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
-        self._gpus: Gpus | None = None
         self._user_data = workload.data
         self.notes: list[str] = []
         for_workers = replace(workload.data, worker_init_fn=BurstWorkerInit(workload.data.worker_init_fn))
@@ -93,7 +92,6 @@ class InlineProbe:
             outcome = stop.failure()
         if isinstance(outcome, Failure):
             raise WorkloadError(outcome.message, outcome.traceback or "")
-        self._gpus = gpus_of(outcome.device_uuid)
         return outcome
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
@@ -111,22 +109,15 @@ class InlineProbe:
         self, run: Callable[..., Measurement | Failure], config: LoaderConfig, plan: BurstPlan
     ) -> Measurement | Failure:
         stop = _Stop(plan.deadline_s)
-        meter = TreeMeter(
-            os.getpid(),
-            usable_cores=self._machine.usable_cores,
-            memory_budget_bytes=self._memory_budget_bytes,
-            memory_held_bytes=self._held_bytes,
-            on_memory_limit=stop.now,
-            gpus=self._gpus,
-        )
+        guard = MemoryGuard(os.getpid(), self._memory_budget_bytes, stop.now, held_bytes=self._held_bytes)
         outcome: Measurement | Failure | None = None
-        with stop, untouched_state(self._user_data), meter:
+        with stop, untouched_state(self._user_data), guard:
             outcome = run(config, plan, stop.enter)
         if stop.has_expired:
             return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
-        return outcome if isinstance(outcome, Failure) else meter.added_to(outcome)
+        return outcome if isinstance(outcome, Failure) else of_cores(outcome, self._machine.usable_cores)
 
     def close(self) -> None:
         """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.

@@ -27,11 +27,12 @@ from typing import IO
 import psutil
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.machine.shm import remove_segments_of, segments
+from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.bench import WarmupReport, gpus_of
+from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.child import Message, Request, receive, send, serve_forked, settings
 from autotune_loader.probe.failures import failure_of_death, failure_of_memory_guard, is_device_broken
 from autotune_loader.probe.forking import fork
@@ -80,7 +81,6 @@ class ProcessProbe:
         self._memory_budget_bytes = memory_budget_bytes
         self._start_deadline_s = start_deadline_s
         self._child: _Child | None = None
-        self._device_uuid: str | None = None
         self.notes: tuple[str, ...] = ()
 
     def start(self) -> WarmupReport:
@@ -129,8 +129,6 @@ class ProcessProbe:
             raise
         if message.ready is None:
             self.close()
-        else:
-            self._device_uuid = message.ready.device_uuid
         return message
 
     def _run(self, request: Request) -> Measurement | Failure:
@@ -154,20 +152,13 @@ class ProcessProbe:
             over_budget.set()
             child.kill()
 
-        meter = TreeMeter(
-            child.pid,
-            usable_cores=self._machine.usable_cores,
-            memory_budget_bytes=self._memory_budget_bytes,
-            on_memory_limit=on_memory_limit,
-            gpus=gpus_of(self._device_uuid),
-        )
-        with meter:
+        with MemoryGuard(child.pid, self._memory_budget_bytes, on_memory_limit):
             message = child.ask(request, request.plan.deadline_s)
         if over_budget.is_set():
             child.is_lost = True  # also where the burst was over by then: the next one needs a new process
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if message.measurement is not None:
-            return meter.added_to(message.measurement)
+            return of_cores(message.measurement, self._machine.usable_cores)
         assert message.failure is not None
         if message.ends_run:
             raise WorkloadError(message.failure.message, message.failure.traceback or "")

@@ -22,7 +22,7 @@ _TYPES = {
     "boolean": "drop_last",
     "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
     "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share gpu_busy_share "
-    "gpu_util seconds",
+    "seconds",
 }
 _KNOBS = [field.name for field in fields(LoaderConfig)]
 _REST = [name for names in _TYPES.values() for name in names.split() if name not in ("number", *_KNOBS)]
@@ -32,12 +32,12 @@ _COLUMNS = ["number", "role", *_KNOBS, *_REST, "failure_kind", "failure_phase", 
 def trials_frame(result: TuningResult) -> pd.DataFrame:
     """One row per trial in the order they ran: configuration, rates, waits, memory, failure; missing is NA.
 
-    Units are in the names: `_s` seconds, `_bytes` bytes, `_share` and `gpu_util` 0 to 1. The columns and their types
+    Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns and their types
     are the same whatever was measured, also without a trial.
     """
     import pandas as pd
 
-    frame = pd.DataFrame([_row(trial) for trial in result.trials], columns=_COLUMNS)
+    frame = pd.DataFrame([row_of(trial) for trial in result.trials], columns=_COLUMNS)
     typed: pd.DataFrame = frame.astype({name: kind for kind, names in _TYPES.items() for name in names.split()})
     return typed
 
@@ -53,14 +53,14 @@ def stages_frame(result: TuningResult) -> pd.DataFrame:
     return typed
 
 
-def _row(trial: Trial) -> dict[str, Any]:
+def row_of(trial: Trial) -> dict[str, Any]:
     """Each column from the record that has a field of its name; what is named otherwise, by hand."""
     measured, failure = trial.measurement, trial.failure
     own: dict[str, Any] = {}
     if measured is not None:
         rate, gpu = measured.samples_per_s, measured.gpu
         own = {"samples_per_s": rate.value, "samples_per_s_low": rate.low, "samples_per_s_high": rate.high}
-        own |= {"gpu_busy_share": gpu.busy_share, "gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
+        own |= {"gpu_busy_share": gpu.busy_share, "gpu_memory_bytes": gpu.memory_bytes}
     if failure is not None:
         own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):

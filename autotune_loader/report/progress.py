@@ -29,10 +29,9 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
         self._stream, self._level = stream, level
 
-    def announce_machine(self, usable_cores: int, gpu_reason: str | None) -> None:
-        """The probe starts; and why there will be no figures of a GPU, where there will be none."""
-        notice = "" if gpu_reason is None else f"; no GPU is watched ({gpu_reason})"
-        self.announce(f"starting the probe on {usable_cores} usable cores{notice}")
+    def announce_machine(self, usable_cores: int) -> None:
+        """The probe starts."""
+        self.announce(f"starting the probe on {usable_cores} usable cores")
 
     def announce(self, text: str) -> None:
         """Print a line, such as what was inferred of the workload."""

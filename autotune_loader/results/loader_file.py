@@ -48,23 +48,10 @@ class Measured:
     cpu_share: float | None = None
     gpu_busy_share: float | None = None
     """Share of the time in which the GPU was at work on a step, by its own clock; null where the step runs on none."""
-    gpu_util: float | None = None
-    """Share of the time in which any kernel of anyone ran, by NVML."""
-    gpu_util_reason: str | None = None
-    """Why GPU utilisation is null."""
     gpu_memory_bytes: int | None = None
     rss_bytes: int | None = None
     pss_bytes: int | None = None
     shm_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """What the twin says of the best configuration; null where it could not say."""
-
-    samples_per_s: Interval | None = None
-    epoch_s: float | None = None
-    """Seconds of one epoch, worker start-up included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

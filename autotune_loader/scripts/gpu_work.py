@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from autotune_loader.machine.gpus import COVERED_SHARE, Gpus, busy_within
+from autotune_loader.machine.gpus import Gpus, busy_within
 
+COVERED_SHARE = 0.5
+"""Of the time that samples must tell of."""
 LOOK_S = 1.0
 """So often samples are taken over; an H100 keeps them for 2 s."""
 

@@ -15,18 +15,17 @@ from autotune_loader.decision.rounds import averaged
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
-from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.progress import Progress
 from autotune_loader.report.semantics import consequences
-from autotune_loader.report.standings import DEFAULT_TOLERANCE, measurement_of, rate_of
+from autotune_loader.report.standings import measurement_of, rate_of
 from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     RateUnit,
     Reused,
     Spent,
@@ -45,43 +44,51 @@ NOT_WRITTEN = "could not be written"
 """What a warning says of a file that was asked for."""
 
 
-def assemble(state: SearchState, context: RunContext, seconds: float, *, final: bool) -> TuningResult:
-    """The result of a search, finished or not.
-
-    Args:
-        state: trials, ceilings and finals so far.
-        context: workload, space and machine.
-        seconds: wall seconds since the call.
-        final: whether the search has ended; an unfinished or interrupted one gives status "partial".
-    """
-    finals, data, warmup, fastest = _finals(state, context), context.workload.data, context.warmup, state.fastest()
-    best = (
-        state.finals.winner if state.finals is not None else fastest.config if fastest is not None else LoaderConfig()
-    )
+def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult:
+    """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
+    context, finals, fastest = state.run, _finals(state), state.fastest()
+    data, warmup = context.workload.data, context.warmup
+    best = fastest.config if fastest is not None else LoaderConfig()
+    best = state.finals.winner if state.finals is not None else best
+    status: Status = "complete" if finals.undecided is None else "undecided"
+    if not final or state.interrupted:
+        status = "partial"
+    elif fastest is None:
+        status = "fallback"
     epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
     found = TuningResult(
         best=best,
-        status=_status(state, finals, final),
+        status=status,
         baseline=state.baseline,
         trials=tuple(state.trials),
         batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals, context),
+        measured=_measured(best, state, finals),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
-        space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         twin=replace(state.context, epoch_batches=epoch_batches),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
-        warnings=_warnings(best, state, context, finals),
+        warnings=_warnings(best, state, finals),
         tolerance=context.tolerance,
         study=state.study,
         parts=loader_parts(context.workload),
     )
-    is_fallback = found.status == "fallback"
+    measured = found.measured
+    before = [
+        summary.INTERRUPTED if status == "partial" else "",
+        summary.undecided_sentence(finals.undecided) if status == "undecided" else "",
+        summary.use_sentence(best, measured.samples_per_s, measured.rate_unit),
+        summary.speedup_sentence(best, state.baseline, measured.speedup, is_decided=status == "complete"),
+    ]
+    after = [
+        f"Step: {warmup.step}. {summary.why_it_ended(state.stop_reason)}",
+        summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else "",
+    ]
+    is_fallback = status == "fallback"
     return judged(
-        replace(found, predicted=_predicted(found, data)),
-        before=() if is_fallback else _before(found),
-        after=summary.failure_kinds(found.trials) if is_fallback else _after(state, context),
+        found,
+        before=() if is_fallback else before,
+        after=summary.failure_kinds(found.trials) if is_fallback else after,
         nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
         on_accelerator=not context.workload.on_cpu,
         has_batched_fetch=data.has_batched_fetch,
@@ -90,14 +97,9 @@ def assemble(state: SearchState, context: RunContext, seconds: float, *, final: 
     )
 
 
-def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any) -> TuningResult:
-    """An earlier result as the answer of now: its evidence, what the check saw, and what was said of this call.
-
-    Args:
-        seen: the check that the earlier result passed.
-        context: workload, space and machine of now; the speed-up is over its baseline.
-        seconds: wall seconds since the call.
-        study: the Optuna study of the earlier trials.
+def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningResult:
+    """An earlier result that passed a check as the answer of now: its evidence, what the check saw, and what was said of this
+    call, which took so many seconds. The speed-up is over the baseline of now.
     """
     earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
     assert rate is not None
@@ -131,25 +133,15 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float, study: Any
         summary=sentences,
         warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
-        space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         reused=reused,
-        study=study,
         parts=loader_parts(context.workload),
     )
 
 
-def _status(state: SearchState, finals: Finals, final: bool) -> Status:
-    if not final or state.interrupted:
-        return "partial"
-    if state.fastest() is None:
-        return "fallback"
-    return "complete" if finals.undecided is None else "undecided"
-
-
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: RunContext) -> Measured:
+def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
     """Every figure from where the table has it, too."""
-    unit: RateUnit = "batches/s" if context.warmup.counts_batches else "samples/s"
+    unit: RateUnit = "batches/s" if state.run.warmup.counts_batches else "samples/s"
     before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
     measurement = measurement_of(best, finals, state.trials)
     if measurement is None:
@@ -166,28 +158,13 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals, context: R
         first_batch_s=measurement.first_batch_s,
         cpu_share=measurement.cpu_share,
         gpu_busy_share=measurement.gpu.busy_share,
-        gpu_util=measurement.gpu.util,
-        gpu_util_reason=measurement.gpu.reason,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
         **({} if measurement.memory is None else asdict(measurement.memory)),
     )
 
 
-def _predicted(found: TuningResult, data: DataSide) -> Predicted:
-    """What the twin of the search's bursts says of the best, as `predict()` makes it from a file."""
-    measured = measurement_of(found.best, found.finals, found.trials)
-    if found.best.batch_size is not None or measured is None or found.twin is None:
-        return Predicted()
-    prediction, batches = found.predict_all([found.best])[0], found.twin.epoch_batches
-    # Where the dataset makes the batches, its length is that of batches.
-    by_batches = data.batch_size is None and batches is not None
-    samples = (batches or 0) * measured.batch_size if by_batches else data.samples_per_epoch()
-    epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
-    return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
-
-
-def _finals(state: SearchState, context: RunContext) -> Finals:
-    outcome, tolerance = state.finals, context.tolerance or DEFAULT_TOLERANCE
+def _finals(state: SearchState) -> Finals:
+    outcome, tolerance = state.finals, state.run.tolerance
     tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
     was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
     untried = summary.NOTHING_COMPARED if was_short else None
@@ -206,24 +183,8 @@ def _finals(state: SearchState, context: RunContext) -> Finals:
     )
 
 
-def _before(found: TuningResult) -> list[str]:
-    """The sentences before the verdict's."""
-    measured, status = found.measured, found.status
-    return [
-        summary.INTERRUPTED if status == "partial" else "",
-        summary.undecided_sentence(found.finals.undecided) if status == "undecided" else "",
-        summary.use_sentence(found.best, measured.samples_per_s, measured.rate_unit),
-        summary.speedup_sentence(found.best, found.baseline, measured.speedup, is_decided=status == "complete"),
-    ]
-
-
-def _after(state: SearchState, context: RunContext) -> list[str]:
-    """And those after it."""
-    step = f"Step: {context.warmup.step}. {summary.why_it_ended(state.stop_reason)}"
-    return [step, summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else ""]
-
-
-def _warnings(best: LoaderConfig, state: SearchState, context: RunContext, finals: Finals) -> tuple[str, ...]:
+def _warnings(best: LoaderConfig, state: SearchState, finals: Finals) -> tuple[str, ...]:
+    context = state.run
     measured = [trial.measurement for trial in state.trials]
     measured += [state.finals.measurement] if state.finals is not None else []
     bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
@@ -249,16 +210,15 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
 class FileAndProgress:
     """Rewrites `loader.json` after every trial and draws a line for it."""
 
-    def __init__(self, context: RunContext, output: str | None, progress: Progress, started: float) -> None:
-        self._context, self._output, self._started = context, output, started
-        self._progress = progress
+    def __init__(self, output: str | None, progress: Progress, started: float) -> None:
+        self._output, self._started, self._progress = output, started, progress
         self.finals_round = progress.finals_round
 
     def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
         best = state.fastest()
         self._progress.trial(trial, best, seconds_left)
         if self._output is not None and best is not None:
-            saved(assemble(state, self._context, time.monotonic() - self._started, final=False), self._output)
+            saved(assemble(state, time.monotonic() - self._started, final=False), self._output)
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

@@ -83,16 +83,11 @@ class BurstSource:
         first_batch_s: float = 0.0,
         stages: bool = False,
     ) -> None:
-        self._probe = probe
+        self._probe, self._space, self._trials, self.context = probe, space, trials, context
+        self._seconds_left, self._first_batch_s, self._stages = seconds_left, first_batch_s, stages
+        self._prefills: dict[LoaderConfig, float] = {}
         self.bursts = 0
         """How many were run so far."""
-        self._space = space
-        self._trials = trials
-        self._seconds_left = seconds_left
-        self._first_batch_s = first_batch_s
-        self._stages = stages
-        self._prefills: dict[LoaderConfig, float] = {}
-        self.context = context
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
         if ask.phase == "search":
@@ -105,16 +100,16 @@ class BurstSource:
             outcome = self._space.over_margin(config, outcome) or outcome
         return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
 
-    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
-        if ask.kind == "epoch":
-            return (startup_s(config, self._trials) or 0.0 if config.num_workers else 0.0) + self._epochs_burst_s
-        seconds = {trial.config.key(): trial.seconds for trial in self._trials if trial.measurement is not None}
-        return seconds.get(config.key(), max(seconds.values(), default=0.0))
-
     def round_s(self, configs: Sequence[LoaderConfig], kind: Kind = "steady") -> float:
-        """Seconds that one paired round of these will take."""
-        ask = Ask(phase="compare", kind=kind)
-        return sum(self.cost_s(config, ask) for config in {each.key(): each for each in configs}.values())
+        """Seconds that one paired round of these will take, by what earlier bursts took."""
+        took = {trial.config.key(): trial.seconds for trial in self._trials if trial.measurement is not None}
+
+        def burst_s(config: LoaderConfig) -> float:
+            if kind == "steady":
+                return took.get(config.key(), max(took.values(), default=0.0))
+            return (startup_s(config, self._trials) or 0.0 if config.num_workers else 0.0) + self._epochs_burst_s
+
+        return sum(map(burst_s, {each.key(): each for each in configs}.values()))
 
     def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
         """The step on one cached batch again and again: the rate that no loader can exceed."""
@@ -151,13 +146,11 @@ class BurstSource:
     def as_trained(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with workers that persist where they may and starting them anew takes much of an epoch.
 
-        No burst can see that, and so no belief holds it; before any worker was started it is what the space expects to pay.
+        No burst can see that, and so no belief holds it; before any worker was started they persist.
         """
-        keeps = self._space.persistent_workers
-        begin_s = startup_s(config, self._trials)
-        if begin_s is not None and not math.isinf(self.epoch_s):
-            keeps = self._space.may_keep_workers and begin_s > STARTUP_WORTH_AVOIDING * self.epoch_s
-        return replace(config, persistent_workers=keeps and config.num_workers > 0)
+        begin_s, epoch_s = startup_s(config, self._trials), self.epoch_s
+        pays = begin_s is None or math.isinf(epoch_s) or begin_s > STARTUP_WORTH_AVOIDING * epoch_s
+        return replace(config, persistent_workers=self._space.persistent_workers and pays and config.num_workers > 0)
 
     @property
     def _epochs_burst_s(self) -> float:

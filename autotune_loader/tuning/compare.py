@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.evidence import Ask, Kind
+from autotune_loader.decision.evidence import Ask
 from autotune_loader.decision.rounds import as_round, averaged
+from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
-from autotune_loader.report.progress import Progress, make_progress
+from autotune_loader.report.progress import make_progress
 from autotune_loader.results.loader_file import Finals, Measured
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions, parse_options
-from autotune_loader.tuning.search_space import make_space
-from autotune_loader.tuning.state import RunContext
+from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
@@ -95,47 +95,35 @@ def compare(  # noqa: PLR0913 - all that a user may say
 def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -> Comparison:
     """The comparison of workloads, each as its own configuration runs it; those of the same parts share a process."""
     begun, machine, progress = time.monotonic(), inspect_machine(), make_progress(options.progress)
-    entrants = [_Entrant(name=name, workload=workload) for name, workload in workloads.items()]
-    with contextlib.ExitStack() as exits:
-        probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
-        for each in entrants:
-            parts = id(each.workload.data), id(each.workload.training)
-            if parts not in probes:
-                progress.announce(f"starting {each.name}")
-                probes[parts] = _opened(each.workload, machine, options, exits)
-            each.begin(probes[parts], machine, options)
-        rounds, whole_epochs = _rounds(entrants, options, progress)
-    return _told(entrants, rounds, whole_epochs, time.monotonic() - begun)
-
-
-def _rounds(entrants: Sequence[_Entrant], options: TuneOptions, progress: Progress) -> tuple[list[Round], bool]:
-    """The paired rounds of the sides that work, and whether they were of whole epochs."""
-    deadline = time.monotonic() + options.budget_s
-    by_name = {each.name: each for each in entrants}
-    # All sides alike, or start-up would count for some of them only.
-    whole_epochs = any(each.failure is None and each.source.has_short_epochs(options.budget_s / 2) for each in entrants)
-    kind: Kind = "epoch" if whole_epochs else "steady"
+    entrants = {name: _Entrant(name=name, workload=workload) for name, workload in workloads.items()}
     rounds, longest_s = list[Round](), 0.0
 
     def working(number: int) -> list[str]:
-        names = [each.name for each in entrants if each.failure is None]
+        names = [name for name, each in entrants.items() if each.failure is None]
         has_time = number < FEWEST_ROUNDS or time.monotonic() + longest_s < deadline
         most = MOST_ROUNDS if len(names) > 1 else 1  # alone it has nothing to be paired with
         return names if number < most and has_time else []
 
     def observe(name: str, number: int) -> Measurement | Failure:
-        each = by_name[name]
-        return each.keep(each.source.gather(each.config, Ask(phase="compare", kind=kind, group=number)).outcome)
+        return entrants[name].gather(Ask(phase="compare", kind="epoch" if whole_epochs else "steady", group=number))
 
-    def record(outcomes: Sequence[tuple[str, Measurement | Failure]], seconds: float) -> None:
-        nonlocal longest_s
-        longest_s = max(longest_s, seconds)
-        rounds.append(as_round(outcomes))
-        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
-        progress.announce(f"round {len(rounds)}: {rates}")
-
-    paired(working, observe, record, seed=options.seed)
-    return rounds, whole_epochs
+    with contextlib.ExitStack() as exits:
+        probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
+        for each in entrants.values():
+            parts = id(each.workload.data), id(each.workload.training)
+            if parts not in probes:
+                progress.announce(f"starting {each.name}")
+                probes[parts] = _opened(each.workload, machine, options, exits)
+            each.begin(probes[parts], machine)
+        deadline = time.monotonic() + options.budget_s
+        # All sides alike, or start-up would count for some of them only.
+        whole_epochs = any(entrants[name].source.has_short_epochs(options.budget_s / 2) for name in working(0))
+        for outcomes, seconds in paired(working, observe, seed=options.seed):
+            longest_s = max(longest_s, seconds)
+            rounds.append(as_round(outcomes))
+            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
+            progress.announce(f"round {len(rounds)}: {rates}")
+    return _told(list(entrants.values()), rounds, whole_epochs, time.monotonic() - begun)
 
 
 def _check_sides(sides: object) -> None:
@@ -207,40 +195,32 @@ class _Entrant:
     def config(self) -> LoaderConfig:
         return self.workload.own_config or LoaderConfig()
 
-    def begin(self, opened: OpenProbe | WorkloadError, machine: Machine, options: TuneOptions) -> None:
+    def begin(self, opened: OpenProbe | WorkloadError, machine: Machine) -> None:
         """Time the step alone and run one burst."""
         if isinstance(opened, WorkloadError):
             self.failure, self.traceback = str(opened).splitlines()[0], opened.user_traceback
             return
         # Sides of the same parts share a probe, and differ in their configurations.
-        self.workload = replace(opened.workload, own_config=self.config)
-        self.notes, warmup = tuple(opened.notes), opened.warmup
+        config, warmup = self.config, opened.warmup
+        self.workload, self.notes = replace(opened.workload, own_config=config), tuple(opened.notes)
         self.counts_batches = warmup.counts_batches
-        space = make_space(self.workload, warmup, machine, options)
-        fingerprint = machine.fingerprint(dataset=self.workload.data.description)
-        run = RunContext(
-            workload=self.workload,
-            space=space,
-            warmup=warmup,
-            fingerprint=fingerprint,
-            usable_cores=machine.usable_cores,
+        context, space = (
+            twin_context(self.workload, warmup, machine.usable_cores),
+            Space(max_workers=config.num_workers),
         )
-        context = run.twin_context()
         self.source = BurstSource(opened.probe, space, context, self.trials, lambda: math.inf, warmup.first_batch_s)
-        threads, begun = self.config.consumer_threads, time.monotonic()
-        step = self.source.step_ceiling(threads, self.config.batch_size) if self.workload.has_step else None
+        begun, threads = time.monotonic(), config.consumer_threads
+        step = self.source.step_ceiling(threads, config.batch_size) if self.workload.has_step else None
         if isinstance(step, Measurement):
             self.step, self.source.context = step, context.with_step(threads, step.step_s)
-        outcome = self.keep(self.source.gather(self.config, Ask()).outcome)
-        if isinstance(outcome, Measurement):
+        if isinstance(burst := self.gather(Ask()), Measurement):
             self.bursts.clear()  # rates are taken from rounds alone
             seconds = time.monotonic() - begun
-            self.trials.append(
-                Trial(number=0, config=self.config, role="baseline", measurement=outcome, seconds=seconds)
-            )
+            self.trials.append(Trial(number=0, config=config, role="baseline", measurement=burst, seconds=seconds))
 
-    def keep(self, outcome: Measurement | Failure) -> Measurement | Failure:
-        """Remember what a burst said."""
+    def gather(self, ask: Ask) -> Measurement | Failure:
+        """What a burst says, which is remembered."""
+        outcome = self.source.gather(self.config, ask).outcome
         if isinstance(outcome, Failure):
             self.failure, self.traceback = f"{outcome.kind}: {outcome.message}", outcome.traceback
         else:

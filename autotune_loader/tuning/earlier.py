@@ -4,8 +4,8 @@
     round 2   baseline  best        ... two more where these disagree on a no, because a search costs far more than they do
 
 Where another round would not fit into `CHECK_S` one is enough for a yes; what takes longer says why. The result holds while the
-best is not slower than the baseline, and while its rate is what it was: alone, or after what the baseline shows of the
-machine's own drift. A job that reads other data, or a machine with another load, then tunes anew.
+best is not slower than the baseline, and while its rate is what it was, or its lead over the baseline is on a machine that is
+not much slower or faster as a whole. A job that reads other data, or a machine with another load, then tunes anew.
 """
 
 from __future__ import annotations
@@ -75,13 +75,7 @@ class Check:
     @property
     def speedup(self) -> Interval | None:
         """Best over partner."""
-        is_paired = any(self.partner in each.rates for each in self.rounds)
-        return paired_ratio(self.rounds, self.earlier.best, self.partner) if is_paired else None
-
-    @property
-    def noise(self) -> tuple[float, float]:
-        """What the check may be off by in a rate, and in comparing its two sides."""
-        return (EPOCH_NOISE, PAIRED_EPOCH_NOISE) if self.earlier.finals.whole_epochs else (NOISE, PAIRED_NOISE)
+        return None if self.rate(self.partner) is None else paired_ratio(self.rounds, self.earlier.best, self.partner)
 
 
 def check(
@@ -127,46 +121,36 @@ def check(
         failed.extend([outcome] if config == best and isinstance(outcome, Failure) else [])
         return outcome
 
-    def record(outcomes: Sequence[tuple[LoaderConfig, Measurement | Failure]], seconds: float) -> None:
+    for outcomes, seconds in paired(sides, observe, clock=clock):
         seen.rounds.append(as_round(outcomes))
         seen.seconds += seconds
-        seen.objection = (
-            f"it failed now ({failed[0].kind}): {failed[0].message}" if failed else _objection(seen, tolerance)
-        )
-
-    paired(sides, observe, record, clock=clock)
+        failure = f"it failed now ({failed[0].kind}): {failed[0].message}" if failed else ""
+        seen.objection = failure or _objection(seen, tolerance)
     return seen
 
 
 def _objection(seen: Check, tolerance: float) -> str:
-    earlier, (noise, paired_noise) = seen.earlier, seen.noise
-    now, then, beside = seen.rate(earlier.best), earlier.measured.samples_per_s, seen.rate(seen.partner)
+    earlier, partner, then = seen.earlier, seen.partner, seen.earlier.measured.samples_per_s
+    whole = earlier.finals.whole_epochs
+    noise, paired_noise = (EPOCH_NOISE, PAIRED_EPOCH_NOISE) if whole else (NOISE, PAIRED_NOISE)
+    now, beside = seen.rate(earlier.best), seen.rate(partner)
     assert now is not None
     assert then is not None
     if beside is not None and now / beside < 1 - tolerance - paired_noise:
-        return f"it is no longer as fast as {seen.partner}: {now:,.0f} against {beside:,.0f} samples/s"
-    drifts, before = [1.0], None if seen.partner is None else _rate_then(seen.partner, earlier)
-    if beside is not None and before:
-        drifts.append(min(max(beside / before, 1 - MOST_DRIFT), 1 + MOST_DRIFT))
+        return f"it is no longer as fast as {partner}: {now:,.0f} against {beside:,.0f} samples/s"
+    # The bursts of a search were not of whole epochs.
+    before = rate_of(partner, earlier.finals, () if whole else earlier.trials) if partner is not None else None
+    drift = 1.0 if beside is None or before is None else beside / before.value
+    drifts = (1.0, min(max(drift, 1 - MOST_DRIFT), 1 + MOST_DRIFT))
     # Few noisy rounds have intervals that would let anything pass.
-    known = replace(
-        then, low=max(then.low, (1 - MOST_DRIFT) * then.value), high=min(then.high, (1 + MOST_DRIFT) * then.value)
-    )
-    if any(_is_within(now / drift, known, noise) for drift in drifts):
+    low = max(then.low, (1 - MOST_DRIFT) * then.value) * (1 - noise)
+    high = min(then.high, (1 + MOST_DRIFT) * then.value) * (1 + noise)
+    if any(low <= now / each <= high for each in drifts):
         return ""
-    drifted = "" if len(drifts) == 1 else f", while {seen.partner} went from {before:,.0f} to {beside:,.0f}"
+    drifted = (
+        "" if drift == 1.0 or before is None else f", while {partner} went from {before.value:,.0f} to {beside:,.0f}"
+    )
     return f"its rate went from {then.value:,.0f} to {now:,.0f} samples/s{drifted}"
-
-
-def _is_within(value: float, known: Interval, noise: float) -> bool:
-    return known.low * (1 - noise) <= value <= known.high * (1 + noise)
-
-
-def _rate_then(config: LoaderConfig, earlier: TuningResult) -> float | None:
-    """Samples/s of a configuration in an earlier result; the bursts of its search were not of whole epochs."""
-    trials = () if earlier.finals.whole_epochs else earlier.trials
-    rate = rate_of(config, earlier.finals, trials)
-    return None if rate is None else rate.value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,7 +163,7 @@ class EarlierResult:
     """Of this call in the cache."""
     entry: TuningResult | None
     """None where nothing was kept, or it is not to be used."""
-    objections: tuple[str, ...] = field(default=())
+    objections: tuple[str, ...] = ()
     """Why the earlier result was not used, in a sentence."""
 
     @classmethod
@@ -205,9 +189,8 @@ class EarlierResult:
         if not seen.objection:
             return seen
         long = f" ({seen.why_long})" if seen.why_long else ""
-        text = f"the result of {tuned_at} ({best}) was not reused: {seen.objection}{long}"
-        log.warning("%s; tuning anew", text)
-        self.objections = (text,)
+        self.objections = (f"the result of {tuned_at} ({best}) was not reused: {seen.objection}{long}",)
+        log.warning("%s; tuning anew", *self.objections)
         return None
 
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:

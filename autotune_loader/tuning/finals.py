@@ -11,18 +11,16 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from autotune_loader.decision.acquisition import shortlist
-from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
 from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
-from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
@@ -39,109 +37,88 @@ _Side = TypeVar("_Side", bound=Hashable)
 _Outcome = TypeVar("_Outcome")
 
 
-class Finals:
-    """Rounds between the shortlist and the baseline.
+def run_finals(
+    state: SearchState,
+    seconds_left: Callable[[], float],
+    on_round: Callable[[int, dict[LoaderConfig, float], float], None],
+    seed: int = 0,
+) -> RaceOutcome | None:
+    """Rounds between the shortlist and the baseline; None where nothing can race or no round was completed.
 
-    Args:
-        source: observes.
-        beliefs: what the search knows; the rounds add to it.
-        state: of the search; told whether whole epochs are run, and the ceilings between the rounds.
-        tolerance: relative difference that counts as equally fast.
-        has_step: whether there is a step to be timed alone.
+    The state is told whether whole epochs are run, and the ceilings between the rounds; its beliefs learn from them.
     """
+    source, beliefs = state.source, state.beliefs
+    state.whole_epochs = source.has_short_epochs(seconds_left())
+    candidates = _candidates(state, seconds_left())
+    if not candidates:
+        return None
+    rules = RaceRules(
+        tolerance=state.run.tolerance,
+        cost=lambda config: cost(config, beliefs.space),
+        patience_s=FINALS_PATIENCE_S,
+        noise_sd=source.noise_sd(state.kind),
+        ceiling=lambda config: rate.value if (rate := state.ceiling_of(config)) is not None else None,
+    )
+    # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
+    believe = (lambda: None) if state.whole_epochs else beliefs.posterior
+    entrants = [source.as_trained(each) for each in candidates]
+    race = Race(entrants, state.baseline, rules, believe, baseline_runs=beliefs.feasible(state.baseline) is None)
 
-    def __init__(
-        self, source: BurstSource, beliefs: Beliefs, state: SearchState, *, tolerance: float, has_step: bool
-    ) -> None:
-        self._source = source
-        self._beliefs = beliefs
-        self._state = state
-        self._tolerance = tolerance
-        self._has_step = has_step
+    def learn(gathered: Sequence[Evidence]) -> None:
+        _learn(state, race, gathered, seconds_left())
 
-    def run(
-        self,
-        seconds_left: Callable[[], float],
-        on_round: Callable[[int, dict[LoaderConfig, float], float], None],
-        seed: int = 0,
-    ) -> RaceOutcome | None:
-        """The outcome; None where nothing can race or no round was completed."""
-        state = self._state
-        state.whole_epochs = self._source.has_short_epochs(seconds_left())
-        candidates = self._candidates(seconds_left())
-        if not candidates:
-            return None
-        rules = RaceRules(
-            tolerance=self._tolerance,
-            cost=lambda config: cost(config, self._beliefs.space),
-            patience_s=FINALS_PATIENCE_S,
-            noise_sd=self._source.noise_sd(state.kind),
-            ceiling=lambda config: rate.value if (rate := state.ceiling_of(config)) is not None else None,
-        )
-        # What is believed is believed of steady rates; also few rounds of epochs choose better without it.
-        believe = (lambda: None) if state.whole_epochs else self._beliefs.posterior
-        runs = self._beliefs.feasible(state.baseline) is None
-        entrants = [self._source.as_trained(config) for config in candidates]
-        race = Race(entrants, state.baseline, rules, believe, baseline_runs=runs)
-        return run_rounds(
-            race,
-            self._source,
-            state.kind,
-            seconds_left=seconds_left,
-            seed=seed,
-            learn=lambda gathered: self._learn(race, gathered, seconds_left()),
-            on_round=on_round,
-        )
+    return run_rounds(race, source, state.kind, seconds_left=seconds_left, seed=seed, learn=learn, on_round=on_round)
 
-    def _candidates(self, seconds_left: float) -> list[LoaderConfig]:
-        """Who races, as time allows: best guess first."""
-        whole, space = self._state.whole_epochs, self._beliefs.space
-        known = self._beliefs.over_epochs(self._source.as_trained) if whole else self._beliefs.posterior()
-        if known is None:
-            return []
-        rule = self._beliefs.plain_rule()
-        chosen = faster_variants(self._state.trials, space, self._tolerance) + shortlist(known, space, self._tolerance)
-        chosen += [rule] if rule is not None else []
-        # One that hangs in a round takes the time of many rounds.
-        chosen = [config for config in chosen if not self._beliefs.is_unproven(config)]
-        if whole and chosen:
-            # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
-            chosen[1:1] = _fetched_in_few_rounds(chosen[0], self._source.context.epoch_batches or 1, space.max_workers)
-        least_rounds = LEAST_OF_WINNER if whole else 1
-        while len(chosen) > 1 and least_rounds * self._round_s(chosen) > seconds_left:
-            chosen.pop()
-        return chosen if self._round_s(chosen) - seconds_left <= MOST_OVERRUN_S else []
 
-    def _round_s(self, candidates: Sequence[LoaderConfig]) -> float:
-        return self._source.round_s([*candidates, self._state.baseline], self._state.kind)
+def _candidates(state: SearchState, seconds_left: float) -> list[LoaderConfig]:
+    """Who races, as time allows: best guess first."""
+    source, beliefs, whole, tolerance = state.source, state.beliefs, state.whole_epochs, state.run.tolerance
+    known = beliefs.over_epochs(source.as_trained) if whole else beliefs.posterior()
+    if known is None:
+        return []
+    rule, space = beliefs.plain_rule(), beliefs.space
+    chosen = faster_variants(state.trials, space, tolerance) + shortlist(known, space, tolerance)
+    chosen += [rule] if rule is not None else []
+    # One that hangs in a round takes the time of many rounds.
+    chosen = [config for config in chosen if not beliefs.is_unproven(config)]
+    if whole and chosen:
+        # Of these the search's bursts, which know steady rates alone, tell least; and no belief decides between them.
+        chosen[1:1] = _fetched_in_few_rounds(chosen[0], source.context.epoch_batches or 1, space.max_workers)
 
-    def _learn(self, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:
-        """What a round adds to the beliefs, and who else becomes a candidate by it."""
-        for evidence in gathered:
-            self._beliefs.log.add(evidence)
-        if self._has_step and seconds_left > 0:
-            self._time_step_alone(race.incumbent())
-        self._beliefs.log.leave_out(race.disturbed())
-        known = None if self._state.whole_epochs else self._beliefs.posterior()
-        if known is not None and race.is_admitting():
-            nominated = shortlist(known, self._beliefs.space, self._tolerance)
-            race.admit([self._name_in(race, each) for each in nominated if not self._beliefs.is_unproven(each)])
+    def round_s() -> float:
+        return source.round_s([*chosen, state.baseline], state.kind)
 
-    def _time_step_alone(self, incumbent: LoaderConfig | None) -> None:
-        """The step alone once more, under the load that the rounds run under."""
-        if incumbent is None:
-            return
-        size = incumbent.batch_size
-        beside = self._state.ceilings_beside.setdefault(size, [])
-        if len(beside) < CEILINGS:
-            threads = self._state.best_threads if size is None else incumbent.consumer_threads
-            measured = self._source.step_ceiling(threads, size)
-            beside += [measured] if isinstance(measured, Measurement) else []
+    least_rounds = LEAST_OF_WINNER if whole else 1
+    while len(chosen) > 1 and least_rounds * round_s() > seconds_left:
+        chosen.pop()
+    return chosen if round_s() - seconds_left <= MOST_OVERRUN_S else []
 
-    def _name_in(self, race: Race, config: LoaderConfig) -> LoaderConfig:
-        """As what a nominated configuration races: as the one that cannot be told from it, if that races already."""
-        same = [each for each in race.configs if each.key() == config.key()]
-        return same[0] if same else self._source.as_trained(config)
+
+def _learn(state: SearchState, race: Race, gathered: Sequence[Evidence], seconds_left: float) -> None:
+    """What a round adds to the beliefs, and who else becomes a candidate by it."""
+    beliefs = state.beliefs
+    for evidence in gathered:
+        beliefs.log.add(evidence)
+    incumbent = race.incumbent() if state.run.workload.has_step and seconds_left > 0 else None
+    if incumbent is not None:
+        _time_step_alone(state, incumbent)
+    beliefs.log.leave_out(race.disturbed())
+    known = None if state.whole_epochs else beliefs.posterior()
+    if known is not None and race.is_admitting():
+        # As the one that cannot be told from it, if that races already.
+        racing = {each.key(): each for each in reversed(race.configs)}
+        nominated = shortlist(known, beliefs.space, state.run.tolerance)
+        proven = [each for each in nominated if not beliefs.is_unproven(each)]
+        race.admit([racing.get(each.key()) or state.source.as_trained(each) for each in proven])
+
+
+def _time_step_alone(state: SearchState, incumbent: LoaderConfig) -> None:
+    """The step alone once more, under the load that the rounds run under."""
+    size = incumbent.batch_size
+    beside = state.ceilings_beside.setdefault(size, [])
+    if len(beside) < CEILINGS:
+        measured = state.source.step_ceiling(state.best_threads if size is None else incumbent.consumer_threads, size)
+        beside += [measured] if isinstance(measured, Measurement) else []
 
 
 def run_rounds(
@@ -156,14 +133,8 @@ def run_rounds(
 ) -> RaceOutcome | None:
     """Run rounds until the policy has enough of them.
 
-    Args:
-        race: who takes part.
-        source: observes.
-        kind: what is observed.
-        seconds_left: until the budget is spent.
-        seed: of the order within the rounds.
-        learn: told the evidence of each round, which the race has recorded.
-        on_round: told its number from 1, its rates, and the seconds left.
+    `learn` is told the evidence of each round, which the race has recorded; `on_round` its number from 1, its rates, and the
+    seconds left.
     """
 
     def sides(_number: int) -> Sequence[LoaderConfig]:
@@ -173,31 +144,30 @@ def run_rounds(
     def observe(config: LoaderConfig, number: int) -> Evidence:
         return source.gather(config, Ask(phase="compare", kind=kind, group=number))
 
-    def record(gathered: Sequence[tuple[LoaderConfig, Evidence]], seconds: float) -> None:
+    for gathered, seconds in paired(sides, observe, seed=seed, clock=lambda: -seconds_left()):
         done = race.record([(config, each.outcome) for config, each in gathered], seconds)
         learn([each for _, each in gathered])
         on_round(len(race.rounds), dict(done.rates), seconds_left())
-
-    paired(sides, observe, record, seed=seed, clock=lambda: -seconds_left())
     return race.outcome()
 
 
 def paired(
     sides: Callable[[int], Sequence[_Side]],
     observe: Callable[[_Side, int], _Outcome],
-    record: Callable[[Sequence[tuple[_Side, _Outcome]], float], object],
     *,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Run round after round, everybody once a round, so that whatever slows a round cancels in its ratios.
+) -> Iterator[tuple[list[tuple[_Side, _Outcome]], float]]:
+    """Round after round, everybody once a round, so that whatever slows a round cancels in its ratios.
 
     Args:
         sides: who takes part in the round of this number, from 0; nobody ends the loop.
         observe: observes one side in one round, over the samples that belong to the number of the round.
-        record: receives what was observed, in the order of observation, and the seconds that the round took.
         seed: of the order.
         clock: seconds.
+
+    Yields:
+        What was observed in a round, in the order of observation, and the seconds that it took.
     """
     number, order = 0, random.Random(seed)
     while entrants := list(sides(number)):
@@ -206,7 +176,7 @@ def paired(
             order.shuffle(entrants)
         elif number % 2:
             entrants.reverse()
-        record([(side, observe(side, number)) for side in entrants], clock() - begun)
+        yield [(side, observe(side, number)) for side in entrants], clock() - begun
         number += 1
 
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from autotune_loader.decision.space import Limits, Space, least, max_useful_workers
 from autotune_loader.machine.limits import rank_of_environment
@@ -39,19 +39,12 @@ FAREWELL_DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Something for all ranks to run."""
+    """A burst for all ranks to run."""
 
-    what: Literal["burst", "step_ceiling"]
     config: LoaderConfig
     plan: BurstPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a rank has measured; exactly one of the two."""
-
-    measurement: Measurement | None = None
-    failure: Failure | None = None
+    step_alone: bool = False
+    """Whether it is the step on one cached batch."""
 
 
 class Ranks:
@@ -64,18 +57,16 @@ class Ranks:
 
     def __init__(self, link: Link, *, grace_s: float = GRACE_S) -> None:
         self.link, self.grace_s = link, grace_s
-        self.rank, self.world_size = link.rank, link.ranks
         self.leads = link.rank == 0
         """Whether this is rank 0, which searches, writes and speaks."""
-        self.others = range(1, self.world_size)
         self.asked = 0
         """How often rank 0 has asked, or was heard to ask."""
 
     @property
     def on_this_node(self) -> int:
         """How many ranks share this machine; launchers other than torchrun do not always say."""
-        nodes = [self.link.places[rank].node for rank in range(self.world_size)]
-        return nodes.count(nodes[self.rank])
+        nodes = [place.node for place in self.link.places.values()]
+        return nodes.count(self.link.places[self.link.rank].node)
 
     def meet(self, deadline_s: float) -> None:
         """Returns when all ranks are here and know each other's places.
@@ -84,18 +75,15 @@ class Ranks:
             RankLostError: not every rank came in time.
         """
         self.link.say("here", Place.here())
-        try:
-            if self.leads:
-                until = time.monotonic() + deadline_s
-                for rank in range(self.world_size):
-                    self.link.places[rank] = self.link.take("here", rank, Place, until - time.monotonic())
-                self.link.say("met", self.link.places)
-            self.link.places.update(self.link.wait("met", 0, dict[int, Place], deadline_s))
-        except RankLostError as error:
-            raise RankLostError(
-                f"not every rank called tune() within {deadline_s:.0f} s; it must be called on all of them, like a barrier "
-                f"({error})"
-            ) from error
+        until = time.monotonic() + deadline_s
+        for rank in range(self.link.ranks):
+            try:
+                self.link.places[rank] = self.link.wait("here", rank, Place, until - time.monotonic())
+            except RankLostError as error:
+                raise RankLostError(
+                    f"not every rank called tune() within {deadline_s:.0f} s; it must be called on all of them, like a "
+                    f"barrier ({error})"
+                ) from error
 
     def ask(self, ask: Ask | None, result: Any = None) -> None:
         """Say to all what they are to run, or the result, as plain values."""
@@ -108,30 +96,11 @@ class Ranks:
         self.asked += 1
         return ask, result
 
-    def await_leaving(self, deadline_s: float) -> None:
-        """Returns when all others have heard how it ended.
-
-        Raises:
-            RankLostError: a rank is gone or late.
-        """
+    def from_others(self, what: str, kind: Any, deadline_s: float) -> Iterator[tuple[int, Any]]:
+        """What every other rank says, to rank 0 alone."""
         until = time.monotonic() + deadline_s
-        for rank in self.others:
-            self.link.wait("left", rank, str, until - time.monotonic())
-
-    def finish(self, result: Any, *, is_partial: bool = False) -> None:
-        """Give all ranks the result, plain values, and let them go.
-
-        Raises:
-            RankLostError: a rank did not hear it.
-        """
-        self.ask(None, result)
-        try:
-            self.await_leaving(FAREWELL_DEADLINE_S if is_partial else self.grace_s)
-        except RankLostError:
-            if not is_partial:  # Ctrl-C has ended the others, too
-                raise
-        for number in range(self.asked):
-            self.link.store.delete_key(f"ask{number}/0")
+        for rank in range(1, self.link.ranks):
+            yield rank, self.link.take(what, rank, kind, until - time.monotonic())
 
 
 @contextlib.contextmanager
@@ -144,20 +113,21 @@ def joined_ranks(*, join_deadline_s: float = JOIN_DEADLINE_S, grace_s: float = G
         RankLostError: not every rank came in time, or one was lost.
         RuntimeError: a launcher started several ranks, but torch.distributed is not initialised.
     """
-    if is_alone() or not is_distributed():
+    if _alone or not is_distributed():
         yield None
         return
-    ranks = Ranks(job_link("tune"), grace_s=grace_s)
+    ranks, why = Ranks(job_link("tune"), grace_s=grace_s), ""
     try:
         ranks.meet(join_deadline_s)
         yield ranks
-        ranks.link.leave()
     except BaseException as error:
-        ranks.link.leave(first_line(error))
-        if ranks.leads:
-            with contextlib.suppress(RankLostError):
-                ranks.await_leaving(FAREWELL_DEADLINE_S)
+        why = first_line(error)
         raise
+    finally:
+        ranks.link.leave(why)
+        if ranks.leads:
+            with contextlib.suppress(RankLostError):  # Ctrl-C has ended the others, too
+                list(ranks.from_others("left", str, FAREWELL_DEADLINE_S))
 
 
 def is_distributed(environ: Mapping[str, str] = os.environ) -> bool:
@@ -178,11 +148,7 @@ def is_distributed(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 _alone: list[bool] = []
-
-
-def is_alone() -> bool:
-    """Whether this rank tunes for itself now, although there are others."""
-    return bool(_alone)
+"""Not empty while this rank tunes for itself, although there are others."""
 
 
 @contextlib.contextmanager
@@ -197,7 +163,7 @@ def tuning_alone() -> Iterator[None]:
 
 def environment(ranks: Ranks | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment in which the machine is inspected: it names the ranks that share this node."""
-    if is_alone():
+    if _alone:
         return {name: value for name, value in environ.items() if name != "LOCAL_WORLD_SIZE"}
     if ranks is None:
         return dict(environ)
@@ -207,10 +173,8 @@ def environment(ranks: Ranks | None, environ: Mapping[str, str] = os.environ) ->
 def workload_of_rank(ranks: Ranks | None, workload: Workload) -> Workload:
     """The workload with this rank's device, and with the model as it is without its distributed wrapper."""
     training = workload.training
-    training = replace(training, model=unwrapped(training.model))
-    if ranks is not None:
-        training = replace(training, device=own_device(training.device))
-    return replace(workload, training=training)
+    device = training.device if ranks is None else own_device(training.device)
+    return replace(workload, training=replace(training, model=unwrapped(training.model), device=device))
 
 
 def unwrapped(model: Any) -> Any:
@@ -256,13 +220,10 @@ def common_space(ranks: Ranks | None, usable_cores: int, space: Space) -> Space:
     if not ranks.leads:
         ranks.link.say("bounds", (own.max_workers, own.limits))
         return own
-    until = time.monotonic() + JOIN_DEADLINE_S
-    for rank in ranks.others:
-        workers, limits = ranks.link.take("bounds", rank, tuple[int, Limits], until - time.monotonic())
-        tightest = {
-            each.name: least(getattr(limits, each.name), getattr(own.limits, each.name)) for each in fields(Limits)
-        }
-        own = replace(own, max_workers=min(workers, own.max_workers), limits=Limits(**tightest))
+    for _, (workers, limits) in ranks.from_others("bounds", tuple[int, Limits], JOIN_DEADLINE_S):
+        names = [each.name for each in fields(Limits)]
+        tightest = Limits(**{name: least(getattr(limits, name), getattr(own.limits, name)) for name in names})
+        own = replace(own, max_workers=min(workers, own.max_workers), limits=tightest)
     return own
 
 
@@ -273,11 +234,6 @@ def within_cores(space: Space, usable_cores: int) -> Space:
     return replace(space, max_workers=min(space.max_workers, usable_cores))
 
 
-def lead(ranks: Ranks | None, probe: Probe) -> Probe:
-    """The probe that the search runs on: this process' own, or that of all ranks together."""
-    return probe if ranks is None else LockstepProbe(ranks, probe)
-
-
 class LockstepProbe:
     """A `Probe` on rank 0 whose every burst runs on all ranks at once; the slowest rank's measurement is the answer."""
 
@@ -285,34 +241,32 @@ class LockstepProbe:
         self._ranks, self._own = ranks, own
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        return self._everywhere(Ask(what="burst", config=config, plan=plan))
+        return self._everywhere(config, plan)
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        return self._everywhere(
-            Ask(what="step_ceiling", config=LoaderConfig(consumer_threads=consumer_threads), plan=plan)
-        )
+        return self._everywhere(LoaderConfig(consumer_threads=consumer_threads), plan, step_alone=True)
 
-    def _everywhere(self, ask: Ask) -> Measurement | Failure:
+    def _everywhere(self, config: LoaderConfig, plan: BurstPlan, *, step_alone: bool = False) -> Measurement | Failure:
         # A rank that closes its window early would leave the cores to the others.
-        ask = replace(ask, plan=replace(ask.plan, min_s=ask.plan.max_s))
-        ranks, until = self._ranks, time.monotonic() + ask.plan.deadline_s + self._ranks.grace_s
+        ask = Ask(config=config, plan=replace(plan, min_s=plan.max_s), step_alone=step_alone)
+        ranks, until = self._ranks, time.monotonic() + plan.deadline_s + self._ranks.grace_s
         ranks.ask(ask)
         outcomes = {0: _run(self._own, ask, rank=0)}
-        for rank in ranks.others:
-            answer = ranks.link.take(f"answer{ranks.asked}", rank, Answer, until - time.monotonic())
-            outcomes[rank] = answer.measurement or answer.failure
-        return slowest(outcomes)
+        answers = ranks.from_others(
+            f"answer{ranks.asked}", tuple[Measurement | None, Failure | None], until - time.monotonic()
+        )
+        return slowest(outcomes | {rank: measured or failure for rank, (measured, failure) in answers})
 
 
 def slowest(outcomes: Mapping[int, Measurement | Failure]) -> Measurement | Failure:
     """What a trial measured, given every rank's outcome: a failure anywhere fails it, else the lowest rate counts."""
-    failed = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    if failed:
-        rank, failure = min(failed.items())
-        return replace(failure, message=f"rank {rank}: {failure.message}")
-    measured = [outcome for outcome in outcomes.values() if isinstance(outcome, Measurement)]
-    least = min(measured, key=lambda measurement: measurement.samples_per_s.value)
-    return replace(least, bad_samples=tuple(dict.fromkeys(bad for each in measured for bad in each.bad_samples)))
+    measured = list[Measurement]()
+    for rank, outcome in sorted(outcomes.items()):
+        if isinstance(outcome, Failure):
+            return replace(outcome, message=f"rank {rank}: {outcome.message}")
+        measured.append(outcome)
+    least_rate = min(measured, key=lambda measurement: measurement.samples_per_s.value)
+    return replace(least_rate, bad_samples=tuple(dict.fromkeys(bad for each in measured for bad in each.bad_samples)))
 
 
 def serve(ranks: Ranks, probe: Probe, *, deadline_s: float = FOLLOW_DEADLINE_S) -> Any:
@@ -324,40 +278,40 @@ def serve(ranks: Ranks, probe: Probe, *, deadline_s: float = FOLLOW_DEADLINE_S) 
     Raises:
         RankLostError: rank 0 is gone, silent for `deadline_s`, or gave up; the message carries its reason.
     """
-    is_interrupted = False
+    ask, is_interrupted = None, False
     while True:
+        outcome: Measurement | Failure
         try:
             ask, result = ranks.next_ask(deadline_s)
             if ask is None:
                 return result
-        except KeyboardInterrupt:
-            if is_interrupted:
-                raise
-            is_interrupted = True
-            continue
-        try:
-            outcome = _run(probe, ask, ranks.rank)
+            outcome = _run(probe, ask, ranks.link.rank)
+        except RankLostError:
+            raise
         except (Exception, KeyboardInterrupt) as error:
             if is_interrupted and isinstance(error, KeyboardInterrupt):
                 raise
-            is_interrupted = isinstance(error, KeyboardInterrupt)
+            is_interrupted = is_interrupted or isinstance(error, KeyboardInterrupt)
+            if ask is None:
+                continue
             outcome = Failure(kind="crashed", phase="batches", message=f"interrupted: {first_line(error)}")
-        answer = Answer(failure=outcome) if isinstance(outcome, Failure) else Answer(measurement=outcome)
-        ranks.link.say(f"answer{ranks.asked}", answer)
+        is_failed = isinstance(outcome, Failure)
+        ranks.link.say(f"answer{ranks.asked}", (None, outcome) if is_failed else (outcome, None))
+        ask = None
 
 
 def _run(probe: Probe, ask: Ask, rank: int) -> Measurement | Failure:
     # Ranks that read the same samples at once would find all but the first read in the page cache.
     plan = replace(ask.plan, seed=ask.plan.seed + rank * 100_003)
-    if ask.what == "step_ceiling":
+    if ask.step_alone:
         return probe.step_ceiling(ask.config.consumer_threads, plan)
     return probe.burst(ask.config, plan)
 
 
 def share(ranks: Ranks | None, result: TuningResult) -> TuningResult:
-    """Give the other ranks the result. A partial one is kept even if they are gone: Ctrl-C ended them too."""
+    """Give the other ranks the result."""
     if ranks is not None:
-        ranks.finish(result.to_dict(), is_partial=result.status == "partial")
+        ranks.ask(None, result.to_dict())
     return result
 
 
@@ -373,11 +327,9 @@ def run_on_rank_0(call: Callable[[], TuningResult], *, deadline_s: float) -> Tun
         RankLostError: rank 0 failed or is gone (on the others).
     """
     with joined_ranks() as ranks:
-        if ranks is None:
-            return call()
-        if not ranks.leads:
+        if ranks is not None and not ranks.leads:
             return _result_of(ranks.next_ask(deadline_s)[1])
-        with tuning_alone():
+        with tuning_alone() if ranks is not None else contextlib.nullcontext():
             result = call()
         return share(ranks, result)
 

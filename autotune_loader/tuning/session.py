@@ -23,9 +23,9 @@ from autotune_loader.decision.variants import count_variants, faster_variants, m
 from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.burst_source import BurstSource
-from autotune_loader.tuning.finals import Finals
+from autotune_loader.tuning.finals import run_finals
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.state import RunContext, SearchState
+from autotune_loader.tuning.state import RunContext, SearchState, twin_context
 from autotune_loader.tuning.study import Claim, OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -73,60 +73,35 @@ class TuningSession:
         suggestions: Sequence[LoaderConfig] = (),
         study_name: str = "autotune",
     ) -> None:
-        self._run = run
-        self._options = options
-        self._clock = clock
-        self._started = started
-        self._listener = listener
-        self._suggestions = suggestions
-        self._repeats = 0
-        context = run.twin_context()
-        self.state = SearchState(baseline=run.baseline, context=context)
-        self._beliefs = Beliefs(run.space, context)
+        self._options, self._listener, self._suggestions = options, listener, suggestions
+        self._clock, self._started, self._repeats = clock, started, 0
+        self._run = run = replace(run, tolerance=options.tolerance)
+        context, trials = twin_context(run.workload, run.warmup, run.usable_cores), list[Trial]()
         self._source = BurstSource(
-            probe,
-            run.space,
-            context,
-            self.state.trials,
-            self.seconds_left,
-            run.warmup.first_batch_s,
-            options.stages,
+            probe, run.space, context, trials, self.seconds_left, run.warmup.first_batch_s, options.stages
         )
+        self._beliefs = Beliefs(run.space, context)
         self._study = OptunaStudy(
-            storage=options.storage or (options.output and f"{options.output}.journal"),
-            disposable=options.storage is None,
-            name=study_name,
-            space=run.space,
-            search=options.search,
-            seed=options.seed,
+            storage=options.storage, name=study_name, space=run.space, search=options.search, seed=options.seed
         )
-        self.state.study = self._study.study
+        self.state = SearchState(run=run, source=self._source, beliefs=self._beliefs, trials=trials)
 
     def run(self) -> SearchState:
         """Search until there is a reason to stop; on Ctrl-C what was found so far is returned, marked as interrupted."""
-        has_step = self._run.workload.has_step
         try:
             self._adopt(self._study.restored())
-            if has_step:
+            if self._run.workload.has_step:
                 self._measure_step()
             for config in self._proposals():
                 self._try(config)
-            finals = Finals(
-                self._source, self._beliefs, self.state, tolerance=self._options.tolerance, has_step=has_step
-            )
-            self.state.finals = finals.run(self.seconds_left, self._listener.finals_round, self._options.seed)
+            on_round = self._listener.finals_round
+            self.state.finals = run_finals(self.state, self.seconds_left, on_round, self._options.seed)
         except KeyboardInterrupt:
             self.state.stop_reason = StopReason.INTERRUPTED
         finally:
-            self.state.bursts = self._source.bursts
             self.state.study = self._study.study
             self._study.close()
         return self.state
-
-    def finish(self) -> None:
-        """The result is safe: nobody needs to go on from here, unless the search was interrupted."""
-        if not self.state.interrupted:
-            self._study.finish()
 
     def seconds_left(self) -> float:
         return self._options.budget_s - (self._clock() - self._started)
@@ -148,7 +123,7 @@ class TuningSession:
                 if busy < CORES_OF_A_SERIAL_STEP:
                     self._beliefs.space = replace(self._run.space, consumer_threads=(None,))
                     break
-        self.state.context = self._beliefs.context = self._source.context = context
+        self._beliefs.context = self._source.context = context
 
     # What to try
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.machine.ranks import Place
+from autotune_loader.report.frame import row_of
 from autotune_loader.tuning.options import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-FINISHED = "finished"
-"""Set on a study whose search came to its end; without it the next run goes on where this one was cut off."""
 CONFIG, OWNER, SINCE = "config", "owner", "since"
 """Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
 LOST_S = 60.0
@@ -100,13 +99,9 @@ class OptunaStudy:
         space: what may be proposed.
         search: which sampler proposes where the caller does not.
         seed: of the sampler.
-        disposable: the storage is a journal that nobody asked for, kept so that a killed run can go on. A finished study
-            in it is not resumed but started over, and so is a file that cannot be read.
     """
 
-    def __init__(
-        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, disposable: bool = False
-    ) -> None:
+    def __init__(self, *, storage: str | None, name: str, space: Space, search: Search, seed: int) -> None:
         # In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model.
         thread = threading.Thread(target=importlib.import_module, args=("optuna",))
         thread.start()
@@ -114,7 +109,7 @@ class OptunaStudy:
         self._name, self._space, self._sampler = name, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
-        self.study = self._disposable(storage) if disposable and storage else self._opened(storage)
+        self.study = self._opened(storage)
         self._end_what_died()
 
     @quiet_optuna()
@@ -160,12 +155,6 @@ class OptunaStudy:
     def abandon(self, claim: Claim) -> None:
         """Mark a trial that was interrupted, or that another host runs: it carries no information."""
         self._fail(claim.asked)
-
-    def finish(self) -> None:
-        """Mark the study as searched to the end."""
-        with contextlib.suppress(Exception):
-            self.study.set_user_attr(FINISHED, True)
-        self.close()
 
     def restored(self) -> list[Trial]:
         """The trials of earlier and other runs of the same study, in order, without traces; a repeated one once."""
@@ -218,21 +207,6 @@ class OptunaStudy:
             pruner=optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-
-    def _disposable(self, path: str) -> optuna.Study:
-        """The unfinished study of a journal, or a new one; in memory where the file cannot be written."""
-        try:
-            study = self._opened(path)
-            if not study.user_attrs.get(FINISHED):
-                return study
-        except Exception as error:
-            log.warning("the journal %s cannot be resumed (%s) and is started over", path, without_secrets(str(error)))
-        try:
-            Path(path).unlink()
-            return self._opened(path)
-        except OSError as error:
-            log.warning("%s; the study is kept in memory", without_secrets(str(error)))
-            return self._opened(None)
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
@@ -318,29 +292,10 @@ def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
 
 
 def _attributes(trial: Trial) -> dict[str, Any]:
-    """What a person, a dashboard or a resumed run wants to know; plain JSON values only."""
-    values: dict[str, Any] = {"role": trial.role, "seconds": round(trial.seconds, 3)}
-    if (measured := trial.measurement) is not None:
-        rate, memory = measured.samples_per_s, measured.memory
-        values |= {
-            "samples_per_s": rate.value,
-            "samples_per_s_low": rate.low,
-            "samples_per_s_high": rate.high,
-            "wait_share": measured.wait_share,
-            "first_batch_s": measured.first_batch_s,
-            "cpu_share": measured.cpu_share,
-            "rss_bytes": memory.rss_bytes if memory else None,
-            "pss_bytes": memory.pss_bytes if memory else None,
-            "gpu_busy_share": measured.gpu.busy_share,
-            "gpu_util": measured.gpu.util,
-        }
-        trial = replace(trial, measurement=replace(measured, traces=()))
-    if trial.failure is not None:
-        values |= {f"failure_{name}": getattr(trial.failure, name) for name in ("kind", "phase", "message")}
-    if trial.predicted_samples_per_s is not None:
-        values["predicted_samples_per_s"] = float(trial.predicted_samples_per_s)
-    plain: dict[str, Any] = to_plain(values)
-    return {**plain, "record": json.dumps(to_plain(trial), allow_nan=False)}
+    """What a person or a dashboard wants to know, as in `to_dataframe()`, and all that a resumed run needs; JSON values."""
+    lean = replace(trial, measurement=trial.measurement and replace(trial.measurement, traces=()))
+    shown: dict[str, Any] = to_plain(row_of(trial))
+    return {**shown, "record": json.dumps(to_plain(lean), allow_nan=False)}
 
 
 # Storages

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.decision.space import Space
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
@@ -25,25 +24,22 @@ from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_
 from autotune_loader.tuning.earlier import EarlierResult
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import (
+    LockstepProbe,
     Ranks,
     common_space,
     environment,
     follow,
     joined_ranks,
-    lead,
     share,
     workload_of_rank,
 )
-from autotune_loader.tuning.search_space import make_space
 from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import RunContext
-from autotune_loader.tuning.study import OptunaStudy, name_of_study
+from autotune_loader.tuning.state import RunContext, make_space
+from autotune_loader.tuning.study import name_of_study
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
-from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
-    import optuna
     import torch
 
 LONG_COMPILING_S = 5.0
@@ -124,7 +120,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
         isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
-        storage: where the Optuna study is kept: the path of a journal file, or a URL of any database Optuna takes.
+        storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
+            any database that Optuna takes.
         study_name: name of the study in the storage.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
@@ -167,7 +164,7 @@ def _tuned(
     whole: Machine,
 ) -> TuningResult:
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
-    progress.announce_machine(machine.usable_cores, machine.gpu_reason)
+    progress.announce_machine(machine.usable_cores)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
     with open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s) as opened:
@@ -176,7 +173,7 @@ def _tuned(
         space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
-        probe = lead(ranks, opened.probe)
+        probe = opened.probe if ranks is None else LockstepProbe(ranks, opened.probe)
         at_first = "" if space.workers_are_capped else " at first"
         progress.announce(f"step: {opened.warmup.step}; up to {space.max_workers} workers{at_first}")
         context = RunContext(
@@ -186,28 +183,24 @@ def _tuned(
             fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
             notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
-            tolerance=options.tolerance,
         )
-        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.world_size)
+        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
         if seen is not None:
-            study = study_of(seen.earlier.trials, space, options)
-            held = assemble_reused(seen, context, time.monotonic() - begun, study)
+            held = assemble_reused(seen, context, time.monotonic() - begun)
             return share(ranks, saved(held, options.output))
-        told = replace(context, notes=(*context.notes, *earlier.objections))
         session = TuningSession(
             probe,
-            context,
+            replace(context, notes=(*context.notes, *earlier.objections)),
             options,
             clock=time.monotonic,
             started=begun,
-            listener=FileAndProgress(told, options.output, progress, started),
+            listener=FileAndProgress(options.output, progress, started),
             suggestions=() if earlier.entry is None else (earlier.entry.best,),
             study_name=options.study_name or name_of_study(space, context.fingerprint),
         )
         state = session.run()
-    result = saved(assemble(state, told, time.monotonic() - started, final=True), options.output)
-    session.finish()
+    result = saved(assemble(state, time.monotonic() - started, final=True), options.output)
     earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(ranks, result)
 
@@ -220,17 +213,3 @@ def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple
     return started + warm_up_s, [
         f"torch.compile took {warm_up_s:.0f} s before the first burst; the budget of {budget_s:.0f} s was counted without them"
     ]
-
-
-def study_of(trials: Sequence[Trial], space: Space, options: TuneOptions) -> optuna.Study:
-    """The Optuna study of an earlier result's trials, in memory."""
-    study = OptunaStudy(
-        storage=None,
-        name=options.study_name or "autotune-reused",
-        space=space,
-        search=options.search,
-        seed=options.seed,
-    )
-    for trial in trials:
-        study.tell(study.ask(trial.config), trial)
-    return study.study

@@ -49,16 +49,12 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """What the accelerator did during a burst; every value may be missing, and then `reason` says why."""
+    """What the accelerator did during a burst, as far as it tells."""
 
-    util: float | None = None
-    """Share of the window in which any kernel of anyone ran, by NVML's samples, 0 to 1."""
     busy_share: float | None = None
     """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
-    reason: str | None = None
-    """Why utilisation or memory is missing."""
     copy_s: float | None = None
     """Mean seconds that a batch took to the device, by its own clock; None off CUDA."""
 
@@ -118,7 +114,7 @@ class Measurement:
     batch_tensors: int = 0
     """Tensors in one batch; each takes a descriptor while it travels."""
     memory: MemoryUse | None = None
-    gpu: GpuUse = field(default_factory=lambda: GpuUse(reason="not measured"))
+    gpu: GpuUse = GpuUse()
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)

@@ -148,7 +148,7 @@ def draw(rng: random.Random, only: str = "") -> Drawn:
 
 
 def open_ledger(journal: Path) -> OptunaStudy:
-    return OptunaStudy(storage=str(journal), name="endurance", space=SPACE, search="random", seed=0, disposable=True)
+    return OptunaStudy(storage=str(journal), name="endurance", space=SPACE, search="random", seed=0)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
     python -m studies.endurance.kills --kills 50
 
-A run with `output=` and a journal (beside `loader.json`, or a `storage` of its own, in turns) is killed; every second time
-the journal also gets what a power loss leaves: a torn last line and a stale lock. Then `loader.json`, where there is one,
-must load, and a second run must take up every trial that the file knew and end with status "complete".
+A run with `output=` and a journal as its `storage=` is killed; every second time the journal also gets what a power loss
+leaves: a torn last line and a stale lock. Then `loader.json`, where there is one, must load, and a second run must take up
+every trial that the file knew and end with status "complete".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from autotune_loader import TuningResult, load_config
+from autotune_loader import LoaderConfig, TuningResult, load_config
 from autotune_loader.values.errors import TunerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +42,10 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((3,), float(index))
 
 tune(Rows(), batch_size=8, budget=4, max_trials=3, max_workers=2, output="loader.json",
-     storage=sys.argv[1] or None, reuse=False, progress=False)
+     storage="study.journal", reuse=False, progress=False)
 """
 DEADLINE_S = 120.0
-LEFT_FILES = re.compile(r"loader\.json(\.journal)?|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
+LEFT_FILES = re.compile(r"loader\.json|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
 
 
 @dataclass(kw_only=True)
@@ -81,18 +81,17 @@ def kill_runs(kills: int, seed: int = 0) -> Figures:
     rng, figures = random.Random(seed), Figures()
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        finish(Path(folder), "")
+        finish(Path(folder))
         whole_s = time.monotonic() - begun
     for number in range(kills):
         with tempfile.TemporaryDirectory() as folder:
-            storage = "study.journal" if number % 2 else ""
-            kill_one(Path(folder), storage, rng.uniform(0.2, 1.0) * whole_s, tears=number % 4 >= 2, figures=figures)
+            kill_one(Path(folder), rng.uniform(0.2, 1.0) * whole_s, tears=number % 2 > 0, figures=figures)
         print(f"{number + 1} kills: {figures}", file=sys.stderr)
     return figures
 
 
-def kill_one(folder: Path, storage: str, after_s: float, *, tears: bool, figures: Figures) -> None:
-    process = start(folder, storage)
+def kill_one(folder: Path, after_s: float, *, tears: bool, figures: Figures) -> None:
+    process = start(folder)
     try:
         process.wait(after_s)
         figures.after_the_end += 1
@@ -104,13 +103,12 @@ def kill_one(folder: Path, storage: str, after_s: float, *, tears: bool, figures
     figures.leftover_processes += len(still_there(str(folder)))
     known = trials_in(folder / "loader.json", figures)
     if tears:
-        figures.torn += tear(folder / (storage or "loader.json.journal"))
-    output = finish(folder, storage)
-    found = re.search(r"resumed a study of (\d+) trials", output)
-    resumed = int(found[1]) if found else 0
-    figures.resumed_runs += resumed > 0
-    figures.resumed_trials += resumed
-    figures.lost_trials += max(0, known - resumed)
+        figures.torn += tear(folder / "study.journal")
+    finish(folder)
+    resumed = known & trials_of(TuningResult.load(folder / "loader.json"))
+    figures.resumed_runs += len(resumed) > 0
+    figures.resumed_trials += len(resumed)
+    figures.lost_trials += len(known - resumed)
     figures.not_finished += not is_complete(folder / "loader.json")
     figures.leftover_processes += len(still_there(str(folder)))
     figures.temporary_files += len(list(folder.glob(".loader.json.*")))
@@ -118,9 +116,9 @@ def kill_one(folder: Path, storage: str, after_s: float, *, tears: bool, figures
     assert not unknown, unknown
 
 
-def start(folder: Path, storage: str) -> subprocess.Popen[str]:
+def start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, storage],
+        [sys.executable, "-c", RUN],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -129,9 +127,9 @@ def start(folder: Path, storage: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(folder: Path, storage: str) -> str:
-    """Run to the end; what it printed."""
-    process = start(folder, storage)
+def finish(folder: Path) -> None:
+    """Run to the end."""
+    process = start(folder)
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -139,22 +137,26 @@ def finish(folder: Path, storage: str) -> str:
         output = process.communicate()[0]
     if process.returncode:
         print(output, file=sys.stderr)
-    return output
 
 
-def trials_in(path: Path, figures: Figures) -> int:
-    """Trials of an unfinished `loader.json`, which the next run has to know; 0 where there is no such file."""
+def trials_of(result: TuningResult) -> set[tuple[LoaderConfig, float]]:
+    """Each by what it ran, and the seconds that it took."""
+    return {(trial.config, trial.seconds) for trial in result.trials}
+
+
+def trials_in(path: Path, figures: Figures) -> set[tuple[LoaderConfig, float]]:
+    """Trials of an unfinished `loader.json`, which the next run has to know; none where there is no such file."""
     if not path.exists():
         figures.before_first_file += 1
-        return 0
+        return set()
     try:
         load_config(path, on_mismatch="raise")
         result = TuningResult.load(path)
     except TunerError as error:
         print(error, file=sys.stderr)
         figures.unreadable_files += 1
-        return 0
-    return len(result.trials) if result.status == "partial" else 0
+        return set()
+    return trials_of(result) if result.status == "partial" else set()
 
 
 def is_complete(path: Path) -> bool:

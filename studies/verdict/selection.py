@@ -213,9 +213,6 @@ class _OneConfig:
         plan = replace(FINAL_BURST, seed=self.first_seed + ask.group)
         return Evidence(config=config, outcome=self.probe.burst(self.config, plan), phase="compare", group=ask.group)
 
-    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
-        return BURST_S
-
 
 def real(count: int, workload: str, rivals: int = 4) -> None:
     """Races of real bursts in which all are the same configuration: whoever is called faster is not."""

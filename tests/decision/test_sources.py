@@ -104,13 +104,6 @@ def test_without_workers_it_observes_too(source: EvidenceSource) -> None:
     assert source.gather(ALONE, Ask(phase="compare")).measurement is not None
 
 
-def test_what_an_observation_costs_is_never_negative(source: EvidenceSource) -> None:
-    assert source.cost_s(TWO, Ask()) >= 0
-    source.gather(TWO, Ask())
-    assert source.cost_s(TWO, Ask(phase="compare")) >= 0
-    assert source.cost_s(TWO, Ask(phase="compare", kind="epoch")) >= 0
-
-
 def test_evidence_is_of_what_it_cannot_tell_apart() -> None:
     persistent = LoaderConfig(num_workers=2, persistent_workers=True)
     seen = Evidence(config=persistent, outcome=Failure(kind="crashed", phase="start", message="no"))

@@ -7,16 +7,11 @@ import itertools
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, use_within
-from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, busy_within
 from tests.support import FakeGpu, FakeGpus
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
@@ -126,10 +121,10 @@ def test_the_fake_has_only_names_that_the_real_binding_has() -> None:
 def test_a_short_window_has_the_utilisation_of_its_own_samples() -> None:
     # GIVEN samples every 0.1 s: idle before a window of 0.4 s, three quarters busy in it, busy after it
     samples = [(t / 10, share) for t, share in enumerate([0.0] * 6 + [0.5, 1.0, 0.5, 1.0] + [1.0] * 3)]
-    # WHEN they are read for the window, and for one of which they cover a quarter THEN only the first has a figure
-    assert use_within(samples, 0.5, 0.9) == pytest.approx(0.75)
-    assert use_within(samples, 1.1, 1.5) is None
-    assert use_within([], 0.5, 0.9) is use_within(samples[:1], 0.0, 0.1) is None
+    # WHEN they are read for the window, and for one of which they cover a quarter THEN it is told how much they cover
+    assert busy_within(samples, 0.5, 0.9) == pytest.approx((0.3, 0.4))
+    assert busy_within(samples, 1.1, 1.5) == pytest.approx((0.1, 0.1))
+    assert busy_within([], 0.5, 0.9) == busy_within(samples[:1], 0.0, 0.1) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("clock", STAMP_CLOCKS)
@@ -140,43 +135,3 @@ def test_stamps_of_either_clock_become_seconds_ago(clock: Callable[[], float]) -
     (older, younger) = gpus.recent_use(gpus.devices()[0])
     assert older == (pytest.approx(0.3, abs=0.05), 0.2)
     assert younger == (pytest.approx(0.2, abs=0.05), 0.4)
-
-
-def test_a_burst_has_the_utilisation_of_its_own_window() -> None:
-    # GIVEN a meter on a GPU that was busy for the last half second, by samples 20 ms apart
-    def samples() -> list[tuple[float, int]]:
-        return [(time.time() - ago / 50, 100 if ago < 25 else 0) for ago in range(50)]
-
-    with TreeMeter(1, usable_cores=1, gpus=opened([FakeGpu(uuid=A, samples=samples)])) as meter:
-        pass
-    now = time.monotonic()
-    # WHEN the burst's window was the last 0.4 s, or began before the GPU did THEN each has its own
-    short, long = (meter.added_to(a_burst(now, window_s)).gpu for window_s in (0.4, 0.8))
-    assert (short.util, short.reason) == (pytest.approx(1.0, abs=0.05), None)
-    assert long.util == pytest.approx(0.62, abs=0.08)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "reason"),
-    [
-        (None, "the step does not run on an NVIDIA GPU"),
-        (opened((), has_driver=False), NO_DRIVER),
-        (Gpus(FakeGpus(PLAIN), cuda_uuids=["ffff"], environ={}), "NVML does not know the device"),
-        (opened(PLAIN), "the burst is too short for NVML's utilisation"),
-    ],
-)
-def test_a_gpu_that_cannot_be_watched_has_a_reason_and_no_figure(gpus: Gpus | None, reason: str) -> None:
-    with TreeMeter(1, usable_cores=1, gpus=gpus) as meter:
-        pass
-    gpu = meter.added_to(a_burst(time.monotonic(), 0.5)).gpu
-    assert (gpu.util, gpu.memory_bytes, gpu.reason) == (None, None, reason)
-
-
-def a_burst(end: float, window_s: float) -> Measurement:
-    """A burst that a step ended at a moment."""
-    times = dict.fromkeys(("fetch_start", "fetch_end", "collate_end", "requested", "received", "step_end"), end)
-    figures = dict.fromkeys(("batch_size", "first_batch_s", "wait_share", "service_s"), 0.0)
-    figures |= dict.fromkeys(("service_cpu_s", "receive_s", "step_s"), 0.0)
-    rate = Interval(value=1.0, low=1.0, high=1.0, count=1)
-    last = BatchTrace(worker=0, cpu_s=0.0, samples=1, **times)
-    return Measurement(samples_per_s=rate, samples=1, window_s=window_s, traces=(last,), **figures)

@@ -18,7 +18,7 @@ from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.meters.process_tree import TreeMeter
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe import runner
@@ -209,12 +209,12 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadl
         probe.close()
 
 
-class AlarmAtTheEnd(TreeMeter):
+class AlarmAtTheEnd(MemoryGuard):
     """Finds the memory limit passed just as the burst has ended."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._on_memory_limit()
+        self._on_limit()
 
 
 def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(
@@ -222,7 +222,7 @@ def test_an_alarm_at_the_end_of_a_burst_does_not_blame_the_next(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_memory_budget_bytes", 1 << 40)
-        patch.setattr(runner, "TreeMeter", AlarmAtTheEnd)
+        patch.setattr(runner, "MemoryGuard", AlarmAtTheEnd)
         failure = probe.burst(TWO_WORKERS, QUICK)
 
     assert isinstance(failure, Failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -11,14 +12,13 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Spent,
     Verdict,
 )
 from autotune_loader.results.result import TuningResult
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, GpuUse, Measurement, MemoryUse
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
@@ -71,10 +71,7 @@ def _with_memory(measurement: Measurement, config: LoaderConfig) -> Measurement:
     memory = MemoryUse(
         rss_bytes=rss, pss_bytes=int(rss * 0.7), shm_bytes=measurement.batch_bytes * (config.prefetch_factor or 0)
     )
-    gpu = GpuUse(reason="no NVIDIA driver on this machine")
-    return replace(
-        measurement, memory=memory, gpu=gpu, cpu_share=0.3 + 0.1 * config.num_workers, foreign_cpu_share=0.02
-    )
+    return replace(measurement, memory=memory, cpu_share=0.3 + 0.1 * config.num_workers, foreign_cpu_share=0.02)
 
 
 def _trial(number: int, config: LoaderConfig, probe: SimulatedProbe) -> Trial:
@@ -100,6 +97,7 @@ def _failures(first: int) -> tuple[Trial, ...]:
     )
 
 
+@functools.cache
 def synthetic_result() -> TuningResult:
     """A complete run with every part a report can show."""
     machine = SimulatedMachine(
@@ -143,12 +141,10 @@ def synthetic_result() -> TuningResult:
             wait_share=best.wait_share,
             first_batch_s=best.first_batch_s,
             cpu_share=0.6,
-            gpu_util_reason="no NVIDIA driver on this machine",
             rss_bytes=best.memory.rss_bytes,
             pss_bytes=best.memory.pss_bytes,
             shm_bytes=best.memory.shm_bytes,
         ),
-        predicted=Predicted(samples_per_s=Interval(value=1310.0, low=1250.0, high=1370.0, count=60), epoch_s=41.0),
         verdict=Verdict(
             binding="cpu",
             sentence="Decoding binds: the workers use 3.0 of 4 cores, and the step could take 11 % more.",

@@ -29,9 +29,9 @@ def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
     # Five short runs, each of which would otherwise begin with importing torch.
     (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
 
-    def start(folder: Path, storage: str) -> Run:
+    def start(folder: Path) -> Run:
         environ = {"PYTHONPATH": str(ROOT), kills.MARK: str(folder)}
-        return preloaded.start(str(tmp_path / "run.py"), storage, folder=folder, environ=environ)
+        return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=environ)
 
     monkeypatch.setattr(kills, "start", start)
     monkeypatch.setattr(sys, "argv", ["kills", "--kills", "2", "--seed", "5"])

@@ -157,7 +157,7 @@ def simulated_result(
     state = TuningSession(
         probe, run, TuneOptions(budget_s=budget_s, seed=seed), clock=clock, started=0.0, listener=Silent()
     ).run()
-    return assemble(state, run, clock(), final=True)
+    return assemble(state, clock(), final=True)
 
 
 def _space(machine: SimulatedMachine) -> Space:

@@ -23,15 +23,8 @@ class SimulatedSource:
         self, machine: SimulatedMachine, clock: Clock, *, seed: int = 0, epoch_batches: int | None = None
     ) -> None:
         self.probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
-        self._clock = clock
-        self._seconds: dict[LoaderConfig, float] = {}
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
-        begun = self._clock()
         whole = ask.kind == "epoch" and config.num_workers > 0
         outcome = self.probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=ask.group, whole_epochs=whole))
-        self._seconds[config.key()] = self._clock() - begun
         return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
-
-    def cost_s(self, config: LoaderConfig, ask: Ask) -> float:
-        return self._seconds.get(config.key(), max(self._seconds.values(), default=0.0))

@@ -12,7 +12,7 @@ from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.report.semantics import consequences, unmet
-from autotune_loader.tuning.search_space import batch_sizes, drop_lasts, start_methods
+from autotune_loader.tuning.state import batch_sizes, drop_lasts, start_methods
 from autotune_loader.values.config import LoaderConfig
 
 

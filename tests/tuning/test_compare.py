@@ -27,25 +27,14 @@ from tests.support import SimulatedMachine, on_simulated_machines
     [(["A", "B"], ["AB", "BA", "AB"]), (["A"], ["A", "A", "A"])],
 )
 def test_two_sides_take_turns_in_being_first(sides: list[str], orders: list[str]) -> None:
-    seen: list[str] = []
-    paired(
-        lambda number: sides if number < 3 else (),
-        lambda side, number: side,
-        lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
-    )
-    assert seen == orders
+    rounds = paired(lambda number: sides if number < 3 else (), lambda side, number: side)
+    assert ["".join(side for side, _ in outcomes) for outcomes, _ in rounds] == orders
 
 
 def test_more_than_two_sides_run_once_a_round_in_an_order_that_the_seed_decides() -> None:
     def orders(seed: int) -> list[str]:
-        seen: list[str] = []
-        paired(
-            lambda number: "ABCD" if number < 20 else (),
-            lambda side, number: side,
-            lambda outcomes, seconds: seen.append("".join(outcome for _, outcome in outcomes)),
-            seed=seed,
-        )
-        return seen
+        rounds = paired(lambda number: "ABCD" if number < 20 else (), lambda side, number: side, seed=seed)
+        return ["".join(side for side, _ in outcomes) for outcomes, _ in rounds]
 
     assert all(sorted(each) == list("ABCD") for each in orders(0))
     assert orders(0) == orders(0) != orders(1)
@@ -106,7 +95,6 @@ def test_a_side_that_fails_is_an_answer(
     assert "works is the only side that worked; the CPU binds then." in found.summary
     assert found["works"].measurement is not None
     assert (found.ratios, found.fastest) == ({}, None)
-    assert found.plot() is not None
 
 
 def test_intervals_of_three_sides_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +174,7 @@ def test_loaders_steps_and_models_are_compared_as_they_are() -> None:
         "model": (fast, torch.nn.Linear(4, 2)),
         "broken": DataLoader(Rows(broken=True), batch_size=8),
     }
-    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=4, progress=False)
+    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=2, isolation="inline", progress=False)
     assert set(found.ratios) == {"step", "model"}
     assert all(ratio.value > 1.3 for ratio in found.ratios.values())
     assert found["broken"].error == "sample 0 raises KeyError: 'pixels', and so do sample 1 and sample 2"
@@ -219,7 +207,7 @@ def test_the_command_compares_two_files_of_one_job(
         TuningResult(best=LoaderConfig(num_workers=workers), baseline=LoaderConfig(), status="complete").save(
             f"{name}.json"
         )
-    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "5s", "--quiet"]
+    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--budget", "2s", "--quiet"]
     assert cli.main([*arguments, "--json"]) == 0
     alone, three = json.loads(capsys.readouterr().out)
     assert (alone["side"], three["side"], alone["ratio"]) == ("alone", "three", None)

@@ -147,8 +147,8 @@ HOST = """
     import json, platform, sys, time
     platform.node = lambda: sys.argv[2]
     from autotune_loader.tuning import study
-    study.LOST_S = 1.0
-    from autotune_loader.tuning.finals import Finals
+    study.LOST_S = 2.0
+    from autotune_loader.tuning import session
     from autotune_loader.tuning.session import TuningSession
     from autotune_loader.tuning.options import TuneOptions
     from autotune_loader.decision.space import Space
@@ -168,7 +168,7 @@ HOST = """
     options = TuneOptions(storage=sys.argv[1], search="grid", budget_s=1e6)
     run = simulated_run(probe.machine, Space(max_workers=8), has_step=False)
     search = TuningSession(probe, run, options, clock=clock, started=0.0, listener=Nobody(), study_name="shared")
-    Finals.run = lambda *_: None
+    session.run_finals = lambda *_: None
     found = search.run()
     print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)
 """

@@ -92,8 +92,7 @@ def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why() -> None:
 
 
 def test_the_scatter_of_single_epochs_rejects_no_result_that_holds() -> None:
-    objections = [checked_by_epochs(30, noise_sd=0.08, seed=seed)[0].objection for seed in range(40)]
-    assert sum(map(bool, objections)) <= 1
+    assert [checked_by_epochs(30, noise_sd=0.08, seed=seed)[0].objection for seed in range(6)] == [""] * 6
 
 
 @pytest.mark.acceptance
@@ -224,8 +223,7 @@ def test_the_second_call_uses_the_first_ones_result_and_says_so(quick: Call, tmp
     assert (second.best, second.status, len(second.trials)) == (first.best, first.status, len(first.trials))
     assert second.spent.bursts <= 2 * MOST_ROUNDS
     assert any(sentence.startswith("Reused: tuned at ") for sentence in second.summary[:2])
-    assert second.study is not None
-    assert len(second.study.trials) == len(first.trials)
+    assert (first.study is None, second.study) == (False, None)
     # AND the file is written, and makes a loader
     assert TuningResult.load(tmp_path / "loader.json").reused == second.reused
     assert second.make_loader(Rows()).batch_size == 32

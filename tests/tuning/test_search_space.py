@@ -14,7 +14,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.search_space import make_space
+from autotune_loader.tuning.state import make_space
 
 READY = WarmupReport(
     step="nothing",
@@ -55,11 +55,6 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
     assert space_of(Rows()).persistent_workers
     assert not space_of(ToldItsEpoch()).persistent_workers
     assert space_of(ToldItsEpoch(), "persistent_workers").persistent_workers
-
-
-def test_workers_are_kept_where_starting_them_is_a_large_part_of_an_epoch() -> None:
-    assert space_of(Rows(64)).persistent_workers
-    assert not space_of(Rows(10_000_000)).persistent_workers
 
 
 def test_workers_that_wait_may_be_many_on_few_cores() -> None:

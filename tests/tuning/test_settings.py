@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.tuning.options import ALLOWABLE, TuneOptions, parse_options
@@ -107,8 +107,8 @@ def test_an_unreadable_budget_is_answered_with_one_that_works(budget, kind):
     ],
 )
 def test_a_size_is_read(text, size):
-    settings = parsed(max_host_memory=text, max_shm=text)
-    assert settings.max_host_memory_bytes == settings.max_shm_bytes == size
+    found = parsed(max_host_memory=text, max_shm=text)
+    assert found.max_host_memory_bytes == found.max_shm_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,7 @@ def test_an_unreadable_size_is_answered_with_one_that_works(name, size, kind):
     assert f"{name}='8GB' would work" in str(caught.value)
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=12), st.sampled_from([parse_seconds, parse_bytes]))
 def test_any_text_is_read_or_a_value_error_that_says_what_would_work(text, parse):
     try:
@@ -201,8 +202,8 @@ def test_progress_may_be_a_bool(value, means):
 
 
 def test_paths_become_text():
-    settings = parsed(output=Path("a/loader.json"), storage=Path("a/study.journal"))
-    assert (settings.output, settings.storage) == ("a/loader.json", "a/study.journal")
+    found = parsed(output=Path("a/loader.json"), storage=Path("a/study.journal"))
+    assert (found.output, found.storage) == ("a/loader.json", "a/study.journal")
 
 
 def test_zero_workers_is_a_limit_that_may_be_set():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autotune_loader import TuningResult, load_config, tune
 from autotune_loader.machine.facts import inspect_machine
@@ -17,11 +17,12 @@ from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.search_space import make_space
+from autotune_loader.tuning.state import make_space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import SimulatedMachine, on_simulated_machines
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -99,36 +100,22 @@ def test_a_stream_gets_as_many_workers_as_share_its_samples(sharded: bool, shard
     assert any("same samples" in note and "get_worker_info" in note for note in opened.notes) is not sharded
 
 
-def test_an_existing_loader_is_the_baseline_and_is_never_iterated() -> None:
-    loader = NeverIterated(Rows(), batch_size=8, num_workers=1, prefetch_factor=3)
-
-    result = quick(loader, torch.nn.Linear(3, 2))
-
+def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a loader that must not be iterated
+    on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(batch_size=8))
+    loader, path = NeverIterated(Rows(), batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
+    # WHEN it is tuned
+    result = tune(loader, torch.nn.Linear(3, 2), max_workers=1, output=path, reuse=False, progress=False)
+    # THEN it is what the choice is compared with
     assert (result.baseline.num_workers, result.baseline.prefetch_factor) == (1, 3)
-    assert result.trials[0].role == "baseline"
-    assert result.batch_size.value == 8
-
-
-def test_the_result_makes_loaders_and_its_file_gives_the_same_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "loader.json"
-
-    result = quick(Rows(), torch.nn.Linear(3, 2), batch_size=8, output=path)
-
+    assert (result.trials[0].role, result.batch_size.value) == ("baseline", 8)
+    # AND result and file say the same
     assert load_config(path, on_mismatch="raise") == result.best
-    assert len(next(iter(result.make_loader(Rows(), shuffle=True)))[0]) == 8
+    assert len(next(iter(result.make_loader(Rows(), shuffle=True, num_workers=0)))[0]) == 8
     written = TuningResult.load(path)
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
-
-
-@pytest.mark.skipif(inspect_machine().gpu_reason is None, reason="needs a machine without a driver")
-def test_a_machine_without_a_driver_says_so_once_and_has_no_gpu_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    result = quick(Rows(), torch.nn.Linear(3, 2), batch_size=8, progress=True)
-
-    assert capsys.readouterr().err.count("no GPU is watched (") == 1
-    assert not any("GPU" in warning for warning in result.warnings)
-    measured = result.measured
-    assert (measured.gpu_util, measured.gpu_memory_bytes) == (None, None)
-    assert measured.gpu_util_reason == "the step does not run on an NVIDIA GPU"
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -167,37 +154,21 @@ class OneIsBroken(Rows):
         return super().__getitem__(index)
 
 
-def test_a_bad_sample_is_named_first_and_is_no_property_of_a_configuration(tmp_path: Path) -> None:
-    result = quick(DataLoader(OneIsBroken(), batch_size=8), max_trials=3, budget=8, output=tmp_path / "loader.json")
+def test_a_bad_sample_is_named_first_and_is_no_property_of_a_configuration(
+    tmp_path: Path,
+) -> None:
+    result = quick(
+        DataLoader(OneIsBroken(), batch_size=8),
+        max_trials=3,
+        output=tmp_path / "loader.json",
+        reuse=False,
+    )
 
     assert result.warnings[0].startswith(
         "sample 40 raises ValueError: cannot identify image file; training will end there"
     )
     assert all(trial.failure is None for trial in result.trials)
     assert TuningResult.load(tmp_path / "loader.json").warnings == result.warnings
-
-
-class TakesSeconds(Rows):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(1.0)
-        return super().__getitem__(index)
-
-
-def test_samples_of_a_second_are_tuned_within_the_budget() -> None:
-    # GIVEN batches of 16 s WHEN they are tuned with a budget in which not one could be fetched
-    begun = time.monotonic()
-    result = quick(TakesSeconds(), batch_size=16, max_trials=1, max_workers=2, budget=6)
-    # THEN workers are tried first, and the rate is that of smaller batches
-    assert result.status == "complete"
-    assert result.best.num_workers == 2
-    assert all(trial.measurement is not None for trial in result.trials)
-    assert any("the bursts read batches of 2" in warning for warning in result.warnings)
-    assert time.monotonic() - begun < 2 * 6
-
-
-def test_data_in_memory_is_tried_and_best_without_workers() -> None:
-    """Samples that are there already are dearer to send from a worker than to take."""
-    result = tune(TensorDataset(torch.zeros(4096, 8)), batch_size=8, budget=8, max_workers=2, progress=False)
-
-    assert any(trial.config.num_workers == 0 for trial in result.trials)
-    assert result.best.num_workers == 0
+    # AND off a GPU there are no figures of one
+    assert not any("GPU" in warning for warning in result.warnings)
+    assert (result.measured.gpu_busy_share, result.measured.gpu_memory_bytes) == (None, None)

@@ -19,7 +19,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.opening import OpenProbe, open_probe
+from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -111,13 +117,19 @@ def a_trained_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     model.eval()
 
 
+def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
+    """What a run does with the caller's objects: a probe of them is opened, and bursts with and without workers."""
+    workload, _ = make_workload(dataset, model, **given)
+    with open_probe(workload, inspect_machine(), isolation, None) as opened:
+        for workers in (0, 1):
+            outcome = opened.probe.burst(LoaderConfig(num_workers=workers), BurstPlan(max_s=0.1, min_s=0.05))
+            assert isinstance(outcome, Measurement)
+    return opened
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _everything_was_imported_and_used_once() -> None:
     tune([(torch.zeros(3), torch.tensor(0))] * 8, net(), batch_size=4, budget=2, max_trials=1, isolation="inline")
-
-
-def quick(dataset: Any, model: Any, isolation: str, **options: Any) -> Any:
-    return tune(dataset, model, budget=1, max_trials=2, max_workers=1, isolation=isolation, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -135,7 +147,7 @@ def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
         leftovers(),
     )
 
-    result = quick(loader, model, isolation, optimizer=optimizer)
+    result = tune(loader, model, budget=1, max_trials=2, max_workers=1, isolation=isolation, optimizer=optimizer)  # type: ignore[arg-type]
 
     assert result.trials
     assert training_state(model, optimizer) == trained
@@ -158,7 +170,7 @@ def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: st
 
     before = training_state(model, optimizer)
 
-    quick(Caching(), model, isolation, batch_size=4, train_step=train_step)
+    burst(Caching(), model, isolation, batch_size=4, train_step=train_step)
 
     assert training_state(model, optimizer) == before
 
@@ -169,7 +181,7 @@ def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> No
     process, left = process_state(), leftovers()
 
     with pytest.raises(WorkloadError, match="nothing here") as caught:
-        quick(Caching(failing=True), model, isolation, batch_size=4)
+        burst(Caching(failing=True), model, isolation, batch_size=4)
 
     assert "in __getitem__" in caught.value.user_traceback
     assert "autotune_loader/" not in caught.value.user_traceback
@@ -188,16 +200,16 @@ class Locked(Caching):
 def test_what_cannot_be_pickled_is_named_and_read_in_a_fork(isolation: str) -> None:
     dataset = Locked()
 
-    result = quick(dataset, net(), isolation, batch_size=4)
+    opened = burst(dataset, net(), isolation, batch_size=4)
 
-    assert any("dataset.shelf" in warning and "in forks" in warning for warning in result.warnings)
+    assert any("dataset.shelf" in note and "in forks" in note for note in opened.notes)
     assert dataset.cache == {}
 
 
 def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
     left = leftovers()
-    loader = DataLoader([(torch.zeros(3), 0)] * 16, batch_size=4, num_workers=1, multiprocessing_context="forkserver")
-
-    quick(loader, net(), "inline")
-
+    workload, _ = make_workload([(torch.zeros(3), 0)] * 16, net(), batch_size=4)
+    with open_probe(workload, inspect_machine(), "inline", None) as opened:
+        config = LoaderConfig(num_workers=1, multiprocessing_context="forkserver")
+        assert isinstance(opened.probe.burst(config, BurstPlan(max_s=0.1, min_s=0.05)), Measurement)
     assert settled(left) == left

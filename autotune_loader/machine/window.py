@@ -70,6 +70,12 @@ class Window:
             self._most = now
 
 
+def of_cores(measured: Measurement, usable_cores: int) -> Measurement:
+    """The measurement of another process, whose use of the CPU becomes a share of the cores that may be used."""
+    cpu = measured.cpu_share
+    return replace(measured, cpu_share=None if cpu is None else cpu / usable_cores)
+
+
 def _shm_in_use() -> int | None:
     room = shared_memory()
     return None if room is None else room.total_bytes - room.free_bytes

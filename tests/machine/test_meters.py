@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune_loader.machine import memory_guard, window
 from autotune_loader.machine.host import HostCpu
-from autotune_loader.machine.meters import process_tree, window
-from autotune_loader.machine.meters.process_tree import TreeMeter
-from autotune_loader.machine.meters.window import Window
+from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.window import Window, of_cores
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 
@@ -47,13 +47,13 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
         looks.append(time.monotonic())
         return TreeUse(processes=3, cpu_s=1.0, rss_bytes=rss_bytes)
 
-    monkeypatch.setattr(process_tree, "PERIOD_S", 0.005)
-    monkeypatch.setattr(process_tree, "SUSPICION_S", 0.0)
-    monkeypatch.setattr(process_tree, "tree_use", use)
-    monkeypatch.setattr(process_tree, "tree_pss", lambda _members: pss_bytes)
+    monkeypatch.setattr(memory_guard, "PERIOD_S", 0.005)
+    monkeypatch.setattr(memory_guard, "SUSPICION_S", 0.0)
+    monkeypatch.setattr(memory_guard, "tree_use", use)
+    monkeypatch.setattr(memory_guard, "tree_pss", lambda _members: pss_bytes)
     raised: list[bool] = []
     # WHEN it may have 100 bytes
-    with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=100, on_memory_limit=lambda: raised.append(True)):
+    with MemoryGuard(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:
             time.sleep(0.005)
     # THEN
@@ -63,7 +63,7 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
 @pytest.mark.process
 def test_a_real_tree_over_its_budget_raises_the_alarm() -> None:
     alarm = threading.Event()
-    with TreeMeter(os.getpid(), usable_cores=1, memory_budget_bytes=MIB, on_memory_limit=alarm.set):
+    with MemoryGuard(os.getpid(), MIB, alarm.set):
         assert alarm.wait(20.0)
 
 
@@ -112,7 +112,7 @@ def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatc
     found = watched.closed(a_measurement())
     assert (found.cpu_share, found.foreign_cpu_share, found.steal_share) == pytest.approx((1.5, 0.25, 0.1))
     # THEN the parent, which knows what may be used, makes it a share of that
-    assert TreeMeter(os.getpid(), usable_cores=2).added_to(found).cpu_share == pytest.approx(0.75)
+    assert of_cores(found, 2).cpu_share == pytest.approx(0.75)
 
 
 def test_ticks_that_disagree_make_no_negative_foreign_load(monkeypatch: pytest.MonkeyPatch) -> None:

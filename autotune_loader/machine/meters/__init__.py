@@ -1,1 +1,0 @@
-"""Meters: samples over time, and what they add up to."""
