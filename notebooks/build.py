@@ -76,6 +76,7 @@ sides = {
 }
 found = compare(sides, model, budget="20s", progress=False)
 print(found)
+found.plot()
 """
 
 WAITING = """

@@ -7,6 +7,7 @@ device is found by its UUID where CUDA's list is given, and by the mask where it
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -18,6 +19,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 # NVML's constants, so that a stand-in needs none.
 GPU_UTILIZATION_SAMPLES = 1
+
+COVERED_SHARE = 0.5
+"""Of a stretch of time that samples must tell of."""
 
 
 def _since_boot() -> float:
@@ -156,6 +160,23 @@ class Gpus:
         except self._nvml.NVMLError as error:
             return f"nvmlInit: {error}"
         return None
+
+
+def use_of_current_device() -> list[tuple[float, float]]:
+    """As `Gpus.recent_use`, of the device that CUDA uses; empty where CUDA is not in use, which this does not change."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return []
+    gpus = _gpus_of(torch.cuda.current_device())
+    return [sample for device in gpus.devices() for sample in gpus.recent_use(device)]
+
+
+@functools.lru_cache(maxsize=8)  # kept, since NVML counts how often it was started
+def _gpus_of(index: int) -> Gpus:
+    import torch
+
+    return Gpus(cuda_uuids=[str(torch.cuda.get_device_properties(index).uuid)])
 
 
 def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:

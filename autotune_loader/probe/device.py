@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune_loader.machine.gpus import COVERED_SHARE, busy_within, use_of_current_device
 from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values.measurement import GpuUse
@@ -100,6 +101,12 @@ class Timeline:
         if not hasattr(self._module, "max_memory_allocated"):
             return None
         return int(self._module.max_memory_allocated(self._device))
+
+    def util(self, start: float, end: float) -> float | None:
+        """Share of a window in which any kernel of anyone ran, by NVML; None where it tells of less than half of it."""
+        now = self.now()
+        busy_s, covered_s = busy_within([(now - ago, share) for ago, share in use_of_current_device()], start, end)
+        return busy_s / covered_s if covered_s and covered_s >= COVERED_SHARE * (end - start) else None
 
     def release(self) -> None:
         """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
@@ -190,6 +197,7 @@ class Passages:
             ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
             copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
         return GpuUse(
+            util=self._timeline.util(start, end),
             busy_share=at_work / (end - start) if end > start else None,
             memory_bytes=self._timeline.peak_bytes(),
             copy_s=sum(copies_s) / len(copies_s) if copies_s else None,

@@ -21,7 +21,7 @@ _TYPES = {
     "bool": "pin_memory persistent_workers in_order",
     "boolean": "drop_last",
     "float64": "samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s "
-    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share gpu_busy_share "
+    "service_s service_cpu_s receive_s step_s cpu_share foreign_cpu_share gpu_busy_share gpu_util "
     "seconds",
 }
 _KNOBS = [field.name for field in fields(LoaderConfig)]
@@ -32,7 +32,7 @@ _COLUMNS = ["number", "role", *_KNOBS, *_REST, "failure_kind", "failure_phase", 
 def trials_frame(result: TuningResult) -> pd.DataFrame:
     """One row per trial in the order they ran: configuration, rates, waits, memory, failure; missing is NA.
 
-    Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns and their types
+    Units are in the names: `_s` seconds, `_bytes` bytes, `_share` and `gpu_util` 0 to 1. The columns and their types
     are the same whatever was measured, also without a trial.
     """
     import pandas as pd
@@ -60,7 +60,7 @@ def row_of(trial: Trial) -> dict[str, Any]:
     if measured is not None:
         rate, gpu = measured.samples_per_s, measured.gpu
         own = {"samples_per_s": rate.value, "samples_per_s_low": rate.low, "samples_per_s_high": rate.high}
-        own |= {"gpu_busy_share": gpu.busy_share, "gpu_memory_bytes": gpu.memory_bytes}
+        own |= {"gpu_busy_share": gpu.busy_share, "gpu_util": gpu.util, "gpu_memory_bytes": gpu.memory_bytes}
     if failure is not None:
         own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):

@@ -122,7 +122,9 @@ def _facts(result: TuningResult) -> list[str]:
     elif result.measured.ceiling_doubt is not None:
         facts.append(f"Ceiling: unknown; {result.measured.ceiling_doubt}.")
     if result.measured.gpu_busy_share is not None:
-        facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time.")
+        util = result.measured.gpu_util
+        nvml = "" if util is None else f"; NVML saw it busy for {share_text(util)}, whoever kept it so"
+        facts.append(f"GPU: at work on a step for {share_text(result.measured.gpu_busy_share)} of the time{nvml}.")
     if result.spent.bursts:
         facts.append(f"Spent: {seconds_text(result.spent.seconds)} on {counted(result.spent.bursts, 'burst')}.")
     return facts

@@ -48,6 +48,8 @@ class Measured:
     cpu_share: float | None = None
     gpu_busy_share: float | None = None
     """Share of the time in which the GPU was at work on a step, by its own clock; null where the step runs on none."""
+    gpu_util: float | None = None
+    """Share of the time in which any kernel of anyone ran, by NVML."""
     gpu_memory_bytes: int | None = None
     rss_bytes: int | None = None
     pss_bytes: int | None = None

@@ -5,33 +5,15 @@ NVML keeps stamped samples for a few seconds: now and then they are taken over, 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
-import torch
+from autotune_loader.machine.gpus import COVERED_SHARE, busy_within, use_of_current_device
 
-from autotune_loader.machine.gpus import Gpus, busy_within
-
-COVERED_SHARE = 0.5
-"""Of the time that samples must tell of."""
 LOOK_S = 1.0
 """So often samples are taken over; an H100 keeps them for 2 s."""
 
 log = logging.getLogger(__name__)
-
-
-def recent_use() -> list[tuple[float, float]]:
-    """As `Gpus.recent_use`, of the current device; empty where CUDA is not in use, which this does not change."""
-    if not torch.cuda.is_initialized():
-        return []
-    gpus = _gpus(torch.cuda.current_device())
-    return [sample for device in gpus.devices() for sample in gpus.recent_use(device)]
-
-
-@functools.lru_cache(maxsize=8)
-def _gpus(index: int) -> Gpus:
-    return Gpus(cuda_uuids=[str(torch.cuda.get_device_properties(index).uuid)])
 
 
 class GpuWork:
@@ -41,7 +23,7 @@ class GpuWork:
         recent: how many seconds ago each sample was taken, and the share of the time since the one before; oldest first.
     """
 
-    def __init__(self, recent: Callable[[], list[tuple[float, float]]] = recent_use) -> None:
+    def __init__(self, recent: Callable[[], list[tuple[float, float]]] = use_of_current_device) -> None:
         self._recent = recent
         self._from = self._next_look = 0.0
         self._busy_s = self._covered_s = self._seen_s = 0.0

@@ -158,6 +158,7 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measure
         first_batch_s=measurement.first_batch_s,
         cpu_share=measurement.cpu_share,
         gpu_busy_share=measurement.gpu.busy_share,
+        gpu_util=measurement.gpu.util,
         gpu_memory_bytes=measurement.gpu.memory_bytes,
         **({} if measurement.memory is None else asdict(measurement.memory)),
     )

@@ -51,6 +51,8 @@ class MemoryUse:
 class GpuUse:
     """What the accelerator did during a burst, as far as it tells."""
 
+    util: float | None = None
+    """Share of the window in which any kernel of anyone ran, by NVML's samples, 0 to 1."""
     busy_share: float | None = None
     """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None

@@ -54,6 +54,9 @@ class FakeTimeline:
     def mark(self) -> float:
         return max(self.busy_until, self.clock())
 
+    def util(self, start: float, end: float) -> None:
+        """No NVML knows it."""
+
     def passed(self, mark: float) -> float | None:
         return mark if mark <= self.clock() else None
 

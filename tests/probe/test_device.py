@@ -410,6 +410,18 @@ def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
     assert watched() is None
 
 
+@pytest.mark.parametrize(("since_s", "share"), [(3.0, 0.5), (1.0, None)])
+def test_nvml_is_asked_for_the_window_alone(
+    monkeypatch: pytest.MonkeyPatch, since_s: float, share: float | None
+) -> None:
+    # GIVEN NVML's samples of the last seconds, in half of which a kernel ran; all of the time before the first is unknown
+    monkeypatch.setattr("autotune_loader.probe.device.use_of_current_device", lambda: [(since_s, 1.0), (0.0, 0.5)])
+    timeline = Timeline(torch.device("cuda"), torch.cuda)
+    monkeypatch.setattr(timeline, "now", lambda: 10.0)
+    # WHEN a window of three seconds is asked for THEN it is that half, if most of the window is known
+    assert timeline.util(7.0, 10.0) == share
+
+
 def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
     broken = Failure(
         kind="user_exception", phase="step", message="RuntimeError: CUDA error: device-side assert triggered"

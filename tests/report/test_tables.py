@@ -144,10 +144,13 @@ def test_a_finalist_that_never_ran_is_not_called_failed() -> None:
     assert render_trials(replace(result, finals=more)) == render_trials(result)
 
 
-def test_the_share_of_time_in_which_the_gpu_worked_is_told(small_result: TuningResult) -> None:
-    # GIVEN what the GPU's own clock says THEN it is told where it is known
-    known = replace(small_result, measured=replace(small_result.measured, gpu_busy_share=0.931))
-    assert "GPU: at work on a step for 93 % of the time." in render_report(known)
+def test_the_share_of_time_in_which_the_gpu_worked_is_told_and_nvmls_beside_it(small_result: TuningResult) -> None:
+    # GIVEN what the GPU's own clock says, alone and beside NVML
+    own = replace(small_result.measured, gpu_busy_share=0.931)
+    alone, both = (replace(small_result, measured=replace(own, gpu_util=util)) for util in (None, 0.95))
+    # THEN each is told where it is known
+    assert "GPU: at work on a step for 93 % of the time." in render_report(alone)
+    assert "GPU: at work on a step for 93 % of the time; NVML saw it busy for 95 %" in render_report(both)
     assert "GPU:" not in render_report(small_result)
 
 

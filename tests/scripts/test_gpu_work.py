@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune_loader.machine.gpus import Gpus
-from autotune_loader.scripts import gpu_work
+from autotune_loader.machine import gpus as machine_gpus
+from autotune_loader.machine.gpus import Gpus, use_of_current_device
 from autotune_loader.scripts.batch_log import BatchLog, Loop
-from autotune_loader.scripts.gpu_work import GpuWork, recent_use
+from autotune_loader.scripts.gpu_work import GpuWork
 from tests.support import FakeClock, FakeGpu, FakeGpus
 
 PERIOD_S, KEPT_S = 0.02, 2.0
@@ -108,15 +108,15 @@ def test_the_gpu_is_the_current_one_and_cuda_is_left_alone_where_it_is_not_in_us
     used = FakeGpu(uuid="GPU-2", samples=lambda: [(time.time() - 0.1, 40), (time.time() - 0.2, 20)])
     nvml = FakeGpus([FakeGpu(uuid="GPU-1"), used])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(gpu_work, "_gpus", gpu_work._gpus.__wrapped__)
+    monkeypatch.setattr(machine_gpus, "_gpus_of", machine_gpus._gpus_of.__wrapped__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index + 1}"))
 
     # WHEN it is asked for before CUDA is in use, and then
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert recent_use() == []
+    assert use_of_current_device() == []
     assert nvml.calls == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
     # THEN the second one's samples are there
-    assert [share for _, share in recent_use()] == [0.2, 0.4]
+    assert [share for _, share in use_of_current_device()] == [0.2, 0.4]
