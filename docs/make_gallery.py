@@ -54,7 +54,7 @@ def main(budget: str) -> None:
 
 def what_is_shown(result: TuningResult, again: TuningResult) -> dict[str, str]:
     """What the code of the pages prints, by the name of its place."""
-    parts = [result.best, result.speedup, result.verdict.binding, *(f"* {each}" for each in result.advice)]
+    parts = [result.best, result.speedup, result.verdict.binding, " ".join(map(str, result.advice))]
     asked = (result.predict(num_workers=2), result.predict(num_workers=16, cores=8))
     assert result.speedup is not None
     return {

@@ -76,7 +76,6 @@ sides = {
 }
 found = compare(sides, model, budget="20s", progress=False)
 print(found)
-found.plot()
 """
 
 WAITING = """

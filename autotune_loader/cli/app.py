@@ -12,12 +12,11 @@ from typing import Any
 import click
 
 from autotune_loader.cli.comparing import compare_command
-from autotune_loader.cli.demonstration import demo_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
 from autotune_loader.cli.files import apply_command, show_command
 from autotune_loader.cli.scripts import Launch, run_command, watch_command
-from autotune_loader.cli.tuning import tune_command
+from autotune_loader.cli.tuning import demo_command, tune_command
 from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 

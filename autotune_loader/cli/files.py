@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,22 +11,6 @@ if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
 _FILE = click.Path(dir_okay=False)  # read and checked where its contents are
-# Without workers torch refuses or ignores them.
-_OF_WORKERS = ("prefetch_factor", "persistent_workers", "in_order", "multiprocessing_context")
-_SNIPPET = '''\
-# {config}; written by autotune-loader
-{imports}from torch.utils.data import DataLoader
-
-{settings}LOADER_ARGUMENTS = {arguments}
-
-
-def make_loader(dataset, **arguments):
-    """A tuned DataLoader; `arguments` such as batch_size and shuffle come on top and win."""
-    arguments = {{**LOADER_ARGUMENTS, **arguments}}
-    if arguments["num_workers"] == 0:  # options of workers go with the workers
-        arguments = {{name: value for name, value in arguments.items() if name not in {of_workers!r}}}
-    return DataLoader(dataset, **arguments)
-'''
 
 
 @click.command("show")
@@ -45,16 +28,15 @@ def show_command(path: str, page: str | None) -> None:
       autotune-loader show loader.json --html report.html
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.report.machines import render_machines
-    from autotune_loader.report.page import render_html
+    from autotune_loader.report.page import save_html
     from autotune_loader.results.result import TuningResult
 
     result = TuningResult.load(path)
     if page is None:
         click.echo(f"{result.report()}\n\n{render_machines(result.fingerprint)}")
         return
-    text = render_html(result)
     try:
-        Path(page).write_text(text, encoding="utf-8")
+        save_html(result, page)
     except OSError as error:
         raise ValueError(
             f"--html={page!r} cannot be written ({error.strerror}); --html=report.html would work"
@@ -71,7 +53,7 @@ def apply_command(path: str, form: str) -> None:
     \b
     Examples:
       autotune-loader apply loader.json --to kwargs    JSON: arguments for DataLoader
-      autotune-loader apply loader.json --to snippet   Python that makes the loader
+      autotune-loader apply loader.json --to snippet   Python with the same, and threads
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.results.result import TuningResult
 
@@ -80,23 +62,20 @@ def apply_command(path: str, form: str) -> None:
 
 
 def snippet(result: TuningResult) -> str:
-    """Python that makes the tuned loader and needs nothing but torch."""
-    best, settings = result.best, []
+    """Python that sets what was tuned and needs nothing but torch."""
+    best, lines = result.best, []
     if best.consumer_threads is not None:
-        settings.append(f"torch.set_num_threads({best.consumer_threads})  # once, before the training loop\n")
+        lines.append(f"torch.set_num_threads({best.consumer_threads})  # once, before the training loop")
     if best.sharing_strategy is not None:
-        settings.append(f"torch.multiprocessing.set_sharing_strategy({best.sharing_strategy!r})\n")
-    lines = "".join(f"    {json.dumps(name)}: {value!r},\n" for name, value in _arguments(result).items())
-    text = _SNIPPET.format(
-        config=best,
-        imports="import torch\n" if settings else "",
-        settings="".join([*settings, "\n"]) if settings else "",
-        arguments=f"{{\n{lines}}}",
-        of_workers=_OF_WORKERS,
-    )
-    depth = best.device_prefetch
-    ahead = f"\n\n# from autotune_loader import DevicePrefetcher\n# loader = DevicePrefetcher(loader, 'cuda', depth={depth})"
-    return text.rstrip() + (ahead if depth else "")
+        lines.append(f"torch.multiprocessing.set_sharing_strategy({best.sharing_strategy!r})")
+    arguments = [f"    {json.dumps(name)}: {value!r}," for name, value in _arguments(result).items()]
+    lines = ["import torch", *lines] if lines else []
+    lines = [f"# {best}; written by autotune-loader", *lines, "LOADER_ARGUMENTS = {", *arguments, "}"]
+    lines.append("# loader = DataLoader(dataset, shuffle=True, **LOADER_ARGUMENTS)")
+    if best.device_prefetch:
+        lines.append("# from autotune_loader import DevicePrefetcher")
+        lines.append(f"# loader = DevicePrefetcher(loader, 'cuda', depth={best.device_prefetch})")
+    return "\n".join(lines)
 
 
 def _arguments(result: TuningResult) -> dict[str, Any]:

@@ -57,6 +57,8 @@ WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.
 CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 """What of a class is no value that a method may change."""
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's number of threads")
+"""Paths of what belongs to the whole process."""
 Places = dict[tuple[int, int, int], int]
 """Positions of open files, by (descriptor, device, inode)"""
 
@@ -86,6 +88,8 @@ class Look:
     """Those of them that no fork at all may carry."""
     generators: set[str] = field(default_factory=set)
     """Paths of random generators."""
+    files: Places = field(default_factory=dict)
+    """Where open files stood, as far as that was looked at."""
     values: list[Any] = field(default_factory=list)
     """What is not plain, in the order in which it was seen."""
 
@@ -137,12 +141,9 @@ def shown(path: str) -> str:
 
 def process_state() -> dict[str, Any]:
     """What belongs to the whole process, and a worker would change for itself only."""
-    return {
-        "os.environ": hash(frozenset(os.environ.items())),
-        "the current folder": os.getcwd(),  # noqa: PTH109 - a few microseconds
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's number of threads": torch.get_num_threads(),
-    }
+    here = os.getcwd()  # noqa: PTH109 - a few microseconds
+    values = hash(frozenset(os.environ.items())), here, torch.get_default_dtype(), torch.get_num_threads()
+    return dict(zip(PROCESS, values, strict=True))
 
 
 def positions() -> Places:

@@ -25,8 +25,6 @@ from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_
 if TYPE_CHECKING:
     import pandas as pd
 
-    from autotune_loader.report.plots.canvas import Figure
-
 SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
 
@@ -157,17 +155,6 @@ class Comparison:
             "binding": None if side.verdict is None else side.verdict.binding,
             "error": side.error,
         }
-
-    def plot(self) -> Figure:
-        """How many times as fast as the first side each other one is: every paired round, with mean and interval."""
-        from autotune_loader.report.plots.speedup import plot_ratios
-
-        first, ratios = self.sides[0].name, {}
-        for name, mean in self.ratios.items():
-            paired = [(n, each.rates) for n, each in enumerate(self.rounds) if {name, first} <= each.rates.keys()]
-            ratios[name] = [(n, rates[name] / rates[first]) for n, rates in paired], mean
-        nothing = "No two sides worked, so there is nothing to compare."
-        return plot_ratios(f"Times as fast as {first}", ratios, len(self.rounds), nothing)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.report())}</pre>"

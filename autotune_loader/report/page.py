@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from autotune_loader.report import plots
@@ -51,6 +52,11 @@ def render_html(result: TuningResult) -> str:
         pictures=_pictures(result, *_PICTURES),
         configuration=json.dumps(needed, indent=2),
     )
+
+
+def save_html(result: TuningResult, path: str) -> None:
+    """Write the page."""
+    Path(path).write_text(render_html(result), encoding="utf-8")
 
 
 def render_cell(result: TuningResult) -> str:

@@ -21,7 +21,6 @@ from autotune_loader.report.units import (
     share_text,
 )
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.stages import StageTime
 
 MAX_ROWS = 16
@@ -73,14 +72,11 @@ def _cells(row: Standing) -> tuple[str, ...]:
     others = str(row.config).split(", ")[1 if row.config.prefetch_factor is None else 2 :]
     knobs = (str(row.config.num_workers), ahead, ", ".join(others))
     source = "failed" if row.rate is None else counted(row.rate.count, "round") if row.source == "finals" else "search"
-    return (mark, *knobs, rate, range_text(row.rate), source, *_meter_cells(row.measurement))
-
-
-def _meter_cells(measurement: Measurement | None) -> tuple[str, str, str]:
-    if measurement is None:
-        return (UNKNOWN, UNKNOWN, UNKNOWN)
-    used = None if measurement.memory is None else measurement.memory.taken_bytes
-    return (share_text(measurement.wait_share), seconds_text(measurement.first_batch_s), bytes_text(used))
+    seen, meters = row.measurement, (UNKNOWN, UNKNOWN, UNKNOWN)
+    if seen is not None:
+        used = None if seen.memory is None else seen.memory.taken_bytes
+        meters = (share_text(seen.wait_share), seconds_text(seen.first_batch_s), bytes_text(used))
+    return (mark, *knobs, rate, range_text(row.rate), source, *meters)
 
 
 def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
@@ -156,8 +152,7 @@ def render_table(
         for row in rows:
             table.add_row(*row, end_section=row is rows[-1])
     buffer = io.StringIO()
-    # User text (paths, messages) is not markup: "[/]" in a message must not end a style or raise.
+    # User text is not markup: "[/]" in a message must not end a style. In a notebook rich would show the text itself.
     plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
-    # In a notebook rich would show the text itself instead of writing it.
     Console(file=buffer, width=width, force_jupyter=False, **plain).print(table)  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").splitlines())

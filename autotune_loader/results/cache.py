@@ -9,12 +9,12 @@ an error.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -127,16 +127,13 @@ def _read(kind: str, key: str, parse: Callable[[Any], _Kind]) -> _Kind | None:
         return None
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no file")
-        if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-            raise ValueError("it belongs to another user")
+        if not stat.S_ISREG(status.st_mode) or (hasattr(os, "geteuid") and status.st_uid != os.geteuid()):
+            raise ValueError("it is no file, or belongs to another user")
         found = read_json(path, parse)
+        os.utime(path)  # used now, so not the next to be removed
     except Exception as error:  # whatever a file can hold: a cache must never be in the way
         log.warning("the file of an earlier run %s is ignored: %s", path, error)
         return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # used now, so not the next to be removed
     return found
 
 
@@ -165,26 +162,20 @@ def _key_of(**facts: Any) -> str:
 def _facts(data: DataSide, machine: Fingerprint, *more: str) -> dict[str, Any]:
     """What decides how data are loaded, and where."""
     names = _names_of(data, "dataset", "sampler", "batch_sampler", "worker_init_fn", *more)
-    known = {"machine": to_plain(machine), "samples": data.samples_per_epoch(), "batch_size": data.batch_size}
-    return {**known, **names}
+    return {"machine": to_plain(machine), "samples": data.samples_per_epoch(), "batch_size": data.batch_size, **names}
 
 
 def _names_of(owner: Any, *attributes: str) -> dict[str, str | None]:
     """What parts of a workload are called: a function's own name, an object's class; the script's for `__main__`."""
-    return {each: _name_of(getattr(owner, each)) for each in attributes}
-
-
-def _name_of(value: Any) -> str | None:
-    if value is None:
-        return None
-    value = getattr(value, "func", value)  # functools.partial
-    named = value if hasattr(value, "__qualname__") else type(value)
-    module = named.__module__
-    if module == "__main__":
-        import __main__
-
-        module = f"__main__({Path(getattr(__main__, '__file__', None) or 'interactive').name})"
-    return f"{module}.{named.__qualname__}"
+    found: dict[str, str | None] = {}
+    for name in attributes:
+        value = getattr(owner, name)
+        value = getattr(value, "func", value)  # functools.partial
+        named = value if hasattr(value, "__qualname__") else type(value)
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "interactive").name
+        module = f"__main__({script})" if named.__module__ == "__main__" else named.__module__
+        found[name] = None if value is None else f"{module}.{named.__qualname__}"
+    return found
 
 
 def _parameters(model: Any) -> int | None:

@@ -31,6 +31,7 @@ CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
 """Names the file for jobs that take no argument."""
 FILE_NAME = "loader.json"
 """In the folder of the job, or in the user's own for settings."""
+HOW_TO_WRITE = "write one with tune(..., output='loader.json') or result.save('loader.json')"
 
 
 def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -42,18 +43,14 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
         ConfigFileError: there is none; the message names every place looked at.
     """
     named = environ.get(CONFIG_VARIABLE)
-    if named:
-        if Path(named).is_file():
-            return Path(named)
-        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
-    places = (Path(FILE_NAME), user_file(environ))
+    places = (Path(named),) if named else (Path(FILE_NAME), user_file(environ))
     for place in places:
         if place.is_file():
             return place
+    if named:
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
     looked = ", ".join([f"the file that {CONFIG_VARIABLE} names (it is not set)", *(str(p.absolute()) for p in places)])
-    raise ConfigFileError(
-        f"no {FILE_NAME} was found; looked at: {looked}. Write one with tune(..., output='loader.json')"
-    )
+    raise ConfigFileError(f"no {FILE_NAME} was found; looked at: {looked}; {HOW_TO_WRITE}")
 
 
 def user_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -78,17 +75,15 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     """
     require_choice("on_mismatch", on_mismatch, ("warn", "clamp", "raise"))
     path = find_loader_file() if path is None else path
-    config, machines, found = read_json(path, _fitted)
-    if machines is None or not found:
+    config, elsewhere = read_json(path, lambda raw: (config_of(raw), _elsewhere(raw)))
+    if elsewhere is None:
         return config
-    tuned_on, here = machines
+    tuned_on, here, found = elsewhere
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(found)}"
     if on_mismatch == "raise":
         raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='clamp'")
-    fitted = (clamp if on_mismatch == "clamp" else within_cores)(config, tuned_on, here)
-    if fitted != config:
-        text += f"; clamped to {fitted}"
-    warnings.warn(text, stacklevel=2)
+    fitted = clamp(config, tuned_on, here, cores_only=on_mismatch == "warn")
+    warnings.warn(text if fitted == config else f"{text}; clamped to {fitted}", stacklevel=2)
     return fitted
 
 
@@ -98,27 +93,28 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
     Raises:
         ConfigFileError: missing, too large, not JSON, of a newer major version, or nothing that `parse` takes.
     """
-    source = Path(path)
+    name = f"path={os.fspath(path)!r}"
     try:
-        size = source.stat().st_size
+        size = Path(path).stat().st_size
         if size > MAX_FILE_BYTES:
-            raise ConfigFileError(
-                f"path={str(source)!r} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})"
-            )
-        data = source.read_bytes()
+            raise ConfigFileError(f"{name} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})")
+        data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise ConfigFileError(
-            f"path={str(source)!r} cannot be read ({getattr(error, 'strerror', error)}); "
-            "write it with tune(..., output='loader.json') or result.save('loader.json')"
-        ) from error
+        raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}); {HOW_TO_WRITE}") from error
     try:
         raw = json.loads(data)
-        _check_version(raw, source)
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        major = str(version).split(".", 1)[0]
+        if not isinstance(version, str) or not major.isdecimal():
+            raise ConfigFileError(f"{name} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}")
+        if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
+            raise ConfigFileError(
+                f"{name} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
+                "upgrade with: pip install -U autotune-loader"
+            )
         return parse(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigFileError(
-            f"path={str(source)!r} is not a valid loader.json: {error}. Write one with result.save('loader.json')"
-        ) from error
+        raise ConfigFileError(f"{name} is not a valid loader.json: {error}; {HOW_TO_WRITE}") from error
 
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
@@ -128,25 +124,24 @@ def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
     return LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {}), **tuned_size})
 
 
-def _check_version(raw: object, source: Path) -> None:
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    major = str(version).split(".", 1)[0]
-    if not isinstance(version, str) or not major.isdecimal():
-        raise ConfigFileError(
-            f"path={str(source)!r} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}"
-        )
-    if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
-        raise ConfigFileError(
-            f"path={str(source)!r} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
-            "upgrade with: pip install -U autotune-loader"
-        )
+def clamp(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint, *, cores_only: bool = False) -> LoaderConfig:
+    """The configuration scaled down to a machine with fewer cores or without the accelerator; never scaled up.
+
+    Workers that wait may outnumber the cores as they did there; no fewer are left than there are cores to use.
+    """
+    workers, threads = config.num_workers, config.consumer_threads
+    if here.usable_cores < tuned_on.usable_cores:
+        scaled = workers * here.usable_cores // tuned_on.usable_cores
+        workers = max(scaled, min(workers, here.usable_cores))
+        threads = None if threads is None else min(threads, max(1, here.usable_cores))
+    config = replace(config, num_workers=workers, consumer_threads=threads)
+    return config if here.gpus or cores_only else replace(config, pin_memory=False, device_prefetch=0)
 
 
-def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | None, list[str]]:
-    """The configuration, the machines of then and now where the file says, and what differs in a way that matters."""
-    config = config_of(raw)
+def _elsewhere(raw: Mapping[str, Any]) -> tuple[Fingerprint, Fingerprint, list[str]] | None:
+    """The machines of then and now, and what differs in a way that matters; None where nothing does, or no machine is named."""
     if (told := raw.get("fingerprint")) is None:
-        return config, None, []
+        return None
     from autotune_loader.machine.comparison import differences
     from autotune_loader.machine.facts import Fingerprint, inspect_machine
 
@@ -156,23 +151,4 @@ def _fitted(raw: Any) -> tuple[LoaderConfig, tuple[Fingerprint, Fingerprint] | N
         raise ValueError(f"fingerprint.usable_cores={tuned_on.usable_cores!r} is no number of cores")
     here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     found = [difference.sentence for difference in differences(tuned_on, here) if difference.matters]
-    return config, (tuned_on, here), found
-
-
-def within_cores(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
-    """The configuration with fewer workers and step threads where it was made for more cores than there are here.
-
-    Workers that wait may outnumber the cores as they did there; no fewer are left than there are cores to use.
-    """
-    workers, threads = config.num_workers, config.consumer_threads
-    if here.usable_cores < tuned_on.usable_cores:
-        scaled = workers * here.usable_cores // tuned_on.usable_cores
-        workers = max(scaled, min(workers, here.usable_cores))
-        threads = None if threads is None else min(threads, max(1, here.usable_cores))
-    return replace(config, num_workers=workers, consumer_threads=threads)
-
-
-def clamp(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
-    """The configuration scaled down to a machine with fewer cores or without the accelerator; never scaled up."""
-    config = within_cores(config, tuned_on, here)
-    return config if here.gpus else replace(config, pin_memory=False, device_prefetch=0)
+    return (tuned_on, here, found) if found else None

@@ -55,15 +55,6 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """What the twin says of the best configuration; null where it could not say."""
-
-    samples_per_s: Interval | None = None
-    epoch_s: float | None = None
-    """Seconds of one epoch, worker start-up included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
     """What finding it cost."""
 

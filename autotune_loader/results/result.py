@@ -17,7 +17,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Reused,
     Spent,
     Status,
@@ -85,7 +84,6 @@ class TuningResult(Views):
     trials: tuple[Trial, ...] = ()
     batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
     measured: Measured = field(default_factory=Measured)
-    predicted: Predicted = field(default_factory=Predicted)
     verdict: Verdict = field(
         default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
     )
@@ -99,7 +97,6 @@ class TuningResult(Views):
     """What finding it cost; in the file: `budget`."""
     tuned_at: str | None = None
     """When it was found, ISO 8601, UTC; None where it was not kept for the next call."""
-    space_hash: str | None = None
     fingerprint: Fingerprint | None = None
     twin: TwinContext | None = None
     tolerance: float | None = None
@@ -223,9 +220,9 @@ class TuningResult(Views):
             TypeError: a knob that `LoaderConfig` does not have.
             ValueError: no burst succeeded, so there is nothing to predict from; `cores` is not positive; or a stage is none.
         """
-        named = (("num_workers", num_workers), ("prefetch_factor", prefetch_factor))
-        changes = {name: value for name, value in named if value is not None} | knobs
-        return self.predict_all([_changed(self.best, changes)], cores=cores, stages=stages)[0]
+        named = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+        knobs |= {name: value for name, value in named.items() if value is not None}
+        return self.predict_all([_changed(self.best, knobs)], cores=cores, stages=stages)[0]
 
     def predict_all(
         self, configs: Sequence[LoaderConfig], *, cores: float | None = None, stages: Mapping[str, float] | None = None
@@ -262,11 +259,9 @@ class TuningResult(Views):
 
 def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
     known = [each.name for each in fields(LoaderConfig)]
-    for name in changes:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            which = near[0] if near else f"one of {', '.join(known)}"
-            raise TypeError(f"{name}={changes[name]!r} is no knob; {which} would work")
+    for name in changes.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1) or known
+        raise TypeError(f"{name}={changes[name]!r} is no knob; {' or '.join(near)} would work")
     if changes.get("num_workers") == 0:  # what only workers have goes with them
         changes = {**WITHOUT_WORKERS, **changes, "multiprocessing_context": None}
     return replace(best, **changes)

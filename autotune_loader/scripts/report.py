@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autotune_loader.report.page import save_html
 from autotune_loader.report.units import bytes_text, counted, seconds_text, share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts import ranks
@@ -76,7 +77,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     report = report_of(session)
     notes += [
         _written(session, path, write)
-        for path, write in ((plan.output, TuningResult.save), (plan.page, _save_page))
+        for path, write in ((plan.output, TuningResult.save), (plan.page, save_html))
         if path
     ]
     report = replace(report, notes=(*report.notes, *notes))
@@ -149,9 +150,3 @@ def _written(session: Session, path: str, write: Any) -> str:
     except Exception as error:
         return f"{path} was not written: {error}"
     return f"Written to {path}."
-
-
-def _save_page(result: TuningResult, path: str) -> None:
-    from autotune_loader.report.page import render_html
-
-    Path(path).write_text(render_html(result), encoding="utf-8")

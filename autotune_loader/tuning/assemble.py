@@ -15,7 +15,7 @@ from autotune_loader.decision.rounds import averaged
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
-from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
@@ -26,7 +26,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     RateUnit,
     Reused,
     Spent,
@@ -66,7 +65,6 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
         measured=_measured(best, state, finals),
         finals=finals,
         spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
-        space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         twin=replace(state.context, epoch_batches=epoch_batches),
         stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
@@ -88,7 +86,7 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
     ]
     is_fallback = status == "fallback"
     return judged(
-        replace(found, predicted=_predicted(found, data)),
+        found,
         before=() if is_fallback else before,
         after=summary.failure_kinds(found.trials) if is_fallback else after,
         nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
@@ -135,7 +133,6 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningR
         summary=sentences,
         warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
-        space_hash=context.space.hash,
         fingerprint=context.fingerprint,
         reused=reused,
         parts=loader_parts(context.workload),
@@ -164,19 +161,6 @@ def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measure
         gpu_memory_bytes=measurement.gpu.memory_bytes,
         **({} if measurement.memory is None else asdict(measurement.memory)),
     )
-
-
-def _predicted(found: TuningResult, data: DataSide) -> Predicted:
-    """What the twin of the search's bursts says of the best, as `predict()` makes it from a file."""
-    measured = measurement_of(found.best, found.finals, found.trials)
-    if found.best.batch_size is not None or measured is None or found.twin is None:
-        return Predicted()
-    prediction, batches = found.predict_all([found.best])[0], found.twin.epoch_batches
-    # Where the dataset makes the batches, its length is that of batches.
-    by_batches = data.batch_size is None and batches is not None
-    samples = (batches or 0) * measured.batch_size if by_batches else data.samples_per_epoch()
-    epoch_s = samples / prediction.epoch_samples_per_s if samples and prediction.epoch_samples_per_s > 0 else None
-    return Predicted(samples_per_s=prediction.samples_per_s, epoch_s=epoch_s)
 
 
 def _finals(state: SearchState) -> Finals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -11,7 +12,6 @@ from autotune_loader.results.loader_file import (
     BatchSizeChoice,
     Finals,
     Measured,
-    Predicted,
     Spent,
     Verdict,
 )
@@ -97,6 +97,7 @@ def _failures(first: int) -> tuple[Trial, ...]:
     )
 
 
+@functools.cache
 def synthetic_result() -> TuningResult:
     """A complete run with every part a report can show."""
     machine = SimulatedMachine(
@@ -144,7 +145,6 @@ def synthetic_result() -> TuningResult:
             pss_bytes=best.memory.pss_bytes,
             shm_bytes=best.memory.shm_bytes,
         ),
-        predicted=Predicted(samples_per_s=Interval(value=1310.0, low=1250.0, high=1370.0, count=60), epoch_s=41.0),
         verdict=Verdict(
             binding="cpu",
             sentence="Decoding binds: the workers use 3.0 of 4 cores, and the step could take 11 % more.",

@@ -73,14 +73,6 @@ def failed(workers, kind="oom_killed", **changes):
     return Trial(number=0, config=LoaderConfig(num_workers=workers), role="search", failure=failure, **changes)
 
 
-def trials_of(*bursts):
-    """One trial for each number of workers, from 0 on."""
-    return tuple(
-        Trial(number=workers, config=LoaderConfig(num_workers=workers), role="search", measurement=burst)
-        for workers, burst in enumerate(bursts)
-    )
-
-
 def traces(services):
     return tuple(
         BatchTrace(
@@ -154,10 +146,6 @@ TOY = measured(
     wait_share=0.9,
     samples_per_s=exactly(6e4),
 )
-HERE, THERE = (
-    measured(service_s=0.004, service_cpu_s=0.004, receive_s=0.0),
-    measured(service_s=0.009, service_cpu_s=0.009, receive_s=0.002),
-)
 RARELY = measured(
     wait_share=0.12, service_s=0.004, service_cpu_s=0.003, batch_bytes=4000, cpu_share=0.27, foreign_cpu_share=0.7
 )
@@ -195,7 +183,7 @@ CASES = {
     "waiting": ("wait", evidence(measured(service_cpu_s=0.01)),
         "of 110 ms per batch a fetch computes 10 ms", "Read larger pieces"),
     "waiting beside neighbours": ("wait", evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
-        "computes 10 ms; that other processes kept 50 % of the cores busy does not explain the rest; ", ""),
+        "computes 10 ms; the loop waits", ""),
     "waiting in a stage": ("wait", evidence(measured(service_cpu_s=0.01), stage_times=(READ, DECODE)),
         "; read takes 100 % of a worker's waiting (a.py:1, open); ", "most of it in 'read' (a.py:1, open)"),
     "too few workers": ("wait", simulated(BEST, cpu_s=0.002, wait_s=0.1, step_s=0.004), "", ""),
@@ -207,9 +195,6 @@ CASES = {
     "transport": ("transport", evidence(measured(receive_s=0.02)), "receiving one takes 20 ms for 4 MiB", "uint8"),
     "a toy": ("transport", evidence(TOY, ceiling=exactly(1.4e6)),
         "; the step takes next to nothing", "Hand over less often"),
-    "large batches without workers": ("transport",
-        evidence(HERE, best=LoaderConfig(), trials=trials_of(HERE, THERE), ceiling=exactly(6000.0)),
-        "another 7 ms", ""),
     "workers that only write": ("transport",
         evidence(measured(service_s=0.009, service_cpu_s=0.008, batch_bytes=32 << 20)),
         "8 ms of CPU for 32 MiB", "uint8"),

@@ -81,12 +81,18 @@ def test_shows_table_verdict_advice_and_configuration(page: Reader, result: Tuni
     assert found["dataloader_kwargs"] == result.best.to_kwargs()
 
 
-def test_text_of_the_run_is_escaped(result: TuningResult) -> None:
-    hostile = replace(result, warnings=("</pre><script>alert(1)</script>",), summary=("<img src=x>",))
-    text = render_html(hostile)
-    assert "<script>" not in text
-    assert "<img src=x>" not in text
-    assert "alert(1)" in "".join(read(text).blocks)
+def test_the_page_names_machine_dataset_date_and_version_says_nothing_twice_and_escapes(result: TuningResult) -> None:
+    # GIVEN a run whose texts are markup
+    machine = Fingerprint(usable_cores=4, memory_bytes=8 << 30, dataset="Photos[1200]")
+    hostile = ("</pre><script>alert(1)</script>",)
+    page = render_html(replace(result, fingerprint=machine, warnings=hostile, summary=("<img src=x>",)))
+    text = "".join(read(page).blocks)
+    for each in ("4 cores, 8 GiB, no GPU", "Photos[1200]", __version__, datetime.now(timezone.utc).date().isoformat()):
+        assert each in text
+    assert text.count(result.verdict.sentence) == 1
+    assert "<script>" not in page
+    assert "<img src=x>" not in page
+    assert "alert(1)" in text
 
 
 def test_a_run_in_which_nothing_worked_has_a_page_too() -> None:
@@ -95,21 +101,14 @@ def test_a_run_in_which_nothing_worked_has_a_page_too() -> None:
     assert "fallback: 0 workers" in text
 
 
-def test_a_loaded_result_has_a_page_without_the_timeline(result: TuningResult) -> None:
-    reader = read(render_html(TuningResult.from_dict(result.to_dict())))
-    assert len([tag for tag, _ in reader.tags if tag == "img"]) == 3
+def test_what_is_not_there_has_no_picture(result: TuningResult) -> None:
+    # GIVEN a result from its file, without stages
+    reader = read(render_html(replace(TuningResult.from_dict(result.to_dict()), stage_times=())))
+    assert [attrs["alt"].partition(":")[0] for tag, attrs in reader.tags if tag == "img"] == ["workers", "speedup"]
 
 
 def test_a_notebook_shows_what_was_found_the_table_and_two_pictures(result: TuningResult) -> None:
     reader = read(result._repr_html_())
-    assert len([tag for tag, _ in reader.tags if tag == "img"]) == 2
+    assert [attrs["alt"].partition(":")[0] for tag, attrs in reader.tags if tag == "img"] == ["workers", "stages"]
     assert result.summary[0] in "".join(reader.blocks)
     assert "> chosen   = equally fast" in "".join(reader.blocks)
-
-
-def test_the_page_names_machine_dataset_date_and_version_and_says_nothing_twice(result: TuningResult) -> None:
-    told = replace(result, fingerprint=Fingerprint(usable_cores=4, memory_bytes=8 << 30, dataset="Photos[1200]"))
-    text = "".join(read(render_html(told)).blocks)
-    for each in ("4 cores, 8 GiB, no GPU", "Photos[1200]", __version__, datetime.now(timezone.utc).date().isoformat()):
-        assert each in text
-    assert text.count(result.verdict.sentence) == 1

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from report.example import STAGES, synthetic_result
 
-from autotune_loader.report.page import render_cell, render_html
 from autotune_loader.report.plots.stages import MOST_ROWS, plot_stages
 from autotune_loader.results.result import TuningResult
 
@@ -31,7 +30,6 @@ def test_without_stages_the_frame_is_as_it_would_be_and_nothing_is_said(result: 
     bare = replace(result, stage_times=())
     assert bare.stages().dtypes.to_dict() == result.stages().dtypes.to_dict()
     assert "A sample's time" not in bare.report()
-    assert 'alt="stages' not in render_html(bare)
     assert plot_stages(bare).axes[0].texts[0].get_text().startswith("No worker was watched")
 
 
@@ -46,11 +44,6 @@ def test_the_picture_draws_the_longest_on_top(result: TuningResult) -> None:
     assert [tick.get_text() for tick in bars.get_yticklabels()] == ["Flip", "read", "decode"]
     many = replace(result, stage_times=STAGES * MOST_ROWS)
     assert len(plot_stages(many).axes[0].texts) == MOST_ROWS
-
-
-def test_page_and_notebook_show_it(result: TuningResult) -> None:
-    for text in (render_html(result), render_cell(result)):
-        assert 'alt="stages: ' in text
 
 
 def test_stages_are_in_the_file(result: TuningResult, tmp_path) -> None:

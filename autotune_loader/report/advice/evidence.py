@@ -119,17 +119,6 @@ class Evidence:
         return max((burst for burst in more if receive_s(burst) > 0), key=receive_s, default=None)
 
     @property
-    def hand_over_s(self) -> float:
-        """Seconds that a batch costs more when a worker makes it: taking it over, and writing it into shared memory.
-
-        The latter is what a batch takes longer in one worker than in the training process.
-        """
-        taken_s = max((receive_s(burst) for config, burst in self.bursts if config.num_workers), default=0.0)
-        alone_s = min((burst.service_s for config, burst in self.bursts if config.num_workers == 1), default=0.0)
-        here_s = min((burst.service_s for config, burst in self.bursts if config.num_workers == 0), default=alone_s)
-        return taken_s + max(0.0, alone_s - here_s)
-
-    @property
     def startup_share(self) -> float:
         """Share of an epoch that worker start-up takes, where workers are not kept."""
         if not self.epoch_batches or self.best.persistent_workers or self.best.num_workers == 0:

@@ -132,21 +132,20 @@ def _waits(evidence: Evidence) -> str:
 
 def _less_to_hand_over(evidence: Evidence) -> Steps:
     """Fewer bytes where they count, fewer batches where the fixed cost of each does; fewer tensors."""
-    measured, workers, period_s = evidence.measurement, evidence.best.num_workers, evidence.period_s
-    receiving_s = receive_s(measured) if workers else 0.0
+    measured, period_s = evidence.measurement, evidence.period_s
+    receiving_s = receive_s(measured)
     if measured.batch_bytes >= LARGE_BATCH_BYTES:
         in_loop = receiving_s > TRANSPORT_SHARE * period_s
         moved_s = receiving_s if in_loop else measured.service_s
         yield Advice(
             action="Send less per batch: uint8 instead of float32 (normalise in the step), crop in the worker.",
             reason=f"a batch carries {bytes_text(measured.batch_bytes)}",
-            expected_gain=_gain_without(evidence, 0.75 * moved_s, period_s if in_loop or not workers else moved_s),
+            expected_gain=_gain_without(evidence, 0.75 * moved_s, period_s if in_loop else moved_s),
         )
     else:
-        takes = seconds_text(receiving_s or evidence.hand_over_s)
         yield Advice(
             action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
-            reason=f"handing over takes {takes} however little a batch carries",
+            reason=f"handing over takes {seconds_text(receiving_s)} however little a batch carries",
             expected_gain=_gain_without(evidence, receiving_s / 2, period_s),
         )
     if measured.batch_tensors > MANY_TENSORS:

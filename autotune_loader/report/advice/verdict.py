@@ -64,12 +64,8 @@ def _binding(evidence: Evidence) -> Binding:
         return _never_waiting(evidence)
     if evidence.shortage() is not None:
         return "memory"
-    if best.num_workers == 0:
-        if measured.batch_bytes >= LARGE_BATCH_BYTES and evidence.hand_over_s > measured.service_s:
-            return "transport"  # handing a batch over would be most of what a worker does for it
-        if measured.service_s < max(0.002, 50e-6 * measured.batch_size):
-            return "in_memory"  # a batch or its samples come so fast that nothing is read or computed
-        return _cpu_or_wait(evidence)
+    if best.num_workers == 0:  # a batch or its samples may come so fast that nothing is read or computed
+        return "in_memory" if measured.service_s < max(0.002, 50e-6 * measured.batch_size) else _cpu_or_wait(evidence)
     if best.pin_memory and evidence.twin is not None and evidence.twin.predict_all([best])[0].binding == "pinning":
         return "pinning"
     if receive_s(measured) > TRANSPORT_SHARE * evidence.period_s or _only_moves_bytes(evidence):
@@ -194,12 +190,8 @@ def _fetch_words(evidence: Evidence) -> str:
 
 
 def _idle_words(evidence: Evidence) -> str:
-    if evidence.idle_share is None:
-        return ""
-    if evidence.idle_share > IDLE_SHARE:
-        return f" while {share_text(evidence.idle_share)} of the cores are idle"
-    foreign = share_text(evidence.telling_burst.foreign_cpu_share)
-    return f"; that other processes kept {foreign} of the cores busy does not explain the rest"
+    is_idle = evidence.idle_share is not None and evidence.idle_share > IDLE_SHARE
+    return f" while {share_text(evidence.idle_share)} of the cores are idle" if is_idle else ""
 
 
 def _more(headroom: float | None) -> str:
@@ -236,10 +228,7 @@ def _of_ceiling(evidence: Evidence) -> str:
 
 def _hand_over_words(evidence: Evidence) -> str:
     measured = evidence.measurement
-    size, fetched = bytes_text(measured.batch_bytes), seconds_text(measured.service_s)
-    if evidence.best.num_workers == 0:
-        extra = seconds_text(evidence.hand_over_s)
-        return f"fetching {size} takes {fetched} here, and handing it over from a worker would cost another {extra}"
+    size = bytes_text(measured.batch_bytes)
     if _only_moves_bytes(evidence):
         cpu = seconds_text(measured.service_cpu_s)
         return f"a worker takes {cpu} of CPU for {size}, which is what writing them takes"
