@@ -26,7 +26,7 @@ import torch
 from autotune_loader.live.seeds import WorkerSeeds
 from autotune_loader.live.shadow import WORKERS, Shadow, become_torch_worker, sent
 from autotune_loader.pipeline.digest import Leaf, difference, digest
-from autotune_loader.pipeline.look import THOROUGH, Held, Look, look, moved, positions, process_state, shown
+from autotune_loader.pipeline.look import PROCESS, THOROUGH, Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.values.config import LoaderConfig
 
 LOOKS = 4
@@ -152,12 +152,12 @@ class Trust:
             self.close()
             self._last = Look()
 
-    def _look_before(self, item: Item) -> tuple[Look, dict[str, Any], dict[Any, int]] | None:
+    def _look_before(self, item: Item) -> Look | None:
         number, epoch, indices = item
         if not self._looks:
             self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method))
         seen = self._look(indices, number)
-        changed = _besides_sampler(self._last.changed(seen))
+        changed = _of_data(self._last.changed(seen))
         if changed and epoch == self._epoch:
             self._conclude(_changed_by_training(changed[0]))
         elif changed:
@@ -169,25 +169,22 @@ class Trust:
             self._comparison.ask(item)
             self._conclude(self._comparison.verdict)
         self._epoch = epoch
-        return seen, process_state(), positions()
+        return seen
 
-    def _look_after(self, item: Item, before: tuple[Look, dict[str, Any], dict[Any, int]]) -> None:
-        seen, process, places = before
+    def _look_after(self, item: Item, before: Look) -> None:
         now = self._look(item[2], item[0])
         self._looks += 1
-        file = moved(places, positions())
-        if file is not None:
+        if (file := moved(before.files, now.files)) is not None:
             self._conclude(_moved_file(file))
         self._conclude(_handle_refusal(now, was_there=False))
-        changed = [*seen.changed(now), *(name for name, value in process_state().items() if value != process[name])]
-        self._conclude(_changed_by_fetching(changed, seen.generators, is_first=self._looks == 1))
+        self._conclude(_changed_by_fetching(before.changed(now), before.generators, is_first=self._looks == 1))
         self._last = now
         if self.verdict is None and not self._is_looked_at and (self._base is None or self._looks >= LOOKS):
             self._look_thoroughly(item[1])
 
     def _look_thoroughly(self, epoch: int) -> None:
         now = look(self._roots, scale=THOROUGH)
-        changed = [] if self._base is None else _besides_sampler(self._base[1].changed(now))
+        changed = [] if self._base is None else _of_data(self._base[1].changed(now))
         if not changed and self._base is not None:
             self._is_looked_at, self._base = True, None
         elif self._base is not None and self._base[0] == epoch:
@@ -196,7 +193,10 @@ class Trust:
             self._base, self._looks = (epoch, now), 1
 
     def _look(self, indices: Any, number: int) -> Look:
-        return look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)
+        seen = look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)
+        seen.tokens |= process_state()
+        seen.files = positions()
+        return seen
 
     def _note_held(self) -> None:
         self._held = Held(look({name: value for name, value in self._roots.items() if name != "sampler"}))
@@ -332,8 +332,9 @@ def _fetcher(parts: Any, seed: int, *, is_forked: bool) -> Callable[[int], Calla
     return begin
 
 
-def _besides_sampler(paths: list[str]) -> list[str]:
-    return [path for path in paths if not path.startswith("sampler")]
+def _of_data(paths: list[str]) -> list[str]:
+    """Those that the training may not change: without the sampler and what belongs to the whole process."""
+    return [path for path in paths if not path.startswith("sampler") and path not in PROCESS]
 
 
 def _changed_by_fetching(changed: list[str], generators: set[str], *, is_first: bool) -> Refusal | None:

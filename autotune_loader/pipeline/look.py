@@ -57,6 +57,8 @@ WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.
 CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 """What of a class is no value that a method may change."""
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's number of threads")
+"""Paths of what belongs to the whole process."""
 Places = dict[tuple[int, int, int], int]
 """Positions of open files, by (descriptor, device, inode)"""
 
@@ -86,6 +88,8 @@ class Look:
     """Those of them that no fork at all may carry."""
     generators: set[str] = field(default_factory=set)
     """Paths of random generators."""
+    files: Places = field(default_factory=dict)
+    """Where open files stood, as far as that was looked at."""
     values: list[Any] = field(default_factory=list)
     """What is not plain, in the order in which it was seen."""
 
@@ -137,12 +141,9 @@ def shown(path: str) -> str:
 
 def process_state() -> dict[str, Any]:
     """What belongs to the whole process, and a worker would change for itself only."""
-    return {
-        "os.environ": hash(frozenset(os.environ.items())),
-        "the current folder": os.getcwd(),  # noqa: PTH109 - a few microseconds
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's number of threads": torch.get_num_threads(),
-    }
+    here = os.getcwd()  # noqa: PTH109 - a few microseconds
+    values = hash(frozenset(os.environ.items())), here, torch.get_default_dtype(), torch.get_num_threads()
+    return dict(zip(PROCESS, values, strict=True))
 
 
 def positions() -> Places:
@@ -385,12 +386,17 @@ class Held:
     """
 
     def __init__(self, seen: Look) -> None:
-        self._noted = [noted for value in seen.values[:MOST_HELD] for noted in _noted(value)]
+        values = seen.values[:MOST_HELD]
+        named = {(id(space), name): space for value in values for _, space, name in _names(value)}
+        self._named = [(space, name, space[name]) for (_, name), space in named.items()]
+        self._noted = [noted for value in values for noted in _noted(value)]
 
     def is_unchanged(self) -> bool:
         """Whether all that is held is what it was."""
         try:
-            return all(read(value) == then for read, value, then in self._noted)
+            return all(space.get(name) is value for space, name, value in self._named) and all(
+                read(value) == then for read, value, then in self._noted
+            )
         except Exception:  # values that cannot be compared are others
             return False
 
@@ -411,8 +417,6 @@ def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
     space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
     if space is not None and not isinstance(value, (torch.Tensor, np.ndarray, types.ModuleType, type)):
         yield _itself, space, dict(space)
-    for _, names, name in _names(value):
-        yield functools.partial(_same_at, names, name), names[name], True
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -421,7 +425,3 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _same_at(space: Mapping[str, Any], name: str, value: Any) -> bool:
-    return space.get(name) is value

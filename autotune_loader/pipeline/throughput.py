@@ -138,6 +138,33 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, no
     return error is not None and error <= plan.relative_error
 
 
+def are_enough_epochs(ends: Sequence[float], plan: BurstPlan, begun: float) -> bool:
+    """Whether a burst of whole epochs that began at `begun` (s) and whose epochs ended at `ends` may end."""
+    if len(ends) < 2:
+        return False
+    elapsed = ends[-1] - begun
+    # Two epochs in the window and one before it, or, of epochs longer than the plan expects, one and one.
+    return elapsed >= 3.0 * plan.max_s or (elapsed >= plan.max_s and len(ends) >= 3)
+
+
+def over_epochs(measured: Measurement, ends: Sequence[float], samples: int) -> Measurement:
+    """The measurement of a burst with the rate of its epochs, and the waiting that start-up and gaps are.
+
+    The first epoch is not timed: what it does once (imports, caches, persistent workers) is nothing over a whole training run.
+
+    Args:
+        measured: as `summarise` has it.
+        ends: when its epochs ended, at least two.
+        samples: of all epochs but the first.
+    """
+    seconds, window_s = mean_interval([after - before for before, after in pairwise(ends)]), ends[-1] - ends[0]
+    half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
+    value = samples / window_s
+    rate = Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=seconds.count)
+    waits = wait_share(rate, measured.step_s, measured.batch_size)
+    return replace(measured, samples_per_s=rate, samples=samples, window_s=window_s, wait_share=waits)
+
+
 def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> Interval:
     """The rate; while there is stock, that of workers which will hold the loop up once it is gone."""
     rate = _consumed(traces, workers, window.first)

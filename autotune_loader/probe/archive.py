@@ -9,7 +9,6 @@ copy on write, so that every reading has memory of its own that costs nothing un
 
 from __future__ import annotations
 
-import contextlib
 import io
 import mmap
 import os
@@ -33,8 +32,6 @@ SMALLEST_BUFFER = 256
 ALIGNMENT = 64
 # Length of the file up to the table, at its end.
 TRAILER = struct.Struct("<q")
-# linux/mman.h: fill in the page tables, without a copy; Python has no name for it yet.
-MADV_POPULATE_READ = 22
 
 
 class TooLargeError(Exception):
@@ -86,8 +83,6 @@ def read_archive(fd: int, keep: Callable[[Any], object] = lambda unpickler: None
         keep: given what holds every object that is read, also where reading fails half-way.
     """
     mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # an older kernel reads pages when they are touched
-        mapped.madvise(MADV_POPULATE_READ)
     memory = memoryview(mapped)
     (end,) = TRAILER.unpack(memory[-TRAILER.size :])
     table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2).tolist()

@@ -27,8 +27,8 @@ import torch
 
 from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
-from autotune_loader.pipeline.epoch_throughput import are_enough_epochs
 from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.throughput import are_enough_epochs
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
-from autotune_loader.pipeline.epoch_throughput import over_epochs
 from autotune_loader.pipeline.stages import pooled
-from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.pipeline.throughput import is_enough, over_epochs, summarise
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.bad_samples import good
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline

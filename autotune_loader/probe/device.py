@@ -213,14 +213,4 @@ class Passages:
             )
         received = max(seen.received, collate_end, requested, copied)
         self._free = max(seen.step_end, received, done)
-        return BatchTrace(
-            worker=worker,
-            fetch_start=fetch_start,
-            fetch_end=fetch_end,
-            collate_end=collate_end,
-            cpu_s=cpu_s,
-            requested=requested,
-            received=received,
-            step_end=self._free,
-            samples=samples,
-        )
+        return BatchTrace(worker, fetch_start, fetch_end, collate_end, cpu_s, samples, requested, received, self._free)

@@ -140,20 +140,11 @@ def _first_sentence(text: str, limit: int = 600) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback as the user would have seen it without us: frames of this package are left out."""
-    told = traceback.TracebackException.from_exception(error, capture_locals=False)
-    _leave_us_out(told)
-    return _without_our_lines("".join(told.format()))
-
-
-def _leave_us_out(told: traceback.TracebackException | None) -> None:
-    while told is not None:
-        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not is_ours(f.filename)])
-        _leave_us_out(told.__cause__)
-        told = told.__context__
+    return _without_our_lines("".join(traceback.format_exception(error)))
 
 
 def _without_our_lines(text: str) -> str:
-    """Torch hands a worker's traceback on as text; there a frame is a `File` line and the deeper indented lines after it."""
+    """A frame is a `File` line and the deeper indented lines after it; a worker's traceback comes as such a text, too."""
     kept: list[str] = []
     ours = False
     for line in text.splitlines(keepends=True):

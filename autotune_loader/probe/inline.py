@@ -230,6 +230,7 @@ def untouched_state(data: DataSide) -> Iterator[None]:
     threads, modes, environment, signals, warnings.
     """
     with contextlib.ExitStack() as back, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         for put_back, *values in _state_of(data):
             back.callback(put_back, *values)
         with torch.enable_grad():

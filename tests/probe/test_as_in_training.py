@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from preloaded import PreloadedPython
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune_loader.machine.facts import inspect_machine
@@ -98,8 +98,11 @@ print("lives")
 """
 
 
-def test_a_signal_that_is_listened_to_in_c_still_is_after_an_inline_run() -> None:
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "lives" in done.stdout
-    assert "File" in done.stdout, "the handler has printed where the process was"
+def test_a_signal_that_is_listened_to_in_c_still_is_after_an_inline_run(
+    tmp_path: Path, preloaded: PreloadedPython
+) -> None:
+    (tmp_path / "signalled.py").write_text(SIGNALLED)
+    run = preloaded.start("signalled.py", folder=tmp_path)
+    assert run.wait(timeout=120) == 0, run.output
+    assert "lives" in run.output
+    assert "File" in run.output, "the handler has printed where the process was"

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +17,7 @@ import psutil
 import pytest
 import torch
 import trouble as troubles
-from preloaded import PreloadedPython
+from preloaded import PreloadedPython, Run
 from torch.utils.data import Dataset, SequentialSampler
 from trouble import Trouble
 
@@ -33,7 +31,6 @@ from autotune_loader.values.plan import BurstPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60
 BUDGET_BYTES = 400 << 20
 QUICK = BurstPlan(max_s=0.3, min_s=0.1, relative_error=0.1)
@@ -180,7 +177,7 @@ if __name__ == "__main__":  # a fork server runs the script too
 """
 
 
-def appears(path: Path, process: subprocess.Popen[str]) -> bool:
+def appears(path: Path, process: Run) -> bool:
     deadline = time.monotonic() + DEADLINE_S
     while not path.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
@@ -188,21 +185,13 @@ def appears(path: Path, process: subprocess.Popen[str]) -> bool:
 
 
 @pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def hanging(tmp_path: Path, preloaded: PreloadedPython) -> Iterator[Callable[[], Run]]:
     """Starts an inline run that has a trial on disk and a worker that hangs."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Run] = []
 
-    def start() -> subprocess.Popen[str]:
+    def start() -> Run:
         (tmp_path / "train.py").write_text(SCRIPT)
-        process = subprocess.Popen(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
+        process = preloaded.start("train.py", folder=tmp_path)
         started.append(process)
         assert appears(tmp_path / "hanging", process), process.communicate()[0]
         return process
@@ -217,7 +206,7 @@ def hanging(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_an_inline_run_its_workers_go_and_the_file_loads(
     tmp_path: Path,
-    hanging: Callable[[], subprocess.Popen[str]],
+    hanging: Callable[[], Run],
     orphaned_segments: Callable[[], set[str]],
     number: signal.Signals,
 ) -> None:
@@ -266,15 +255,13 @@ print(sum(isinstance(outcome, Failure) for outcome in outcomes))
 """
 
 
-def test_iterators_of_failed_trials_are_closed_where_they_were_made(tmp_path: Path) -> None:
+def test_iterators_of_failed_trials_are_closed_where_they_were_made(tmp_path: Path, preloaded: PreloadedPython) -> None:
     """A traceback that is kept keeps the iterator too; what is left of it then complains wherever it is collected."""
     (tmp_path / "train.py").write_text(FAILING_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    run = preloaded.start("train.py", folder=tmp_path)
 
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 5
-    assert "can only test a child process" not in done.stderr
-    assert "Exception ignored" not in done.stderr
+    assert run.wait(timeout=90) == 0, run.output
+    assert run.output.endswith("5\n"), run.output
+    assert "can only test a child process" not in run.output
+    assert "Exception ignored" not in run.output
+    assert "This DataLoader will create" not in run.output  # more workers than cores are tried on purpose

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autotune_loader.pipeline.epoch_throughput import are_enough_epochs, over_epochs
-from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.pipeline.throughput import are_enough_epochs, is_enough, over_epochs, summarise
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
