@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.process
+import os
 import random
 import re
 import signal
@@ -37,7 +38,11 @@ ASK_HOW_PROBES_BEGIN = (
     *("test_as_in_training", "test_destroys_nothing", "test_large_data", "test_max_cores", "test_measured"),
     *("test_opening", "test_resource_limits", "test_security", "test_torch_state"),
 )
+IMPORT_FRAMEWORKS = ("/integrations/", "test_lightning_step.py", "test_two_ranks.py", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""A step's threads wait for one another by spinning: two of them cost the models of the tests twice the time of one."""
 
 with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
     import hypothesis
@@ -201,9 +206,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.unit)
         elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     # Longest first, so that no long one is left alone at the end; files stay together.
     items.sort(key=lambda item: next(rank for rank, kind in enumerate(LONGEST_FIRST) if item.get_closest_marker(kind)))
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _group_of(item: pytest.Item) -> str:
+    """What runs in one worker: a file; and all that imports the frameworks, which takes ten seconds each time."""
+    return "frameworks" if any(name in item.nodeid for name in IMPORT_FRAMEWORKS) else item.path.name
 
 
 def _skip_without_cuda(marked: list[pytest.Item]) -> None:

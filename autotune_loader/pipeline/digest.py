@@ -52,6 +52,7 @@ def digest(batch: Any) -> list[Leaf]:
 
     Raises:
         TooManyLeavesError: more than 20,000 values, or nested in a circle.
+        TypeError: it holds a nested, quantized or block-sparse tensor.
     """
     leaves: list[Leaf] = []
     for leaf in _leaves("", batch, MOST_DEPTH):
@@ -140,23 +141,17 @@ def _is_default(value: Any, name: str) -> bool:
 
 def _of_tensor(path: str, kind: str, tensor: torch.Tensor, depth: int) -> Iterator[Leaf]:
     plain = tensor.detach()
-    shape = "nested" if plain.is_nested else list(plain.shape)
-    what = f"{kind}, {plain.dtype}, {shape}, {plain.layout}, {plain.device.type}"
+    if plain.is_nested or plain.is_quantized or plain.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(f"{_named(path)} is a tensor of a kind that is not compared: {plain.dtype}, {plain.layout}")
+    what = f"{kind}, {plain.dtype}, {list(plain.shape)}, {plain.layout}, {plain.device.type}"
     if tensor.requires_grad:
         what += ", requires_grad"
-    parts: dict[str, Any] = dict(getattr(tensor, "__dict__", None) or {})
-    parts = {f".{name}": part for name, part in parts.items()}
-    if plain.is_nested:
-        yield Leaf(path, what, tensor.size(0))
-        parts |= {f"[{index}]": each for index, each in enumerate(plain.unbind())}
-    elif plain.layout is torch.sparse_coo:
+    parts = {f".{name}": part for name, part in getattr(tensor, "__dict__", {}).items()}
+    if plain.layout is torch.sparse_coo:
         yield Leaf(path, what, plain._nnz())
         parts |= {".indices()": plain._indices(), ".values()": plain._values()}
-    elif plain.layout is not torch.strided:
-        yield Leaf(path, what, _checksum(_bytes_of(plain.to_dense())))
     else:
-        numbers = plain.dequantize() if plain.is_quantized else plain
-        floats = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+        floats = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
         kept = floats.resolve_neg() if floats.is_neg() else floats
         yield Leaf(path, what, _checksum(_bytes_of(kept)), _rounded_tensor(kept) if kept.is_floating_point() else None)
     for name, part in parts.items():

@@ -386,12 +386,17 @@ class Held:
     """
 
     def __init__(self, seen: Look) -> None:
-        self._noted = [noted for value in seen.values[:MOST_HELD] for noted in _noted(value)]
+        values = seen.values[:MOST_HELD]
+        named = {(id(space), name): space for value in values for _, space, name in _names(value)}
+        self._named = [(space, name, space[name]) for (_, name), space in named.items()]
+        self._noted = [noted for value in values for noted in _noted(value)]
 
     def is_unchanged(self) -> bool:
         """Whether all that is held is what it was."""
         try:
-            return all(read(value) == then for read, value, then in self._noted)
+            return all(space.get(name) is value for space, name, value in self._named) and all(
+                read(value) == then for read, value, then in self._noted
+            )
         except Exception:  # values that cannot be compared are others
             return False
 
@@ -412,8 +417,6 @@ def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
     space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
     if space is not None and not isinstance(value, (torch.Tensor, np.ndarray, types.ModuleType, type)):
         yield _itself, space, dict(space)
-    for _, names, name in _names(value):
-        yield functools.partial(_same_at, names, name), names[name], True
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -422,7 +425,3 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _same_at(space: Mapping[str, Any], name: str, value: Any) -> bool:
-    return space.get(name) is value

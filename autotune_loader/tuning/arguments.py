@@ -15,7 +15,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.report.units import counted
@@ -97,7 +97,7 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, given)
     data_of, notes = _unwrapped(dataset_or_loader)
-    own_config = LoaderConfig.from_loader(data_of) if _is_loader(data_of) else None
+    own_config = LoaderConfig.from_loader(data_of) if _kind(data_of) == "loader" else None
     if own_config is not None:
         data, notes = _data_of_loader(data_of, parts), [*_own_iteration(data_of), *notes]
     else:
@@ -116,9 +116,8 @@ def _check_order(dataset: Any, model: Any) -> None:
         folder = f"{of}=torchvision.datasets.ImageFolder({os.fspath(dataset)!r})"
         refuse(True, f"{of}={dataset!r} is a path, not a dataset", folder)
     refuse(isinstance(dataset, type), f"{of}={given} is a class", f"{of}={given}(...)")
-    refuse(_is_module(dataset), f"{of}={given} is a model, which comes second", in_order)
-    holds_data = _is_loader(model) or _is_dataset(model)
-    refuse(holds_data, f"model={_shown(model)} holds data, which comes first", in_order)
+    refuse(_kind(dataset) == "module", f"{of}={given} is a model, which comes second", in_order)
+    refuse(_kind(model) in ("loader", "dataset"), f"model={_shown(model)} holds data, which comes first", in_order)
 
 
 # The step
@@ -141,7 +140,7 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    parts = [*model.modules(), *model.parameters()] if _is_module(model) else []
+    parts = [*model.modules(), *model.parameters()] if _kind(model) == "module" else []
     refuse(
         bool({cls.__name__ for part in parts for cls in type(part).__mro__} & SHARDED),
         f"{shown} is sharded over ranks (FSDP, DTensor), and no copy of it trains alone",
@@ -158,7 +157,7 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
         f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
         "optimizer=torch.optim.AdamW, or one over the model's parameters,",
     )
-    named = model.named_modules() if _is_module(model) else ()
+    named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
@@ -209,7 +208,7 @@ def _auto_device(model: Any) -> str:
     """Where the model is already, or where this process puts things by default; else CUDA where there is one."""
     import torch
 
-    used = [parameter.device for parameter in model.parameters()] if _is_module(model) else []
+    used = [parameter.device for parameter in model.parameters()] if _kind(model) == "module" else []
     for device in (*used, torch.get_default_device()):
         if device.type not in ("cpu", "meta"):
             return str(device)
@@ -432,19 +431,11 @@ def _shown(value: Any) -> str:
     return str(named.__qualname__)
 
 
-def _is_module(value: Any) -> bool:
+def _kind(value: Any) -> Literal["module", "loader", "dataset", ""]:
+    """Which of torch's a value is."""
     import torch
+    from torch.utils.data import DataLoader, Dataset
 
-    return isinstance(value, torch.nn.Module)
-
-
-def _is_dataset(value: Any) -> bool:
-    from torch.utils.data import Dataset
-
-    return isinstance(value, Dataset)
-
-
-def _is_loader(value: Any) -> bool:
-    from torch.utils.data import DataLoader
-
-    return isinstance(value, DataLoader)
+    if isinstance(value, torch.nn.Module):
+        return "module"
+    return "loader" if isinstance(value, DataLoader) else "dataset" if isinstance(value, Dataset) else ""

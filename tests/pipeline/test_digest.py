@@ -93,3 +93,10 @@ def test_too_many_values_and_circles_are_refused() -> None:
     for batch in (circle, list(range(30_000))):
         with pytest.raises(TooManyLeavesError):
             digest(batch)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about such tensors
+def test_tensors_of_other_kinds_are_not_compared() -> None:
+    for tensor in (torch.eye(3).to_sparse_csr(), torch.quantize_per_tensor(RAMP, 0.1, 0, torch.qint8)):
+        with pytest.raises(TypeError, match=r"`batch\['x'\]` is a tensor of a kind that is not compared"):
+            digest({"x": tensor})
