@@ -81,24 +81,22 @@ class TuningResult(Views):
     `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
     baseline: LoaderConfig = field(default_factory=LoaderConfig)
     """The user's own configuration, or torch's defaults."""
-    trials: tuple[Trial, ...] = ()
     batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
-    measured: Measured = field(default_factory=Measured)
+    summary: tuple[str, ...] = ()
+    """Sentences a person reads."""
+    warnings: tuple[str, ...] = ()
     verdict: Verdict = field(
         default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
     )
     advice: tuple[Advice, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first; `stages()` has it as a frame."""
-    summary: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    finals: Finals = field(default_factory=Finals)
+    measured: Measured = field(default_factory=Measured)
     spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
     """What finding it cost; in the file: `budget`."""
     tuned_at: str | None = None
     """When it was found, ISO 8601, UTC; None where it was not kept for the next call."""
     fingerprint: Fingerprint | None = None
-    twin: TwinContext | None = None
     tolerance: float | None = None
     """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
     reused: Reused | None = None
@@ -107,6 +105,9 @@ class TuningResult(Views):
     """`live` where an AutoLoader found it while it trained."""
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
+    finals: Finals = field(default_factory=Finals)
+    trials: tuple[Trial, ...] = ()
+    twin: TwinContext | None = None
     study: Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`, and where an earlier result was used."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

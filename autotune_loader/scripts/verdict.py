@@ -93,7 +93,10 @@ def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
         return replace(known, verdict=f"{_batches(known.batches)}: too few to say anything.", next_step=None)
     waits = f"the loop waits for data {share_text(share)} of the time"
     most = share / max(1 - share, 1e-9)  # what a loader that costs nothing would gain
-    rest, starts = share_text(known.script_share), share_text(starting)
+    step = f"The training step binds: {waits}."
+    rest = share_text(known.script_share)
+    hardly = f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders."
+    starts = f"The starts of epochs bind: they take {share_text(starting)} of the time; {waits}."
     gain = gain_words(starting / max(1 - starting, 0.1))
     keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
     keeps = now.get("persistent_workers") or not now.get("num_workers")
@@ -102,22 +105,10 @@ def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
     # The latest batches need not wait as all did.
     is_unclear = known.evidence is None or known.binding in ("unknown", "step")
     rows = (
-        (most < LEAST_GAIN, f"The training step binds: {waits}.", LEAVE_IT),
-        (
-            known.script_share < LEAST_GAIN,
-            f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders.",
-            LEAVE_IT,
-        ),
-        (
-            starting >= max(LONG_START, share / 2),
-            f"The starts of epochs bind: they take {starts} of the time; {waits}.",
-            None if keeps else keep,
-        ),
-        (
-            share < 2 * WORTH_S_TIME,
-            f"The training step binds: {waits}.",
-            f"{LEAVE_IT}: no settings could bring more than {share_text(most)}",
-        ),
+        (most < LEAST_GAIN, step, LEAVE_IT),
+        (known.script_share < LEAST_GAIN, hardly, LEAVE_IT),
+        (starting >= max(LONG_START, share / 2), starts, None if keeps else keep),
+        (share < 2 * WORTH_S_TIME, step, f"{LEAVE_IT}: no settings could bring more than {share_text(most)}"),
         (is_unclear, f"The loader binds: {waits}; the latest batches do not show why.", then),
         (True, f"{lately}{known.evidence}", then),
     )
