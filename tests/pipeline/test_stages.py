@@ -358,8 +358,8 @@ class Known(Dataset[torch.Tensor]):
         return torch.tensor([total])
 
 
-def burst(**config: Any) -> Measurement:
-    plan = BurstPlan(max_s=1.0, min_s=0.8, relative_error=0.0, stages=True)
+def burst(max_s: float = 1.0, **config: Any) -> Measurement:
+    plan = BurstPlan(max_s=max_s, min_s=0.8 * max_s, relative_error=0.0, stages=True)
     step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
     data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
     outcome = run_burst(data, step, LoaderConfig(**{"num_workers": 1, **config}), plan)
@@ -379,6 +379,9 @@ def test_waiting_and_computing_are_told_apart_in_workers(start: str) -> None:
     assert found["sorted"].cpu_share == pytest.approx(0.5, abs=0.1)
     assert "test_stages.py:" in found["fetch"].where
     assert sum(each.wall_share for each in found.values()) == pytest.approx(1)
-    # THEN here nothing is clocked
-    assert not hasattr(Known.fetch, "__wrapped__")
-    assert burst(num_workers=0).stages is None
+    assert not hasattr(Known.fetch, "__wrapped__")  # here nothing is clocked
+
+
+@pytest.mark.process
+def test_without_workers_nobody_is_clocked() -> None:
+    assert burst(num_workers=0, max_s=0.2).stages is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from statistics import fmean
@@ -65,6 +66,7 @@ def simulate(
     return traces
 
 
+@functools.cache
 def long_run_rate(**loader: Any) -> float:
     ends = [trace.step_end for trace in simulate(4000, seed=99, **loader)]
     return SAMPLES * 3000 / (ends[3999] - ends[999])
