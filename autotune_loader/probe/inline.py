@@ -7,6 +7,7 @@ and optimizer are copied, and every piece of global state that a DataLoader or a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import multiprocessing
@@ -141,18 +142,19 @@ class InlineProbe:
 
 
 class _Stop:
-    """Ends what runs in its block from any other thread: when it is asked to, or at a deadline."""
+    """Ends what runs in its block, in the thread that made it, from any other: when it is asked to, or at a deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self.was_asked = False
         self.has_expired = False
         self._deadline_s = deadline_s
         self._phase: FailurePhase = "start"
+        self._thread = threading.get_ident()
         self._timer = threading.Timer(deadline_s, self._expire)
         self._timer.daemon = True
         self._signal: int | None = None
         """Wakes the main thread where it hangs."""
-        self._is_over = False
+        self._is_over = self._was_sent = False
         self._lock = threading.Lock()
         """Held by whoever ends the block, from without or within."""
 
@@ -171,6 +173,10 @@ class _Stop:
         except StoppedError:  # it was on its way
             self._is_over = True
         self._timer.cancel()
+        if self._was_sent:  # an exception that was not raised yet is raised here, and does not end whatever comes next
+            with contextlib.suppress(StoppedError):
+                for _ in range(1000):
+                    pass
         if self._signal is not None:
             signal.signal(self._signal, signal.SIG_DFL)
         return isinstance(error, StoppedError)
@@ -181,7 +187,7 @@ class _Stop:
             self._phase = phase
 
     def now(self) -> None:
-        """Kill the workers of the burst; where it has none, raise `StoppedError` in the main thread."""
+        """Kill the workers of the burst; where it has none, raise `StoppedError` in its thread."""
         with self._lock:
             if self._is_over:
                 return
@@ -189,8 +195,13 @@ class _Stop:
             workers = running_workers()
             for worker in workers:
                 worker.kill()
-            if self._signal is not None and not workers:  # it wakes the thread from a lock or a queue, too
-                signal.pthread_kill(threading.main_thread().ident or 0, self._signal)
+            if workers:
+                return
+            if self._signal is not None:  # it wakes the main thread from a lock or a queue, too
+                signal.pthread_kill(self._thread, self._signal)
+            else:  # in another thread Python raises when its code goes on
+                self._was_sent = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StoppedError))
 
     def failure(self) -> Failure:
         """The failure of what was ended at the deadline."""

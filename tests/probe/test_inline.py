@@ -9,6 +9,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,32 @@ def test_a_hang_inline_ends_at_the_deadline(workers: int, monkeypatch: pytest.Mo
     assert (failure.kind, failure.phase) == ("deadline", "batches")
     assert time.monotonic() - begun < WAIT_S / 2
     assert multiprocessing.active_children() == []
+
+
+class PollsForNobody(WaitsForNobody):
+    """Asks again and again for what never comes."""
+
+    def __getitem__(self, index: int) -> Any:
+        begun = time.monotonic()
+        while WaitsForNobody.hangs and time.monotonic() - begun < WAIT_S:
+            time.sleep(0.01)
+        return torch.tensor([float(index)])
+
+
+def test_in_another_thread_a_loop_that_never_ends_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a dataset that polls for ever
+    probe = InlineProbe(
+        Workload(data=DataSide.from_dataset(PollsForNobody(), batch_size=4), training=TrainingSide()), inspect_machine()
+    )
+    probe.start()
+    monkeypatch.setattr(WaitsForNobody, "hangs", True)
+    # WHEN a burst in a thread has a deadline
+    with ThreadPoolExecutor() as pool:
+        failure = pool.submit(probe.burst, LoaderConfig(), replace(LONG, deadline_s=1.0)).result(timeout=WAIT_S / 2)
+        # THEN it ends there, and the thread goes on
+        assert isinstance(failure, Failure)
+        assert failure.kind == "deadline"
+        assert pool.submit(sum, range(1000)).result(timeout=WAIT_S) == 499500
 
 
 def test_a_deadline_that_passes_just_behind_a_burst_ends_nothing() -> None:
