@@ -260,9 +260,11 @@ def _plain(function: Any) -> Any:
 
 def _where(function: Any) -> str:
     """The line of a function of the user's, or the name of a library's."""
-    function = _plain(function)
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    return _full_name(function) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    function = inspect.unwrap(_plain(function))
+    code = getattr(function, "__code__", None)
+    if code is None or not is_users(function.__module__):
+        return _full_name(function)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _full_name(function: Any) -> str:
@@ -284,8 +286,10 @@ def _base(dataset: Any) -> Line:
 
 
 def _caller(frame: types.FrameType | None, function: Callable[..., Any]) -> str:
-    """The user's line that called a library's function, and its name."""
-    while frame is not None and not is_users(frame.f_globals.get("__name__")):
+    """The user's line that called a library's function, and its name; the name alone where no line of a file did."""
+    while frame is not None and (
+        frame.f_code.co_filename == "<string>" or not is_users(frame.f_globals.get("__name__"))
+    ):
         frame = frame.f_back
     name = _full_name(function)
     return name if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {name}"

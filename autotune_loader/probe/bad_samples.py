@@ -148,7 +148,7 @@ class NamingCollate:
     """A collate function whose exceptions name the samples that it was given, where these have keys."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self._collate_fn = collate_fn
+        self._collate_fn = self.__wrapped__ = collate_fn  # the second is for whoever asks whose function it is
 
     def __call__(self, samples: Any) -> Any:
         last = samples[-1] if isinstance(samples, list) and samples else samples

@@ -98,7 +98,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)
+    loader = StatefulDataLoader(Points(64), batch_size=8, shuffle=True, num_workers=1)  # HERE 64
     for epoch in range(2):
         for number, batch in enumerate(loader):
             model(**batch)["loss"].backward()
@@ -129,7 +129,7 @@ def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
         for number, line in enumerate(text.splitlines(), 1)
         if "# HERE" in line
     ]
-    wanted = {f"Points[{size}]": f"train.py:{number}" for number, sizes in lines for size in sizes}
+    wanted = {(f"Points[{size}]", f"train.py:{number}") for number, sizes in lines for size in sizes}
     for verb in ("watch", "run"):
         # WHEN it is run by the command line
         output = run(preloaded_frameworks, tmp_path, "command.py", verb, "--json", "train.py")
@@ -137,7 +137,7 @@ def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
         # THEN it trains the same, and each of its loaders is told of
         assert said(output) == said(plain)
         told: dict[str, Any] = json.loads(output.splitlines()[-1])
-        found = {each["contents"].split(",")[0]: each["name"].split(" ")[0] for each in told["loaders"]}
+        found = {(each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]}
         assert found == wanted
         assert all(each["batches"] for each in told["loaders"])
 

@@ -191,6 +191,16 @@ def test_what_libraries_read_and_decode_has_its_own_name_and_the_users_line(monk
     assert found["decode"][0].startswith("test_stages.py:")
 
 
+def test_a_reader_that_no_line_of_a_file_calls_has_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    json = pytest.importorskip("json")
+    monkeypatch.setattr(json, "loads", lambda text: now.works(8))
+    made_of_text = eval('lambda index: json.loads("1")', {"json": json, "__name__": "__main__"})
+    monkeypatch.setattr(stage_clock, "is_users", lambda module: module == "__main__")
+    where = clocked(monkeypatch, Of(made_of_text), by_index)["decode"][0]
+    assert "<string>" not in where
+    assert where.endswith("<lambda>")
+
+
 def test_what_the_users_code_puts_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     class Changing(Of):
         def __getitem__(self, index: int) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from autotune_loader.pipeline.stages import OTHER_THREADS, REST
 from autotune_loader.report.advice.evidence import Evidence, receive_s
 from autotune_loader.report.advice.verdict import LARGE_BATCH_BYTES, LARGE_STAGE, TRANSPORT_SHARE
-from autotune_loader.report.units import bytes_text, rate_text, seconds_text, share_text
+from autotune_loader.report.units import bytes_text, counted, rate_text, seconds_text, share_text
 from autotune_loader.results.loader_file import Advice, Binding, Verdict
 from autotune_loader.twin.what_if import with_stages, without_waiting
 from autotune_loader.values.stages import HAND_OVER
@@ -96,7 +96,7 @@ def _more_cores(evidence: Evidence) -> Steps:
     if gain is not None:
         workers, rate = then.config.num_workers, rate_text(evidence.rate.value * (1 + gain))
         yield Advice(
-            action=f"Use more cores: {rate} is predicted for {cores} cores and {workers} workers.",
+            action=f"Use more cores: {rate} is predicted for {cores} cores and {counted(workers, 'worker')}.",
             reason=f"on {evidence.usable_cores} cores the best is {rate_text(evidence.rate.value)}",
             expected_gain=gain,
         )
