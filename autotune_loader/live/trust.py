@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
-import multiprocessing
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import torch
 
 from autotune_loader.live.seeds import WorkerSeeds
 from autotune_loader.live.shadow import WORKERS, Shadow, become_torch_worker, sent
+from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.digest import Leaf, difference, digest
 from autotune_loader.pipeline.look import PROCESS, THOROUGH, Held, Look, look, moved, positions, process_state, shown
 from autotune_loader.values.config import LoaderConfig
@@ -133,10 +133,8 @@ class Trust:
 
     @property
     def _start_method(self) -> str:
-        context = self._parts.context or self._asked_context
-        if context is None or isinstance(context, str):
-            context = multiprocessing.get_context(context)
-        return str(context.get_start_method())
+        context = self._parts.context or self._asked_context or start_method()
+        return context if isinstance(context, str) else str(context.get_start_method())
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Nothing of this may reach the training."""

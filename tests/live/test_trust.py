@@ -635,6 +635,16 @@ def test_a_class_attribute_and_a_global_name_are_held_too(monkeypatch: pytest.Mo
         assert not trust.still_holds()
 
 
+def test_a_proof_does_not_settle_how_processes_start() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        assert prove(range(SIZE)) == TRUSTED
+        assert multiprocessing.get_start_method(allow_none=True) is None
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.fixture
 def name() -> Iterator[str]:
     """A name of this process' own, which those that it forks inherit."""
