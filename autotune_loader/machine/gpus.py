@@ -194,6 +194,11 @@ def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float
     return busy_s, covered_s
 
 
+def known_share(busy_s: float, covered_s: float, of_s: float) -> float | None:
+    """Share of a stretch of `of_s` seconds in which any kernel ran, 0 to 1; None where samples cover less than half of it."""
+    return busy_s / covered_s if covered_s and covered_s >= COVERED_SHARE * of_s else None
+
+
 def _text(value: str | bytes | None) -> str | None:
     """Old bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.machine.gpus import COVERED_SHARE, busy_within, use_of_current_device
+from autotune_loader.machine.gpus import busy_within, known_share, use_of_current_device
 from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values.measurement import GpuUse
@@ -105,8 +105,8 @@ class Timeline:
     def util(self, start: float, end: float) -> float | None:
         """Share of a window in which any kernel of anyone ran, by NVML; None where it tells of less than half of it."""
         now = self.now()
-        busy_s, covered_s = busy_within([(now - ago, share) for ago, share in use_of_current_device()], start, end)
-        return busy_s / covered_s if covered_s and covered_s >= COVERED_SHARE * (end - start) else None
+        samples = [(now - ago, share) for ago, share in use_of_current_device()]
+        return known_share(*busy_within(samples, start, end), end - start)
 
     def release(self) -> None:
         """Give back memory that is held for later. Never raises: it is called when something else went wrong."""

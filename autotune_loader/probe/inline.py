@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 
 class InlineProbe:
-    """A `Probe` that runs every burst in this process. A hang is broken where a worker of the burst hangs or, in the main
-    thread, anything that a signal interrupts; not inside of a library's own code.
+    """A `Probe` that runs every burst in this process. A hang is broken where a worker of the burst hangs; in the main
+    thread wherever a signal interrupts, in another one where Python code goes on; not inside of a library's own code.
 
     Args:
         workload: what is run; it is copied as far as that is possible.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from autotune_loader.machine.gpus import COVERED_SHARE, busy_within, use_of_current_device
+from autotune_loader.machine.gpus import busy_within, known_share, use_of_current_device
 
 LOOK_S = 1.0
 """So often samples are taken over; an H100 keeps them for 2 s."""
@@ -31,9 +31,7 @@ class GpuWork:
     @property
     def share(self) -> float | None:
         """Share of the time, 0 to 1; None where samples cover less than half of it, or there is no GPU."""
-        if not self._covered_s or self._covered_s < COVERED_SHARE * self._seen_s:
-            return None
-        return self._busy_s / self._covered_s
+        return known_share(self._busy_s, self._covered_s, self._seen_s)
 
     def begin(self, now: float) -> None:
         """A stretch begins; what was before does not count."""
