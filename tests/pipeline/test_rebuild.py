@@ -34,15 +34,6 @@ class NeighborLoader(DataLoader[Any]):
         super().__init__(data, **kwargs)
 
 
-class ThreadLoader(DataLoader[Any]):
-    """As MONAI's: one of its arguments is used up in `__init__`."""
-
-    def __init__(self, dataset: Any, use_threads: bool = False, **kwargs: Any) -> None:
-        if use_threads:
-            self.mode = "threads"
-        super().__init__(dataset, **kwargs)
-
-
 class Repeated:
     """A sampler of batches that never ends."""
 
@@ -82,7 +73,6 @@ def test_a_loader_that_is_running_is_not_shared() -> None:
     [
         (FollowLoader(ROWS, batch_size=4, follow_batch=["x"]), ("follow_batch", ["x"])),
         (NeighborLoader(ROWS, 5, batch_size=4), ("sampler_of_nodes", (ROWS, 5))),
-        (ThreadLoader(ROWS, True, batch_size=4), ("mode", "threads")),
     ],
 )
 def test_a_class_of_a_library_keeps_its_own_arguments(own: Any, kept: tuple[str, Any]) -> None:

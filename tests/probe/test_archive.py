@@ -107,19 +107,6 @@ def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path: Path) -
     assert np.fromfile(path, dtype=np.int64)[0] == 0
 
 
-def test_what_is_in_no_file_any_more_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    np.arange(MIB, dtype=np.int64).tofile(path)
-    changed = np.memmap(path, dtype=np.int64, mode="c")
-    changed[0] = 7
-    deleted = np.memmap(path, dtype=np.int64, mode="r")
-    path.unlink()
-
-    back = written([changed, deleted]).read()
-
-    assert (back[0][0], back[1][0]) == (7, 0)
-
-
 @pytest.mark.parametrize(
     "held", [torch.zeros(MIB), np.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB], ids=lambda held: type(held).__name__
 )

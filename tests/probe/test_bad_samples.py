@@ -78,12 +78,6 @@ def test_a_sample_that_raises_is_named_and_nothing_takes_its_place(kind: type, b
     assert {number for batch in seen for number in batch} == set(good)
 
 
-def test_the_first_batch_goes_without_it_too() -> None:
-    _, report = bench_of(Numbers(bad=(1,)))
-
-    assert (report.samples, report.bad_samples[0].name) == (4, "sample 1")
-
-
 class ByName(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 8

@@ -28,7 +28,6 @@ from autotune_loader.twin.observation import Observation
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import FakeClock
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, measured, warm_bench
 
@@ -158,31 +157,6 @@ def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
     # THEN little more is left to wait for than the window was long
     assert timeline.busy_until < 1.0 + 2.0
     assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
-
-
-class Fetches:
-    """Batches fetched in this process, which notes how many of the earlier ones lived when each was begun."""
-
-    def __init__(self) -> None:
-        self.alive: list[int] = []
-        self.batches: list[weakref.ref[torch.Tensor]] = []
-
-    def __next__(self) -> Any:
-        self.alive.append(sum(each() is not None for each in self.batches))
-        batch = torch.zeros(4, 1)
-        self.batches.append(weakref.ref(batch))
-        return batch, (MAIN_PROCESS, 0.0, 0.0, 0.0, 0.0, 4)
-
-
-def test_the_last_batch_lives_until_the_next_has_arrived_as_in_a_training_loop() -> None:
-    fetches: Any = Fetches()
-    run = Run(PLAN, 0, 0.0)
-    for _ in range(4):
-        run.deliver(fetches, step_of(lambda batch: None))
-    # THEN malloc has the same memory to give for each fetch as in a plain loop, and nothing outlives the burst
-    assert fetches.alive == [0, 1, 1, 1]
-    del run
-    assert all(each() is None for each in fetches.batches)
 
 
 @pytest.mark.process

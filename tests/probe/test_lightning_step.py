@@ -129,18 +129,6 @@ def test_what_the_stand_in_does_not_have_is_named_with_the_way_around_it() -> No
         trained(Deep())
 
 
-def test_hooks_that_only_a_trainer_calls_are_named_where_a_step_fails_without_them() -> None:
-    class SetUp(Module):
-        def setup(self, stage: str) -> None:
-            self.head = nn.Linear(3, 3)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return functional.cross_entropy(self.head(self.layer(batch[0])), batch[1])
-
-    with pytest.raises(TypeError, match=r"no attribute 'head'; pass train_step=.*only a Trainer calls \(setup\(\)"):
-        trained(SetUp())
-
-
 def test_an_optimizer_that_was_given_takes_the_place_of_the_modules_own() -> None:
     model = Manual()
     given = torch.optim.Adam(model.parameters())

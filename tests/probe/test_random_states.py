@@ -68,9 +68,7 @@ def parts_of_order(order: str, dataset: Any) -> tuple[dict[str, Any], list[Any]]
     """Arguments of the data side, and the generators in them."""
     generator = torch.Generator().manual_seed(21)
     if order == "generator":
-        return {"batch_size": 4, "generator": generator}, [generator]
-    if order == "sampler":
-        return {"batch_size": 4, "sampler": RandomSampler(dataset, generator=generator)}, [generator]
+        return {"generator": generator}, [generator]
     batches = Batches(dataset, generator)
     return {"batch_size": None, "batch_sampler": batches}, [generator, batches.generator, batches.numpy]
 
@@ -79,7 +77,6 @@ def parts_of_order(order: str, dataset: Any) -> tuple[dict[str, Any], list[Any]]
     ("isolation", "kind", "order"),
     [
         ("inline", "drawing", "generator"),
-        ("inline", "drawing", "sampler"),
         ("inline", "subset", "batch_sampler"),
         ("inline", "stream", "generator"),
         ("process", "drawing", "batch_sampler"),
