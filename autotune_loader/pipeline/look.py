@@ -169,7 +169,8 @@ def moved(before: Places, after: Places) -> str | None:
     for key, position in before.items():
         if after.get(key, position) != position:
             try:
-                return str(Path(f"/proc/self/fd/{key[0]}").readlink())
+                name = str(Path(f"/proc/self/fd/{key[0]}").readlink())
+                return name.removeprefix("/memfd:").removesuffix(" (deleted)")  # a fork's own copy has the file's name
             except OSError:
                 return f"descriptor {key[0]}"
     return None
