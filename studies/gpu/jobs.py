@@ -1,7 +1,6 @@
-"""Four training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
+"""Three training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
 
     resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16, faster than 16 cores decode
-    resnet_compute    step       the same pictures from memory, as bytes, a ResNet four times as wide
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
     large_batches     copy       batches of 64 MiB that lie in memory, a step of a few milliseconds
 
@@ -130,10 +129,10 @@ class Sums(nn.Module):
 
 
 def picture_step(model: Any, batch: Any) -> torch.Tensor:
-    """Classify pictures, in bfloat16 on CUDA; bytes become floats on the device."""
+    """Classify pictures, in bfloat16 on CUDA."""
     pictures, labels = batch
     with bfloat16_on(pictures.device):
-        scores = model(pictures.float() / 255 if pictures.dtype == torch.uint8 else pictures)
+        scores = model(pictures)
     return nn.functional.cross_entropy(scores.float(), labels)
 
 
@@ -154,17 +153,16 @@ def bfloat16_on(device: torch.device) -> torch.autocast:
 
 
 class InMemory(Dataset[Any]):
-    """A few distinct tensors, shown again and again; with labels, where they are pictures."""
+    """A few distinct tensors, shown again and again."""
 
-    def __init__(self, tensors: torch.Tensor, length: int, *, labelled: bool = False) -> None:
-        self.tensors, self.length, self.labelled = tensors, length, labelled
+    def __init__(self, tensors: torch.Tensor, length: int) -> None:
+        self.tensors, self.length = tensors, length
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        found = self.tensors[index % len(self.tensors)]
-        return (found, index % CLASSES) if self.labelled else found
+        return self.tensors[index % len(self.tensors)]
 
 
 def resnet_jpeg(size: Size) -> Job:
@@ -173,14 +171,6 @@ def resnet_jpeg(size: Size) -> Job:
     return Job(
         name="resnet_jpeg", binds="loader", dataset=JpegFolder(folder, size.crop), model=resnet(size.width, size.depth),
         train_step=picture_step, batch_size=size.batch,
-    )  # fmt: skip
-
-
-def resnet_compute(size: Size) -> Job:
-    pictures = torch.randint(0, 256, (256, 3, size.crop, size.crop), dtype=torch.uint8)
-    return Job(
-        name="resnet_compute", binds="step", dataset=InMemory(pictures, 8192, labelled=True),
-        model=resnet(4 * size.width, size.depth), train_step=picture_step, batch_size=size.batch,
     )  # fmt: skip
 
 
@@ -199,7 +189,5 @@ def large_batches(size: Size) -> Job:
     )  # fmt: skip
 
 
-JOBS: dict[str, Callable[[Size], Job]] = {
-    make.__name__: make for make in (resnet_jpeg, transformer, large_batches, resnet_compute)
-}
+JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (resnet_jpeg, transformer, large_batches)}
 """Most valuable first."""

@@ -1,8 +1,6 @@
-"""What people do with a GPU: `python -m studies.gpu.uses live|lightning|trainer|watch|compare ... [--device cpu --quick]`
+"""What people do with a GPU: `python -m studies.gpu.uses live|watch|compare ... [--device cpu --quick]`
 
 live        AutoLoader on resnet_jpeg: rate of each ten seconds, and of the best fixed configuration beside it
-lightning   a Lightning job, default and tuned in turns, by `tuned()`
-trainer     the same with Hugging Face's Trainer, by `tune_trainer()`
 watch       `autotune-loader watch` on a plain script that trains on the device
 compare     `compare()` of a plain and of a compiled model
 """
@@ -14,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -29,7 +26,6 @@ from studies.gpu.__main__ import check_device, record
 from studies.gpu.jobs import FULL, JOBS, QUICK, Job
 from studies.gpu.training import Loop
 
-ROUNDS, BATCHES, SKIPPED = 2, 80, 20
 SCRIPT = """
 import sys
 import time
@@ -62,8 +58,6 @@ class Use:
     def __init__(self, device: str, quick: bool) -> None:
         self.device, self.quick = device, quick
         self.size = QUICK if quick else FULL
-        self.budget_s = 4.0 if quick else 30.0
-        self.batches, self.skipped = (8, 2) if quick else (BATCHES, SKIPPED)
 
     def job(self, name: str = "resnet_jpeg") -> Job:
         return JOBS[name](self.size)
@@ -82,84 +76,6 @@ class Use:
             "resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report()
         )
 
-    def lightning(self) -> None:
-        import lightning.pytorch as pl
-
-        from autotune_loader.integrations.lightning import tuned
-
-        use = self
-
-        class Module(pl.LightningModule):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.job = use.job()
-                self.model, self.begins = self.job.model, list[float]()
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                self.begins.append(time.perf_counter())
-                return self.job.train_step(self.model, batch)
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        def fit(config: LoaderConfig | None) -> tuple[list[float], Any]:
-            module = Module()
-            trainer = pl.Trainer(
-                max_steps=use.batches, accelerator="cpu" if use.device == "cpu" else "gpu", devices=1, logger=False,
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            )  # fmt: skip
-            loader = DataLoader(module.job.dataset, **module.job.parts())
-            data = tuned(module, loader, config=config, budget=use.budget_s, reuse=False, progress=False)
-            trainer.fit(module, datamodule=data)
-            return module.begins, data.result
-
-        best = fit(None)[1].best
-        self._turns("lightning", best, lambda config: fit(config or LoaderConfig())[0])
-
-    def trainer(self) -> None:
-        import transformers as hf
-
-        from autotune_loader.integrations.transformers import training_arguments, tune_trainer
-
-        use = self
-
-        class Net(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.job = use.job()
-                self.model, self.begins = self.job.model, list[float]()
-
-            def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-                self.begins.append(time.perf_counter())
-                return {"loss": self.job.train_step(self.model, (pixels, labels))}
-
-        def made(config: LoaderConfig | None) -> Any:
-            fields = {} if config is None else training_arguments(config)
-            net = Net()
-            args = hf.TrainingArguments(
-                tempfile.gettempdir(), per_device_train_batch_size=net.job.batch_size, max_steps=use.batches,
-                use_cpu=use.device == "cpu", report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-                remove_unused_columns=False, **fields,
-            )  # fmt: skip
-            return hf.Trainer(net, args, train_dataset=net.job.dataset, data_collator=_collate)
-
-        def train(config: LoaderConfig | None) -> list[float]:
-            trainer = made(config)
-            trainer.train()
-            return list(trainer.model.begins)
-
-        best = tune_trainer(made(None), budget=self.budget_s, reuse=False, progress=False).best
-        self._turns("trainer", best, train)
-
-    def _turns(self, what: str, best: LoaderConfig, train: Callable[[LoaderConfig | None], list[float]]) -> None:
-        for number in range(ROUNDS):
-            for name, config in [("default", None), ("tuned", best)][:: 1 if number % 2 else -1]:
-                begins = train(config)
-                batches = len(begins) - 1 - self.skipped
-                record(
-                    what, name, batches_per_s=batches / (begins[-1] - begins[self.skipped]), config=str(config or "-")
-                )
-
     def watch(self) -> None:
         """What `watch` says of the script is printed as it is."""
         root = Path(__file__).parents[2]
@@ -169,14 +85,8 @@ class Use:
             size = repr({name: getattr(self.size, name) for name in self.size.__dataclass_fields__})
             arguments = [self.device, "4" if self.quick else "30", size]
             command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script), *arguments]
-            done = subprocess.run(
-                command,
-                env={**os.environ, "PYTHONPATH": str(root)},
-                text=True,
-                capture_output=True,
-                timeout=110,
-                check=False,
-            )
+            environ = {**os.environ, "PYTHONPATH": str(root)}
+            done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
         print(done.stdout + done.stderr, flush=True)
         record("resnet_jpeg", "watch", status=done.returncode)
         if done.returncode:
@@ -208,11 +118,7 @@ class Compiled:
         return self.step(self.model, batch)
 
 
-def _collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-    return {"pixels": torch.stack([x for x, _ in samples]), "labels": torch.tensor([y for _, y in samples])}
-
-
-USES = ("live", "lightning", "trainer", "watch", "compare")
+USES = ("live", "watch", "compare")
 
 
 def main(arguments: list[str] | None = None) -> int:

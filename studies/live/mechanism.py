@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import itertools
+import logging
 import multiprocessing
 import os
 import random
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from autotune_loader.values.config import LoaderConfig
 from studies.live.schedules import FixedLoader as AutoLoader
@@ -57,13 +57,6 @@ def main() -> int:
         ("random schedules", "0 differences", lambda: schedules(options.schedules, options.seed)),
         ("cost, 0 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 0)),
         ("cost, 2 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 2)),
-        ("cost, 64 samples, 0 workers", "<= 10 us a batch", lambda: cost_of_samples_us(options.rounds, 0)),
-        (
-            "cost, 64 samples, 0 workers, step",
-            "<= 10 us a batch",
-            lambda: cost_of_samples_us(options.rounds, 0, step=True),
-        ),
-        ("cost, 64 samples, 2 workers", "<= 10 us a batch", lambda: cost_of_samples_us(options.rounds, 2)),
         ("cost, 12 ms steps", "<= 0.5 %", lambda: cost_share(options.rounds)),
         ("kills", "0 lost, doubled, hangs, leftovers", lambda: kills(options.kills, options.seed)),
         ("memory", "parent +- 10 MiB", lambda: memory(options.batches, options.changes, options.seed)),
@@ -117,89 +110,6 @@ def cost_us(rounds: int, workers: int) -> str:
     return (
         f"CPU {spread(pairs_cpu)} us beyond DataLoader's {statistics.median(plain):.0f}; wall {spread(pairs_wall)} us"
     )
-
-
-class Rows(TensorDataset):
-    """Samples in memory, of a class of the user's own, so that their batches are seeded."""
-
-
-def cost_of_samples_us(rounds: int, workers: int, *, step: bool = False) -> str:
-    """Microseconds per batch of 64 samples in memory beyond a plain DataLoader's; of one thread, as its CPU seconds tell.
-
-    All loaders live side by side and take turns every few batches: a machine that others use is another one a second later.
-    """
-    torch.set_num_threads(1)
-    rows, labels = torch.rand(65536, 32), torch.randint(0, 10, (65536,))
-    asked: dict[str, Any] = {
-        "batch_size": 64,
-        "shuffle": True,
-        "num_workers": workers,
-        "persistent_workers": workers > 0,
-    }
-    plain, seeded, unseeded = "DataLoader", "beyond it", "of a TensorDataset"
-    loaders = {
-        plain: DataLoader(Rows(rows, labels), **asked),
-        seeded: AutoLoader(Rows(rows, labels), **asked),
-        unseeded: AutoLoader(TensorDataset(rows, labels), **asked),
-    }
-    turns = {name: Turns(loader, 20 if workers == 0 else 100, step) for name, loader in loaders.items()}
-    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in turns}
-    rng, order = random.Random(0), list(turns)
-    for number in range(40 * rounds if workers == 0 else 8 * rounds):
-        rng.shuffle(order)
-        for name in order:
-            took = turns[name].take()
-            if number:
-                seen[name].append(took)
-    said = []
-    for place, what in enumerate(("CPU", "wall", "workers' CPU")[: 3 if workers else 2]):
-        beyond = [
-            f"{name} {spread([ours[place] - theirs[place] for ours, theirs in zip(seen[name], seen[plain], strict=True)])}"
-            for name in (seeded, unseeded)
-        ]
-        said.append(f"{what} {statistics.median(each[place] for each in seen[plain]):.0f} us, {', '.join(beyond)}")
-    return "; ".join(said)
-
-
-class Turns:
-    """A loader that trains some batches whenever it is its turn."""
-
-    def __init__(self, loader: Any, batches: int, step: bool) -> None:
-        before = set(multiprocessing.active_children())
-        self._batches, self._step = batches, linear_step() if step else None
-        self._endless = itertools.chain.from_iterable(itertools.repeat(loader))
-        next(self._endless)
-        self._workers = [
-            Path(f"/proc/{each.pid}/schedstat") for each in multiprocessing.active_children() if each not in before
-        ]
-
-    def take(self) -> tuple[float, float, float]:
-        """Microseconds a batch: of this thread's CPU, of the clock, and of the workers' CPU."""
-        workers_s, cpu, wall = self._workers_s(), time.thread_time(), time.perf_counter()
-        for batch in itertools.islice(self._endless, self._batches):
-            if self._step is not None:
-                self._step(batch)
-        took = (time.thread_time() - cpu, time.perf_counter() - wall)
-        if self._workers:
-            time.sleep(0.01)  # until the queues are full again, so that the next turn is undisturbed
-        microseconds = [1e6 * each / self._batches for each in (*took, self._workers_s() - workers_s)]
-        return microseconds[0], microseconds[1], microseconds[2]
-
-    def _workers_s(self) -> float:
-        return sum(int(path.read_text().split()[0]) for path in self._workers) / 1e9
-
-
-def linear_step() -> Callable[[Any], None]:
-    """Trains a linear model: the step of a loop that is as quick as loops get, and that empties the caches."""
-    model = torch.nn.Linear(32, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: Any) -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    return step
 
 
 class Waits(Numbers):
@@ -284,7 +194,7 @@ class Killer(threading.Thread):
 
 def kills(count: int, seed: int) -> str:
     """Workers killed at random moments of training, also while pools change."""
-    logging_off()
+    logging.getLogger("autotune_loader.live").setLevel(logging.ERROR)
     rng, killer = random.Random(seed), Killer(count, seed)
     before = orphans()
     begun, epochs, bad, losses, raised = time.monotonic(), 0, 0, 0, 0
@@ -353,12 +263,6 @@ def memory(batches: int, changes: int, seed: int) -> str:
     return (
         f"{grown:+.1f} MiB over {batches} batches, {made} changes, {pools} pools; {fds} descriptors, {threads} threads"
     )
-
-
-def logging_off() -> None:
-    import logging
-
-    logging.getLogger("autotune_loader.live").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m studies.live.simulated                 # 40 machines of 2 to 16 cores, about five minutes of one core
     python -m studies.live.simulated --neighbours    # beside neighbours that come and go, steps on the CPU
-    python -m studies.live.simulated --hours 8       # an hour of as many steady jobs: changes after they have settled
 
 Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
 not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
@@ -55,19 +54,14 @@ class Outcome:
     """By how much what it holds at the end is slower than the best of what it observed, by their true rates."""
     whole: float
     settled_s: float | None
-    changes: int
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hours", type=int, default=0)
     parser.add_argument("--neighbours", action="store_true")
     options = parser.parse_args()
-    if options.hours:
-        hours(options.hours, options.seed)
-        return 0
     outcomes: dict[str, list[Outcome]] = {arm: [] for arm in ARMS}
     for seed in range(options.seed, options.seed + options.machines):
         kind, machine = random_machine(seed, CORES)
@@ -110,9 +104,9 @@ class Truth:
         return alone + self._machine.neighbours_share * (beside - alone)
 
 
-def begun(machine: SimulatedMachine, seed: int) -> tuple[FakeClock, SimulatedTraining, Tuner]:
-    """A training run that begins with two workers, and its tuner."""
-    clock = FakeClock()
+def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
+    """A training run of so many seconds that begins with two workers."""
+    machine, clock = replace(machine, drift_per_hour=0.0), FakeClock()
     training = SimulatedTraining(machine, clock, START, seed=seed)
     tuner = Tuner(
         training,
@@ -121,26 +115,19 @@ def begun(machine: SimulatedMachine, seed: int) -> tuple[FakeClock, SimulatedTra
         clock=clock,
         cpu_clock=lambda: clock() * machine.step_cores,
     )
-    return clock, training, tuner
-
-
-def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
-    clock, training, tuner = begun(replace(machine, drift_per_hour=0.0), seed)
     wake, samples = 0.0, 0
     while clock() < seconds:
         if clock() >= wake:
             wake = tuner.look(clock())
         samples += training.train().samples
     settled = [event.seconds for event in tuner.history if event.kind == "settled"]
-    first = settled[0] if settled else None
     observed = [truth.rate(event.config) for event in tuner.history if event.kind == "block"]
     final = truth.rate(training.config)
     return Outcome(
         final=final / truth.best,
         missed=max(0.0, 1.0 - final / max(observed, default=final)),
         whole=samples / clock() / truth.best,
-        settled_s=first,
-        changes=sum(when > (first or seconds) + 10 for when, _ in training.changes),
+        settled_s=settled[0] if settled else None,
     )
 
 
@@ -153,18 +140,6 @@ def row(arm: str, outcomes: list[Outcome]) -> str:
         f"{settled[int(0.9 * len(settled))]:.0f} s | {max(each.missed for each in outcomes):.0%} missed at most, "
         f"{sum(each.missed > MISSED for each in outcomes)} over {MISSED:.0%} |"
     )
-
-
-def hours(count: int, seed: int) -> None:
-    """Changes in an hour of a steady job."""
-    for number in range(seed, seed + count):
-        kind, machine = random_machine(number, CORES)
-        slower = max(1.0, 0.02 / machine.step_s)  # an hour of quick batches takes an hour to simulate
-        machine = replace(
-            machine, cpu_s=machine.cpu_s * slower, wait_s=machine.wait_s * slower, step_s=machine.step_s * slower
-        )
-        outcome = run(machine, Truth(machine), 3600.0, number)
-        print(f"{number:4} {kind:10} {outcome.changes} changes after it settled, final {outcome.final:.3f}", flush=True)
 
 
 if __name__ == "__main__":
