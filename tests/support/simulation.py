@@ -148,13 +148,6 @@ class SimulatedProbe:
             self._truths[config, neighbours] = self.machine.batch_size * (batches - wave) / (ended - begun)
         return self._truths[config, neighbours]
 
-    def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
-        """The same over `epochs` whole epochs, after one that is not timed."""
-        undisturbed = _Disturbed(self.machine, 1.0)
-        runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
-        ends = [epoch[-1].step_end for epoch in runs]
-        return self.machine.batch_size * (self.epoch_batches or 0) * epochs / (ends[-1] - ends[0])
-
     def _disturbed(self) -> _Disturbed:
         machine = self.machine
         slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
