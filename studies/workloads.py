@@ -68,15 +68,7 @@ class AccelStep:
 
 
 class SleepDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that are waited for, as from remote storage, and cost no CPU. The wait of an index is always the same.
-
-    Args:
-        length: samples.
-        median_s: median wait in seconds.
-        sigma: spread of the waits: the standard deviation of their logarithm; 0 makes all equal.
-        slow_every: every so many samples one takes `slow_s`; 0 for never.
-        slow_s: wait of a slow sample in seconds.
-    """
+    """Samples that are waited for, as from remote storage, and cost no CPU: lognormal waits, each index always the same."""
 
     def __init__(
         self, length: int, median_s: float, *, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0

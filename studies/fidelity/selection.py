@@ -18,15 +18,14 @@ import itertools
 import math
 import multiprocessing
 import random
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
-
 from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.posterior import TYPICAL_NOISE
-from autotune_loader.decision.race import Race, RaceOutcome, RaceRules
+from autotune_loader.decision.race import Race, RaceRules
 from autotune_loader.report.units import is_claimed
 from autotune_loader.tuning.finals import FINALS_PATIENCE_S
 from autotune_loader.values.config import LoaderConfig
@@ -41,9 +40,15 @@ DRIFT_SD = 0.01
 """Relative standard deviation of what all bursts of a round share."""
 APART_SD = 0.03
 HEAVY_FREEDOM = 3.0
-HEADER = """\
-| rivals | rates | noise of a burst | rate covered | half width | off by | ratio covered | rival won | false claims | rounds |
-|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "rate covered": ("{:.1%}", statistics.fmean),
+    "half width": ("{:.1%}", statistics.median),
+    "off by": ("{:+.1%}", statistics.fmean),
+    "ratio covered": ("{:.1%}", statistics.fmean),
+    "rival won": ("{:.1%}", statistics.fmean),
+    "false claims": ("{:.2%}", statistics.fmean),
+    "rounds": ("{:.0f}", statistics.median),
+}
 GOAL_COVERED, GOAL_FALSE = 0.94, 0.01
 
 
@@ -69,24 +74,6 @@ KINDS = tuple(
         (1, 4), ("equal", "apart"), ((0.03, False), (0.06, False), (0.03, True))
     )
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What one race said, beside the truth."""
-
-    is_covered: bool
-    """Whether the interval of the winner's rate holds its true rate."""
-    error: float
-    """Reported over true rate, minus one."""
-    width: float
-    """Half of that interval, relatively."""
-    ratio_covered: bool
-    """The same of its ratio to the baseline; also where the winner is the baseline."""
-    rival_won: bool
-    is_false: bool
-    """Whether a winner that is no faster than the baseline is claimed to be."""
-    rounds: int
 
 
 @cache
@@ -115,13 +102,15 @@ class _Bursts:
         return replace(_shape(), samples_per_s=Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=20))
 
 
+Run = Mapping[str, float]
+"""By the names of `COLUMNS`."""
 RULES = RaceRules(
     tolerance=TOLERANCE, cost=lambda config: (config.num_workers,), patience_s=FINALS_PATIENCE_S, noise_sd=TYPICAL_NOISE
 )
 
 
 def race(kind: Kind, seed: int) -> Run:
-    """One race, from the first round until the policy stops."""
+    """One race, from the first round until the policy stops: what it said, beside the truth."""
     bursts = _Bursts(kind, seed)
     baseline, rivals = bursts.configs[0], bursts.configs[1:]
     running, left_s = Race(list(reversed(rivals)), baseline, RULES), BUDGET_S
@@ -134,33 +123,21 @@ def race(kind: Kind, seed: int) -> Run:
     found = running.outcome()
     assert found is not None
     true, ratio = bursts.truth[found.winner], bursts.truth[found.winner] / bursts.truth[baseline]
-    return Run(
-        is_covered=found.rate.low <= true <= found.rate.high,
-        error=found.rate.value / true - 1,
-        width=(found.rate.high - found.rate.low) / 2 / found.rate.value,
-        ratio_covered=found.speedup is None or found.speedup.low <= ratio <= found.speedup.high,
-        rival_won=found.winner != baseline,
-        is_false=_claims(found, baseline) and ratio <= 1,
-        rounds=len(found.rounds),
-    )
+    is_claimed_faster = found.winner != baseline and found.speedup is not None and is_claimed(found.speedup)
+    return {
+        "rate covered": found.rate.low <= true <= found.rate.high,
+        "half width": (found.rate.high - found.rate.low) / 2 / found.rate.value,
+        "off by": found.rate.value / true - 1,
+        "ratio covered": found.speedup is None or found.speedup.low <= ratio <= found.speedup.high,
+        "rival won": found.winner != baseline,
+        "false claims": is_claimed_faster and ratio <= 1,
+        "rounds": len(found.rounds),
+    }
 
 
-def _claims(found: RaceOutcome, baseline: LoaderConfig) -> bool:
-    return found.winner != baseline and found.speedup is not None and is_claimed(found.speedup)
-
-
-def row(kind: Kind, runs: list[Run]) -> str:
-    def share(of: Callable[[Run], bool]) -> float:
-        return sum(map(of, runs)) / len(runs)
-
-    errors = sum(each.error for each in runs) / len(runs)
-    width = float(np.median([each.width for each in runs]))
-    rounds = float(np.median([each.rounds for each in runs]))
-    return (
-        f"| {kind} | {share(lambda each: each.is_covered):.1%} | {width:.1%} | {errors:+.1%} "
-        f"| {share(lambda each: each.ratio_covered):.1%} | {share(lambda each: each.rival_won):.1%} "
-        f"| {share(lambda each: each.is_false):.2%} | {rounds:.0f} |"
-    )
+def row(kind: Kind, runs: Sequence[Run]) -> str:
+    cells = [form.format(of([run[name] for run in runs])) for name, (form, of) in COLUMNS.items()]
+    return f"| {' | '.join([str(kind), *cells])} |"
 
 
 def _chunk(job: tuple[Kind, int, int]) -> list[Run]:
@@ -175,15 +152,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
     count = chosen.runs // len(KINDS)
-    print(HEADER)
+    names = ("rivals", "rates", "noise of a burst", *COLUMNS)
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     found: list[Run] = []
     with multiprocessing.Pool(chosen.processes) as pool:
         everything = pool.imap(_chunk, [(kind, chosen.first, count) for kind in KINDS])
         for kind, runs in zip(KINDS, everything, strict=True):
             print(row(kind, runs), flush=True)
             found += runs
-    covered = sum(run.is_covered for run in found) / len(found)
-    false = sum(run.is_false for run in found) / len(found)
+    covered, false = (statistics.fmean(run[name] for run in found) for name in ("rate covered", "false claims"))
     print(
         f"\nrate covered in {covered:.1%} of {len(found)} (goal {GOAL_COVERED:.0%}), "
         f"false claims {false:.2%} (goal {GOAL_FALSE:.0%})"

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in parts of less than 8 minutes, most valuable first. From the repository's root:
 #
 #     sh studies/gpu/run.sh              # all of them, about 20 minutes
-#     sh studies/gpu/run.sh first        # the tests marked gpu, then resnet_jpeg
+#     sh studies/gpu/run.sh first        # the tests marked gpu, then jpeg
 #     sh studies/gpu/run.sh second       # AutoLoader, watch, compare()
 #     sh studies/gpu/run.sh third        # transformer, large_batches
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
@@ -36,7 +36,7 @@ limited() {
 tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 $TESTS "$@"; }
 study() { limited "$1" "$2.txt" -m studies.gpu --only "$2"; }
 uses() { limited 460 uses.txt -m studies.gpu.uses "$@"; }
-first() { tests; study 260 resnet_jpeg; }
+first() { tests; study 260 jpeg; }
 second() { uses; }
 third() { study 230 transformer; study 230 large_batches; }
 check() {

@@ -1,6 +1,6 @@
 """What people do with a GPU: `python -m studies.gpu.uses live|watch|compare ... [--device cpu --quick]`
 
-live        AutoLoader on resnet_jpeg: rate of each ten seconds, and of the best fixed configuration beside it
+live        AutoLoader on jpeg: rate of each ten seconds, and of the best fixed configuration beside it
 watch       `autotune-loader watch` on a plain script that trains on the device
 compare     `compare()` of a plain and of a compiled model
 """
@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig
 from studies.gpu.__main__ import check_device, record
-from studies.gpu.jobs import FULL, JOBS, QUICK, Job
+from studies.gpu.jobs import FULL, JOBS, QUICK, Size
 from studies.gpu.training import Loop
 
 SCRIPT = """
@@ -36,7 +37,7 @@ from torch.utils.data import DataLoader
 from studies.gpu.jobs import JOBS, Size
 
 device, seconds = sys.argv[1], float(sys.argv[2])
-job = JOBS["resnet_jpeg"](Size(**eval(sys.argv[3])))
+job = JOBS["jpeg"](Size(**eval(sys.argv[3])))
 loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True, num_workers=2)
 model = job.model.to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -52,59 +53,42 @@ while time.monotonic() - begun < seconds:
 """
 
 
-class Use:
-    """The job that all of them share, in full or in small."""
+def live(device: str, size: Size, seconds: float) -> None:
+    """Share of the best fixed configuration, which runs before and after it."""
+    loop, cores = Loop(JOBS["jpeg"](size), device, seconds), os.cpu_count() or 1
+    fixed = [LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores)]
+    loader = AutoLoader(loop.job.dataset, **loop.job.parts())
+    before = [loop.train(config).samples_per_s for config in fixed]
+    rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(7)]
+    after = [loop.train(config).samples_per_s for config in fixed]
+    best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
+    record("jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
 
-    def __init__(self, device: str, quick: bool) -> None:
-        self.device, self.quick = device, quick
-        self.size = QUICK if quick else FULL
 
-    def job(self, name: str = "resnet_jpeg") -> Job:
-        return JOBS[name](self.size)
+def watch(device: str, size: Size, seconds: float) -> None:
+    """What `watch` says of the script is printed as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script)]
+        command += [device, str(3 * seconds), repr(asdict(size))]
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
+    print(done.stdout + done.stderr, flush=True)
+    record("jpeg", "watch", status=done.returncode)
+    if done.returncode:
+        raise RuntimeError(f"watch ended with {done.returncode}")
 
-    def live(self) -> None:
-        """Share of the best fixed configuration, which runs before and after it."""
-        loop = Loop(self.job(), self.device, 0.5 if self.quick else 10.0)
-        cores = os.cpu_count() or 1
-        fixed = [LoaderConfig(num_workers=n, pin_memory=self.device != "cpu") for n in (max(1, cores // 2), cores)]
-        loader = AutoLoader(loop.job.dataset, **loop.job.parts())
-        before = [loop.train(config).samples_per_s for config in fixed]
-        rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(2 if self.quick else 7)]
-        after = [loop.train(config).samples_per_s for config in fixed]
-        best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
-        record(
-            "resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report()
-        )
 
-    def watch(self) -> None:
-        """What `watch` says of the script is printed as it is."""
-        root = Path(__file__).parents[2]
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder, "train.py")
-            script.write_text(SCRIPT)
-            size = repr({name: getattr(self.size, name) for name in self.size.__dataclass_fields__})
-            arguments = [self.device, "4" if self.quick else "30", size]
-            command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script), *arguments]
-            environ = {**os.environ, "PYTHONPATH": str(root)}
-            done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
-        print(done.stdout + done.stderr, flush=True)
-        record("resnet_jpeg", "watch", status=done.returncode)
-        if done.returncode:
-            raise RuntimeError(f"watch ended with {done.returncode}")
+def compare(device: str, size: Size, seconds: float) -> None:
+    from autotune_loader import compare as compare_sides
 
-    def compare(self) -> None:
-        from autotune_loader import compare
-
-        job = self.job("transformer")
-        loader = DataLoader(job.dataset, **job.parts())
-        model = job.model.to(self.device)
-        found = compare(
-            {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))},
-            model,
-            device=self.device,
-        )
-        print(found, flush=True)
-        record("transformer", "compare", says=str(found))
+    job = JOBS["transformer"](size)
+    loader = DataLoader(job.dataset, **job.parts())
+    sides = {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))}
+    found = compare_sides(sides, job.model.to(device), device=device)
+    print(found, flush=True)
+    record("transformer", "compare", says=str(found))
 
 
 class Compiled:
@@ -118,7 +102,7 @@ class Compiled:
         return self.step(self.model, batch)
 
 
-USES = ("live", "watch", "compare")
+USES = {each.__name__: each for each in (live, watch, compare)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for name in chosen.uses or USES:
         try:
-            getattr(Use(chosen.device, chosen.quick), name)()
+            USES[name](chosen.device, QUICK if chosen.quick else FULL, 0.5 if chosen.quick else 10.0)
         except Exception:  # what follows is worth its time on a machine that is lent for minutes
             traceback.print_exc()
             print(f"FAILED: {name}", flush=True)

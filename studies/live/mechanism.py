@@ -1,7 +1,7 @@
 """Does AutoLoader deliver what a DataLoader would, whatever changes or dies in between, and what does that cost?
 
     python -m studies.live.mechanism                       # reduced numbers, about three minutes on two cores
-    python -m studies.live.mechanism --schedules 1000 --kills 200 --batches 10000 --changes 200 --rounds 15
+    python -m studies.live.mechanism --schedules 1000 --kills 200 --rounds 15
     python -m studies.live.mechanism --case 17             # one schedule again
 
 Prints each figure beside its goal. What is compared takes turns, in mixed order; CPU seconds are the parent's alone.
@@ -42,8 +42,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--batches", type=int, default=2000, help="of the memory row")
-    parser.add_argument("--changes", type=int, default=40, help="of the memory row")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of the cost row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a word of a row's name")
@@ -57,9 +55,7 @@ def main() -> int:
         ("random schedules", "0 differences", lambda: schedules(options.schedules, options.seed)),
         ("cost, 0 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 0)),
         ("cost, 2 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 2)),
-        ("cost, 12 ms steps", "<= 0.5 %", lambda: cost_share(options.rounds)),
         ("kills", "0 lost, doubled, hangs, leftovers", lambda: kills(options.kills, options.seed)),
-        ("memory", "parent +- 10 MiB", lambda: memory(options.batches, options.changes, options.seed)),
     ]
     for name, goal, row in rows:
         if options.only in name:
@@ -109,42 +105,6 @@ def cost_us(rounds: int, workers: int) -> str:
         plain.append(theirs[1])
     return (
         f"CPU {spread(pairs_cpu)} us beyond DataLoader's {statistics.median(plain):.0f}; wall {spread(pairs_wall)} us"
-    )
-
-
-class Waits(Numbers):
-    """Samples of which a batch takes 8 ms of waiting."""
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(0.008)
-        return [torch.zeros(3, 32, 32) for _ in indices]
-
-
-def cost_share(rounds: int) -> str:
-    """How long the loop stands still for a batch that is ready, with 12 ms steps and 2 workers; medians over an epoch.
-
-    Whole epochs scatter by several per cent on a machine that others use; the receipt of the typical batch does not.
-    """
-    epochs_s: list[float] = []
-
-    def run(loader_class: type[Any]) -> tuple[float, float]:
-        waits, begun, cpu = [], time.perf_counter(), time.process_time()
-        iterator = iter(loader_class(Waits(160 * 16), batch_size=16, num_workers=2))
-        while True:
-            asked = time.perf_counter()
-            if next(iterator, None) is None:
-                break
-            waits.append(time.perf_counter() - asked)
-            time.sleep(0.012)
-        epochs_s.append(time.perf_counter() - begun)
-        return statistics.median(waits) * 1e6, (time.process_time() - cpu) / 160 * 1e6
-
-    pairs = paired(rounds, lambda: run(AutoLoader), lambda: run(DataLoader))
-    waits, cpus = ([ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1))
-    plain, batch_us = statistics.median(theirs[0] for _, theirs in pairs), statistics.median(epochs_s) / 160 * 1e6
-    return (
-        f"receipt {spread(waits)} us beyond DataLoader's {plain:.0f}: {100 * statistics.median(waits) / batch_us:+.2f} %; "
-        f"CPU {spread(cpus)} us: {100 * statistics.median(cpus) / batch_us:+.2f} %"
     )
 
 
@@ -235,34 +195,6 @@ def orphans() -> set[str]:
     """Torch's segments of processes that have ended."""
     names = {path.name for path in Path("/dev/shm").glob("torch_*")}
     return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
-
-
-def memory(batches: int, changes: int, seed: int) -> str:
-    """Growth of the parent over many batches and changes, after a tenth of them."""
-    rng, process = random.Random(seed), psutil.Process()
-    every, warm = max(1, batches // changes), batches // 10
-    loader = AutoLoader(Numbers(500 * 8), batch_size=8, shuffle=True)
-    seen, made, at = 0, 0, 0
-    while seen < batches:
-        for _ in loader:
-            seen += 1
-            if seen % every == 0:
-                faulthandler.dump_traceback_later(HANG_S, exit=True)
-                loader.change_to(draw_config(rng))
-                made += 1
-            if seen == warm:
-                gc.collect()
-                at = process.memory_info().rss
-            if seen == batches:
-                break
-    faulthandler.cancel_dump_traceback_later()
-    gc.collect()
-    grown = (process.memory_info().rss - at) / 2**20
-    fds, threads = process.num_fds(), threading.active_count()
-    pools = len(loader.traces.changes)
-    return (
-        f"{grown:+.1f} MiB over {batches} batches, {made} changes, {pools} pools; {fds} descriptors, {threads} threads"
-    )
 
 
 if __name__ == "__main__":

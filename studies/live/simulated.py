@@ -1,7 +1,6 @@
 """What does each part of AutoLoader's deciding bring, on simulated machines whose best configuration is known?
 
     python -m studies.live.simulated                 # 40 machines of 2 to 16 cores, about five minutes of one core
-    python -m studies.live.simulated --neighbours    # beside neighbours that come and go, steps on the CPU
 
 Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
 not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
@@ -10,7 +9,6 @@ not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 from collections.abc import Iterator
@@ -60,13 +58,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--neighbours", action="store_true")
     options = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {arm: [] for arm in ARMS}
     for seed in range(options.seed, options.seed + options.machines):
         kind, machine = random_machine(seed, CORES)
-        if options.neighbours:
-            machine = beside_neighbours(machine, seed)
         truth = Truth(machine)
         for arm, proposals in ARMS.items():
             with mock.patch.object(Prospects, "_proposals", proposals):
@@ -78,17 +73,11 @@ def main() -> int:
     return 0
 
 
-def beside_neighbours(machine: SimulatedMachine, seed: int) -> SimulatedMachine:
-    """The machine, half of the time beside others who want up to twice its cores; the step is on the CPU, too."""
-    wanted = machine.cores * random.Random(seed).uniform(0.5, 2.0)
-    return replace(machine, step_cores=max(1.0, machine.step_cores), neighbours=wanted, neighbours_share=0.5)
-
-
 class Truth:
     """The long-run rates of a machine."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine, self._probe = machine, SimulatedProbe(machine, FakeClock())
+        self._probe = SimulatedProbe(machine, FakeClock())
         most = min(64, max(4, round(8 * machine.cores)))
         wall = (machine.cpu_s + machine.wait_s) / machine.step_s
         most = max(2, min(most, round(2 * wall) + 3))
@@ -97,11 +86,7 @@ class Truth:
         self.best, self.name = self.rate(best), str(best)
 
     def rate(self, config: LoaderConfig) -> float:
-        alone = self._probe.truth(config.key(), batches=TRUTH_BATCHES)
-        if not self._machine.neighbours:
-            return alone
-        beside = self._probe.truth(config.key(), batches=TRUTH_BATCHES, neighbours=self._machine.neighbours)
-        return alone + self._machine.neighbours_share * (beside - alone)
+        return self._probe.truth(config.key(), batches=TRUTH_BATCHES)
 
 
 def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
