@@ -399,6 +399,7 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "prints": lambda d: Items(lambda self, i: print(i) or i),
     "fills a table once": lambda d: Items(remembered, table=None),
     "weak": lambda d: Items(lambda self, i: i, w=weakref.ref(HERE)),
+    "list of paths": lambda d: Items(lambda self, i: len(str(self.x[i])), x=[d / f"{i}.jpg" for i in range(SIZE)]),
     "millions": lambda d: Items(lambda self, i: self.x[i], x=list(range(2_000_000))),
     "NaN": lambda d: Items(lambda self, i: torch.tensor([float("nan"), i])),
     "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.rand(200_000)),
