@@ -42,17 +42,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kinds.make_data(folder)
-        groups: dict[str, dict[str, Callable[[], Any]]] = {
-            "changes": dict(kinds.CHANGES),
-            "handles": {kind: lambda make=make: make(folder) for kind, make in kinds.HANDLES.items()},
-            "other": {kind: make for kind, (make, _) in kinds.OTHER.items()},
-            "deeds": {kind: lambda make=make: make(folder) for kind, (make, _) in kinds.DEEDS.items()},
-            "good": {kind: lambda make=make: make(folder) for kind, make in kinds.GOOD.items()},
-        }
+        looked, shadowed = (
+            {kind: lambda make=make: make(folder) for kind, (make, _) in table.items()}
+            for table in (kinds.LOOKED, kinds.SHADOWED)
+        )
+        good = {kind: lambda make=make: make(folder) for kind, make in kinds.GOOD.items()}
+        groups: dict[str, dict[str, Callable[[], Any]]] = {"looked": looked, "shadowed": shadowed, "good": good}
         print("| group | kind | found by | ms in the loop | reason |\n|---|---|---|---|---|")
         for group, rows in groups.items():
             for kind, make in rows.items():
-                plain = group == "other" and kind in ("closure", "lossy", "gradient")
+                plain = group == "shadowed" and kind in ("closure", "lossy")
                 verdict = kinds.prove(make(), kinds.as_it_is if plain else kinds.default_collate)
                 trust = TimedTrust.last
                 by = "shadow" if trust._comparison._starts else "look"

@@ -1,12 +1,14 @@
-"""What every test of a live loader leaves: nobody, and where it failed nothing that makes the next one fail."""
+"""What every test of a live loader leaves: no process, no thread, and where it failed nothing that fails the next one."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,39 +17,28 @@ from autotune_loader.live import workers
 END_S = 5.0
 
 
-def children_left() -> list[multiprocessing.Process]:
+def left(what: Callable[[], list[Any]]) -> list[Any]:
     deadline = time.monotonic() + END_S
-    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
+    while (found := what()) and time.monotonic() < deadline:
         gc.collect()  # an exception's frames may hold an iterator, torch's own, too
         time.sleep(0.02)
-    return left
-
-
-@pytest.fixture
-def close_pools() -> Callable[[], None]:
-    """Ends the workers of every pool of this process, whoever still holds it: a failure's traceback does."""
-
-    def close() -> None:
-        for pool in list(workers._shielded):
-            pool.close()
-        for child in children_left():
-            child.kill()
-            child.join()
-
-    return close
+    return found
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_left(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_pools: Callable[[], None]
-) -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # no loader.json lies about
-    failures = request.session.testsfailed
+    failures, threads = request.session.testsfailed, threading.enumerate()
     yield
     if request.node.get_closest_marker("unit") is not None:
         return
     try:
         if request.session.testsfailed == failures:
-            assert children_left() == []
+            assert left(multiprocessing.active_children) == []
+            assert left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
     finally:
-        close_pools()
+        for pool in list(workers._shielded):  # whoever still holds it: a failure's traceback does
+            pool.close()
+        for child in left(multiprocessing.active_children):
+            child.kill()
+            child.join()
