@@ -103,6 +103,13 @@ class Beliefs:
             self._posterior = (version, None if twin is None else self._corrected(twin))
         return self._posterior[1]
 
+    def of_tried(self) -> Posterior | None:
+        """The same about what was observed alone; None before there is any of it."""
+        posterior = self.posterior()
+        known = () if posterior is None else posterior.configs
+        tried = [key for key in dict.fromkeys(each.key for each in self.log) if key in known]
+        return None if posterior is None or not tried else posterior.at(tried)
+
     def over_epochs(self, as_run: Callable[[LoaderConfig], LoaderConfig]) -> Posterior | None:
         """The same about rates of whole epochs: queues fill anew in each, and workers may start anew.
 

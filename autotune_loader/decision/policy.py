@@ -1,11 +1,9 @@
-"""The whole policy: what to do next, given what is believed.
+"""What to observe next, given what is believed.
 
-    explore   the configurations to begin with ─► what the plain rule makes of them ─► the one of which an observation teaches
-              most, again and again
-              never far beyond the workers that succeeded, once more have failed
-    compare   paired rounds between the shortlist and the baseline, until they are decided or not worth their time
+    the configurations to begin with ─► what the plain rule makes of them ─► the one of which an observation teaches most, again
+    and again; never far beyond the workers that succeeded, once more have failed
 
-Pure: the caller observes, records and asks again.
+Pure: the caller observes, records and asks again. Who runs in the paired rounds is decided in `race`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from dataclasses import dataclass
 
 from autotune_loader.decision.acquisition import suggest
 from autotune_loader.decision.belief import Beliefs
-from autotune_loader.decision.race import Race, may_go_on
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.values.config import LoaderConfig
 
@@ -30,13 +27,6 @@ class Explore:
     """Observe this configuration; None lets a sampler propose one."""
 
     config: LoaderConfig | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compare:
-    """Run one paired round between these."""
-
-    configs: Sequence[LoaderConfig]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +55,6 @@ class Goal:
     """What other hosts observe at this moment: passed over."""
     by_belief: bool = True
     """Whether beliefs propose; otherwise the sampler does."""
-    may_refine: bool = True
-    """Whether there is time for more than what it begins with."""
     repeats: int = 0
     """How often in a row the sampler has proposed what was observed before."""
     ceiling: float | None = None
@@ -85,8 +73,6 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
         return Explore(config=untried)
     if goal.queue is not None:
         return Stop(reason=StopReason.CHOICE_SAFE)
-    if not goal.may_refine:
-        return Stop(reason=StopReason.OUT_OF_BUDGET)
     keys = {config.key() for config in tried}
     rule = beliefs.plain_rule() if goal.by_belief else None
     if rule is not None and beliefs.below_failures(rule) not in keys:
@@ -98,13 +84,6 @@ def explore(beliefs: Beliefs, goal: Goal) -> Explore | Stop:
     if config is None:
         return Stop(reason=StopReason.CHOICE_SAFE)
     return Explore(config=beliefs.below_failures(config))
-
-
-def compare(race: Race, seconds_left: float) -> Compare | Stop:
-    """The next round, unless the race is decided or another one is not worth its time."""
-    entrants = race.next_entrants()
-    is_open = may_go_on(race, entrants, seconds_left)
-    return Compare(configs=entrants) if is_open else Stop(reason=StopReason.CHOICE_SAFE)
 
 
 def _reason_to_stop(beliefs: Beliefs, goal: Goal) -> StopReason | None:

@@ -193,8 +193,20 @@ class Race:
         ran = [config for config, count in counts.items() if count >= min(least_rounds, most)]
         return ran[self._belief(ran).choice([self.rules.cost(config) for config in ran], self.rules.tolerance)[0]]
 
+    def next_round(self, seconds_left: float) -> list[LoaderConfig]:
+        """Who runs in the next round; nobody where it does not fit, all is decided, or what is open is not worth its time."""
+        entrants = self.next_entrants()
+        if len(self.rounds) >= MAX_ROUNDS or not self.active():
+            return []
+        round_s = len(entrants) * self.spent_s / max(self.bursts, 1)
+        is_decided = len(self.rounds) >= MIN_ROUNDS and len(entrants) <= 1
+        if seconds_left < round_s or is_decided:
+            return []
+        is_due = len(self.rounds) < PATIENT_ROUNDS or not self.is_winner_known()
+        return entrants if is_due or round_s <= self.rules.patience_s - self.spent_s else []
+
     def next_entrants(self) -> list[LoaderConfig]:
-        """Who runs in the next round: the incumbent, its strongest rival, and a baseline that is not known yet."""
+        """Who would run in the next round: the incumbent, its strongest rival, and a baseline that is not known yet."""
         active, usable, incumbent = self.active(), self.usable(), self.incumbent()
         if incumbent is None:
             return active
@@ -288,18 +300,6 @@ class Race:
             return False
         ratio = mean_interval(logs)
         return (ratio.high - ratio.low) / 2 < BASELINE_PRECISION and ratio.high < -2 * self.rules.tolerance
-
-
-def may_go_on(race: Race, entrants: Sequence[LoaderConfig], seconds_left: float) -> bool:
-    """Whether another round between these is worth its time: it fits, the choice is open, and patience is not spent."""
-    if len(race.rounds) >= MAX_ROUNDS or not race.active():
-        return False
-    round_s = len(entrants) * race.spent_s / max(race.bursts, 1)
-    is_decided = len(race.rounds) >= MIN_ROUNDS and len(entrants) <= 1
-    if seconds_left < round_s or is_decided:
-        return False
-    is_due = len(race.rounds) < PATIENT_ROUNDS or not race.is_winner_known()
-    return is_due or round_s <= race.rules.patience_s - race.spent_s
 
 
 def _rates(rounds: Sequence[Round], config: LoaderConfig) -> list[float]:

@@ -115,12 +115,8 @@ class Prospects:
 
     def best(self) -> LoaderConfig:
         """What is believed to be the best of what was observed."""
-        posterior = self.beliefs.posterior()
-        known = () if posterior is None else posterior.configs
-        tried = [key for key in dict.fromkeys(each.key for each in self.beliefs.log) if key in known]
-        if posterior is None or not tried:
-            return self._job.start
-        return choose(posterior.at(tried), self.beliefs.space, TOLERANCE)[0]
+        tried = self.beliefs.of_tried()
+        return self._job.start if tried is None else choose(tried, self.beliefs.space, TOLERANCE)[0]
 
     def expects_gain(self, choice: LoaderConfig) -> bool:
         """Whether the choice is believed to be faster than what was asked for, and not only cheaper."""

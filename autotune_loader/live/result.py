@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
+from autotune_loader.decision.selection import cost
+from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
 from autotune_loader.report.assembly import judged
-from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Spent
+from autotune_loader.results.loader_file import BatchSizeChoice, Finals, Measured, Spent
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.stages import StageTime
@@ -59,6 +61,7 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
             measured=Measured(samples_per_s=own[-1].samples_per_s, speedup=speedup, wait_share=own[-1].wait_share)
             if own
             else Measured(),
+            finals=Finals(as_fast=() if beliefs is None else _as_fast(beliefs, best)),
             stage_times=tuple(stage_times),
             spent=Spent(seconds=round(seconds, 3), bursts=len(blocks)),
             fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
@@ -71,6 +74,16 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
         has_batched_fetch=has_batched_fetch,
         space=None if beliefs is None else beliefs.space,
     )
+
+
+def _as_fast(beliefs: Beliefs, best: LoaderConfig) -> tuple[LoaderConfig, ...]:
+    """Which others of those that were tried count as equally fast as the best, by the rule that chose it: none is cheaper."""
+    tried, as_run = beliefs.of_tried(), {each.key: each.config for each in beliefs.log}
+    keys = [] if tried is None else [tried.configs[index] for index in tried.as_fast(TOLERANCE)]
+    if best.key() not in keys:
+        return ()
+    least = cost(best.key(), beliefs.space)
+    return tuple(as_run[key] for key in keys if key != best.key() and cost(key, beliefs.space) >= least)
 
 
 def _trial(number: int, block: Evidence, asked: LoaderConfig) -> Trial:

@@ -1,4 +1,4 @@
-"""The paired rounds of a tuning run: who enters them, and one round after the other until the policy has enough.
+"""The paired rounds of a tuning run: who enters them, and one round after the other until the race has enough.
 
     two sides     A B   B A   A B ...        each is as often first
     more          C A B   A B C ...          in random order
@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
-from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
@@ -131,15 +130,14 @@ def run_rounds(
     learn: Callable[[Sequence[Evidence]], None] = lambda gathered: None,
     on_round: Callable[[int, dict[LoaderConfig, float], float], None] = lambda number, rates, seconds_left: None,
 ) -> RaceOutcome | None:
-    """Run rounds until the policy has enough of them.
+    """Run rounds until the race is decided, or another one is not worth its time.
 
     `learn` is told the evidence of each round, which the race has recorded; `on_round` its number from 1, its rates, and the
     seconds left.
     """
 
     def sides(_number: int) -> Sequence[LoaderConfig]:
-        todo = compare(race, seconds_left())
-        return todo.configs if isinstance(todo, Compare) else ()
+        return race.next_round(seconds_left())
 
     def observe(config: LoaderConfig, number: int) -> Evidence:
         return source.gather(config, Ask(phase="compare", kind=kind, group=number))

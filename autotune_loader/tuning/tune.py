@@ -85,8 +85,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     """Find the cheapest DataLoader configuration that is as fast as anything this machine can do.
 
     Short bursts of real training run in a process of their own; nothing of the caller's is changed, and no copy of it is
-    finalised there. Ctrl-C returns the best
-    found so far, with `status="partial"`.
+    finalised there. Ctrl-C returns the best found so far, with `status="partial"`.
 
     Args:
         dataset_or_loader: a map-style or iterable dataset, or an existing DataLoader, whose configuration becomes the

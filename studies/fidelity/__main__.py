@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.probe.burst_loop import KEPT_FIRST, KEPT_LAST
 from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.twin import Observation, Prediction, Twin
 from autotune_loader.values.config import LoaderConfig
@@ -111,6 +112,8 @@ def predict(
 def rate_of(config: LoaderConfig, measured: Measurement) -> float:
     """Sustained samples/s: after the queues have filled, by nothing but counting."""
     skip = config.num_workers * (1 + (config.prefetch_factor or 0)) + 1
+    if len(measured.traces) >= KEPT_FIRST + KEPT_LAST:  # a record of very many batches leaves out the middle
+        skip = KEPT_FIRST + 1
     inside = measured.traces[skip - 1 :]
     if len(inside) < 8:
         return measured.samples_per_s.value

@@ -29,7 +29,6 @@ from functools import cache
 import numpy as np
 
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.policy import Compare, compare
 from autotune_loader.decision.posterior import MODEL_SD, TYPICAL_NOISE, Posterior, Seen
 from autotune_loader.decision.race import Race, RaceOutcome, RaceRules
 from autotune_loader.machine.facts import inspect_machine
@@ -175,16 +174,14 @@ RULES = RaceRules(
 
 
 def race(kind: Kind, seed: int) -> Run:
-    """One race, from the first round until the policy stops."""
+    """One race, from the first round until nobody runs any more."""
     bursts = _Bursts(kind, seed)
     baseline, rivals = bursts.configs[0], bursts.configs[1:]
     running, left_s = Race(list(reversed(rivals)), baseline, RULES, bursts.beliefs()), BUDGET_S
-    while isinstance(todo := compare(running, left_s), Compare):
+    while configs := running.next_round(left_s):
         drift = bursts.rng.gauss(0.0, DRIFT_SD)
-        running.record(
-            [(config, bursts.measured(config, drift)) for config in todo.configs], BURST_S * len(todo.configs)
-        )
-        left_s -= BURST_S * len(todo.configs)
+        running.record([(config, bursts.measured(config, drift)) for config in configs], BURST_S * len(configs))
+        left_s -= BURST_S * len(configs)
     found = running.outcome()
     assert found is not None
     true, ratio = bursts.truth[found.winner], bursts.truth[found.winner] / bursts.truth[baseline]

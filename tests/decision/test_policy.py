@@ -91,7 +91,6 @@ def test_without_belief_the_sampler_proposes(beliefs: Beliefs) -> None:
     [
         (replace(GOAL, has_trials_left=False), StopReason.OUT_OF_TRIALS),
         (replace(GOAL, explore_s=1.0, next_s=2.0), StopReason.OUT_OF_BUDGET),
-        (replace(GOAL, may_refine=False), StopReason.OUT_OF_BUDGET),
         (replace(GOAL, repeats=MOST_REPEATS), StopReason.SAMPLER_REPEATS),
         (replace(GOAL, ceiling=1.0), StopReason.CEILING),
         (replace(GOAL, queue=FIRST), StopReason.CHOICE_SAFE),

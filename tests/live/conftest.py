@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from autotune_loader.live import workers
@@ -25,6 +26,20 @@ def left(what: Callable[[], list[Any]]) -> list[Any]:
     return found
 
 
+def forked() -> list[psutil.Process]:
+    """Those of `multiprocessing`, and workers that nobody asked for, which it does not know of."""
+    multiprocessing.active_children()  # the dead are buried
+    this = psutil.Process()
+    return [each for each in this.children() if command(each) == this.cmdline()]
+
+
+def command(process: psutil.Process) -> list[str] | None:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return None
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # no loader.json lies about
@@ -34,11 +49,11 @@ def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch:
         return
     try:
         if request.session.testsfailed == failures:
-            assert left(multiprocessing.active_children) == []
+            assert left(forked) == []
             assert left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
     finally:
         for pool in list(workers._shielded):  # whoever still holds it: a failure's traceback does
             pool.close()
-        for child in left(multiprocessing.active_children):
+        for child in left(forked):
             child.kill()
-            child.join()
+            child.wait()

@@ -62,6 +62,15 @@ def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any
         AutoLoader(Numbers(4), **arguments)
 
 
+def test_a_loader_with_iterators_of_its_own_is_refused_as_they_would_be_left_out() -> None:
+    class Doubled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch * 2 for batch in super().__iter__())
+
+    with pytest.raises(TypeError, match="AutoLoader as the base class of Doubled"):
+        AutoLoader(Doubled(Numbers(4)))
+
+
 def test_a_change_above_a_budget_is_refused_and_nothing_changes() -> None:
     loader = AutoLoader(Numbers(64), batch_size=64, max_workers=2, max_shm="3KB")
     with pytest.raises(ValueError, match="above max_workers"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def test_a_position_is_taken_up_again_and_leaves_the_random_state_alone(sampler:
 
     assert (delivered, missing) == (3, [1])
     assert states() == before
+    assert again.delivered == 2
     assert list(again) == rest
     assert again.delivered == 2
     with pytest.raises(ValueError, match="ends after"):
@@ -117,8 +119,14 @@ def test_the_loops_own_random_state_is_put_back() -> None:
         drawn()
         seeds.end()
         seeds.end()
-
     assert states() == before
+
+    # WHEN another thread fetches, beside which the training draws THEN nothing is seeded
+    noted: list[Any] = []
+    other = threading.Thread(target=lambda: (seeds.begin(7, 0), noted.append(states()), seeds.end()))
+    other.start()
+    other.join()
+    assert noted == [before]
 
 
 ROWS = torch.zeros(4, 2)

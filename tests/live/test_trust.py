@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.managers
 import os
 import random
+import select
 import signal
 import socket
 import threading
@@ -197,6 +198,12 @@ def held(lock: Any) -> Any:
     return lock
 
 
+def opened_once() -> Any:
+    opened = functools.lru_cache(lambda: socket.socketpair()[0])
+    opened()
+    return opened
+
+
 def proxy() -> Any:
     return type("ListProxy", (multiprocessing.managers.BaseProxy,), {"__init__": lambda self: None})()
 
@@ -245,6 +252,7 @@ LOOKED: Kinds = {
     "defaults": (lambda d: Items(lambda self, i, notes=[]: notes.append(i) or i), "fetching changes `"),
     "unbuffered": (lambda d: Items(lambda self, i: i, f=(d / "raw").open("rb", buffering=0)), "an open file"),
     "opened by the first fetch": (lambda d: Items(lazily, file=None, folder=d), "an open file"),
+    "lru_cache of a handle": (lambda d: Items(lambda self, i: self.f() and i, f=opened_once()), "a socket"),
     "closure": (lambda d: Items((lambda f: lambda self, i: read_at(f, i))((d / "raw").open("rb"))), "in `f`"),
     "in a dict in a list": (lambda d: Items(identity, f=[{"a": (d / "raw").open("rb")}]), "in `dataset.f[0]['a']`"),
     "generator": (lambda d: Items(lambda self, i: next(self.f), f=(i for i in range(9999))), "a generator or iterator"),
@@ -363,6 +371,11 @@ SHADOWED: Kinds = {
     "exit": (in_worker(lambda: os._exit(3)), "fetching ends its worker (exit code 3)"),
     "no answer": (in_worker(lambda: time.sleep(1000)), "gave no answer for batch 4"),
     "writes shared memory": (in_worker(lambda: SHARED.__setitem__(0, 1)), "memory that processes share"),
+    "main process": (
+        lambda d: Items(lambda self, i: multiprocessing.current_process().name == "MainProcess"),
+        "another batch 4",
+    ),
+    "sentinel": (lambda d: Items(lambda self, i: EMPTY), "which the training knows by its identity"),
     "worker": (lambda d: Items(lambda self, i: (get_worker_info() or NOBODY).id), "asks who the worker is"),
     "appends": (lambda d: Items(writes, path=d / "log"), "fetching writes `"),
     "renames": (without(os.rename, "no", "no2"), "fetching renames `"),
@@ -370,7 +383,7 @@ SHADOWED: Kinds = {
     "starts": (lambda d: Items(lambda self, i: os.system("true") + i), "fetching starts a process"),
     "signals": (lambda d: Items(lambda self, i: os.kill(os.getpid(), 0) or i), "fetching signals a process"),
 }
-SHARED, NOBODY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0)
+SHARED, NOBODY, EMPTY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0), object()
 
 
 def as_it_is(samples: list[Any]) -> Any:
@@ -386,7 +399,9 @@ def test_what_gives_something_else_or_acts_outside_is_refused_with_batch_and_pla
     make, reason = SHADOWED[kind]
     steps: list[Any] = []
 
-    verdict = prove(make(tmp_path), as_it_is if kind in ("closure", "lossy") else default_collate, step=steps.append)
+    verdict = prove(
+        make(tmp_path), as_it_is if kind in ("closure", "lossy", "sentinel") else default_collate, step=steps.append
+    )
 
     assert isinstance(verdict, Refusal)
     assert reason in verdict.reason
@@ -427,10 +442,15 @@ class Listening:
 
 
 def test_a_sampler_of_the_users_may_listen_to_the_training() -> None:
-    for own in (Listening(), BatchSampler(Listening(), 1, False)):
-        assert "its sampler Listening may depend on the training" in prove(Items(identity), sampler=own).reason
-    for pure in (BatchSampler(RandomSampler(range(SIZE)), BATCH, False), [[0, 1], [2, 3]] * 10):
+    # A list may grow.
+    for own in (Listening(), BatchSampler(Listening(), 1, False), [[0, 1], [2, 3]] * 10):
+        assert " may depend on the training" in prove(Items(identity), sampler=own).reason
+    for pure in (BatchSampler(RandomSampler(range(SIZE)), BATCH, False), ([0, 1], [2, 3]) * 10):
         assert prove(range(SIZE), sampler=pure) == TRUSTED
+
+
+class Slotted:
+    __slots__ = ("p",)
 
 
 class Levelled(Items):
@@ -442,11 +462,17 @@ class Levelled(Items):
         return index + self.level + self.step + SEEN
 
 
-def levelled() -> Levelled:
-    return Levelled(identity, level=0, labels=np.zeros(SIZE), weights=torch.zeros(9), transform=SimpleNamespace(p=0.0))
+def levelled() -> Any:
+    dataset = Levelled(
+        identity, level=0, labels=np.zeros(SIZE), weights=torch.zeros(9), transform=SimpleNamespace(p=0.0)
+    )
+    dataset.names, dataset.table = ["a"] * SIZE, dict.fromkeys(map(str, range(SIZE)), 0)
+    dataset.slotted, dataset.shared = Slotted(), multiprocessing.Value("l", 0)
+    return dataset
 
 
-TRAINED: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+Change = Callable[[Any, pytest.MonkeyPatch], Any]
+SEEN_IN_EPOCH: dict[str, Change] = {
     "attribute": lambda d, _: setattr(d, "level", d.level + 1),
     "new attribute": lambda d, _: setattr(d, "new", 0.5),
     "array": lambda d, _: d.labels.__iadd__(1),
@@ -455,19 +481,52 @@ TRAINED: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "class": lambda d, patch: patch.setattr(Levelled, "step", 2),
     "global": lambda d, patch: patch.setitem(globals(), "SEEN", 10_000),
 }
+SEEN_BETWEEN: dict[str, Change] = {
+    "one number": lambda d, _: d.labels.__setitem__(217, 1),
+    "one item": lambda d, _: d.names.__setitem__(217, "b"),
+    "one value": lambda d, _: d.table.__setitem__("217", 1),
+    "slot": lambda d, _: setattr(d.slotted, "p", 0.5),
+    "Value": lambda d, _: setattr(d.shared, "value", 1),
+}
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_what_the_training_changes_is_refused_and_ends_a_trust(kind: str) -> None:
-    held, dataset = levelled(), levelled()
-    trust = Trust(parts_of(held), LoaderConfig(), in_batches(held))
+@pytest.mark.parametrize("kind", [*SEEN_IN_EPOCH, *SEEN_BETWEEN])
+def test_a_change_by_the_training_ends_a_trust(kind: str) -> None:
+    dataset = levelled()
+    trust = Trust(parts_of(dataset), LoaderConfig(), in_batches(dataset))
     with pytest.MonkeyPatch.context() as patch:
         trust.begun()
         assert trust.still_holds()
-        TRAINED[kind](held, patch)
+        (SEEN_IN_EPOCH | SEEN_BETWEEN)[kind](dataset, patch)
         assert not trust.still_holds()
+
+
+@pytest.mark.parametrize("kind", SEEN_IN_EPOCH)
+def test_what_the_training_changes_while_it_iterates_is_refused(kind: str) -> None:
+    dataset = levelled()
     with pytest.MonkeyPatch.context() as patch:
-        assert "the training changes `" in prove(dataset, step=lambda _: TRAINED[kind](dataset, patch)).reason
+        assert "the training changes `" in prove(dataset, step=lambda _: SEEN_IN_EPOCH[kind](dataset, patch)).reason
+
+
+def test_what_the_training_changes_of_the_samples_that_it_was_given_is_refused() -> None:
+    dataset = Items(identity, rows=list(torch.ones(SIZE, 3)))
+    verdict = prove(dataset, step=lambda batch: dataset.rows[int(batch[1])].mul_(2))
+    assert "the training changes `dataset." in verdict.reason
+
+
+def test_who_waits_for_the_end_of_a_pipe_does_not_wait_for_a_shadow() -> None:
+    read_end, write_end = os.pipe()
+    fetched, ended = itertools.count(), []
+
+    def step(batch: Any) -> None:
+        if next(fetched) == 5:  # a shadow runs
+            os.close(write_end)
+        elif not ended:
+            ended.extend(select.select([read_end], [], [], 0)[0])
+
+    assert prove(range(SIZE), step=step) == TRUSTED
+    assert ended
+    os.close(read_end)
 
 
 def test_a_proof_does_not_settle_how_processes_start() -> None:

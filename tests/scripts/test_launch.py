@@ -18,7 +18,7 @@ INFO = """
 import __main__, os, sys
 print(sys.argv, sys.path[0], os.getcwd(), __name__, __file__, __package__, __cached__, __doc__, sorted(globals()))
 print(__main__.__dict__ is globals(), getattr(__spec__, "name", None), type(__loader__).__name__, type(__builtins__).__name__)
-print([path for path in sys.path if "autotune_loader/scripts" in path], "torch" in sys.modules)
+print([path for path in sys.path if "autotune_loader/scripts" in path], {"torch", "numpy"} & set(sys.modules))
 """
 BOOM = """
 def fail():
@@ -28,9 +28,31 @@ try:
 except KeyError as error:
     raise ValueError("bad") from error
 """
+HOOKED = """
+import sys, traceback
+def show(kind, error, frames):
+    print(kind, error, [each.name for each in traceback.extract_tb(frames)])
+print(sys.excepthook is sys.__excepthook__)
+sys.excepthook = show
+def fail():
+    raise KeyError("x")
+fail()
+"""
+SPAWNING = """
+import multiprocessing
+class Seen:
+    pass
+def see(_):
+    return Seen()
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(type(pool.apply(see, [0])) is Seen)
+"""
 SCRIPTS = {
     "info.py": INFO,
     "boom.py": BOOM,
+    "hooked.py": HOOKED,
+    "spawning.py": SPAWNING,
     "three.py": "import sys\nsys.exit(3)",
     "syntax.py": "x = (",
     "interrupted.py": "import signal\nsignal.raise_signal(signal.SIGINT)",
@@ -64,6 +86,8 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ("./info.py", f"{NOTHING}\n"),
         ("-m package.info", f"{NOTHING}\n"),
         ("boom.py", f"{NOTHING}\n"),
+        ("hooked.py", f"{NOTHING}\n"),
+        ("spawning.py", f"{NOTHING}\n"),
         ("three.py", f"{NOTHING}\n"),
         ("interrupted.py", f"{NOTHING}\n"),
         ("left.py", f"{NOTHING} The script ended by os._exit(7).\n"),
