@@ -51,7 +51,7 @@ def main() -> None:
         print("| group | kind | found by | ms in the loop | reason |\n|---|---|---|---|---|")
         for group, rows in groups.items():
             for kind, make in rows.items():
-                plain = group == "shadowed" and kind in ("closure", "lossy")
+                plain = group == "shadowed" and kind in ("closure", "lossy", "sentinel")
                 verdict = kinds.prove(make(), kinds.as_it_is if plain else kinds.default_collate)
                 trust = TimedTrust.last
                 by = "shadow" if trust._comparison._starts else "look"

@@ -61,6 +61,7 @@ def test_batches_in_hand_are_given_out_again_first_and_in_order() -> None:
         next(order)
     del order.in_hand[1]
 
+    assert order.position() == (2, [0])
     assert order.put_back() == 3
     assert order.has_more  # to ask loses nothing
     assert [item[0] for item in order] == [0, 2, 3, 4, 5]

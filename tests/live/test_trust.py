@@ -47,7 +47,7 @@ from autotune_loader.values.config import LoaderConfig
 
 pytestmark = pytest.mark.process
 
-SIZE, BATCH = 400, 4
+SIZE, BATCH, PATIENCE_S = 400, 4, 30.0
 NOTES: list[int] = []
 SEEN = 0
 
@@ -94,15 +94,14 @@ def prove(
     sampler: Any = None,
     step: Callable[[Any], None] | None = None,
     context: Any = None,
-    most: int = 80,
 ) -> Any:
     """The verdict on a dataset, fetched as a loop does, with time for the shadow's answers."""
     seeds = LoopSeeds()
     sampler = in_batches(dataset) if sampler is None else sampler
     trust = Trust(parts_of(dataset, collate_fn=collate, context=context, loop_seeds=seeds), LoaderConfig(), sampler)
     try:
-        items = ((n, epoch, indices) for epoch in itertools.count() for n, indices in enumerate(sampler))
-        for item in itertools.islice(items, most):
+        until = time.monotonic() + PATIENCE_S
+        for item in ((n, epoch, indices) for epoch in itertools.count() for n, indices in enumerate(sampler)):
             with trust.fetching(item):
                 seeds.begin(item[1], item[0])
                 batch = collate([dataset[index] for index in item[2]])
@@ -113,7 +112,7 @@ def prove(
             if step is not None:
                 step(batch)
             time.sleep(0.02)
-        return None
+            assert time.monotonic() < until
     finally:
         trust.close()
 
@@ -370,6 +369,10 @@ SHADOWED: Kinds = {
     "lossy": (lambda d: Items(lambda self, i: Uncopied("x")), "`batch[0]"),
     "exit": (in_worker(lambda: os._exit(3)), "fetching ends its worker (exit code 3)"),
     "no answer": (in_worker(lambda: time.sleep(1000)), "gave no answer for batch 4"),
+    "no answer from one of two": (
+        lambda d: Items(lambda self, i: time.sleep(1000 * (get_worker_info() or NOBODY).seed) or 0),
+        "gave no answer for batch",
+    ),
     "writes shared memory": (in_worker(lambda: SHARED.__setitem__(0, 1)), "memory that processes share"),
     "main process": (
         lambda d: Items(lambda self, i: multiprocessing.current_process().name == "MainProcess"),
@@ -383,7 +386,7 @@ SHADOWED: Kinds = {
     "starts": (lambda d: Items(lambda self, i: os.system("true") + i), "fetching starts a process"),
     "signals": (lambda d: Items(lambda self, i: os.kill(os.getpid(), 0) or i), "fetching signals a process"),
 }
-SHARED, NOBODY, EMPTY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0), object()
+SHARED, NOBODY, EMPTY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0, seed=0), object()
 
 
 def as_it_is(samples: list[Any]) -> Any:
@@ -395,7 +398,7 @@ def test_what_gives_something_else_or_acts_outside_is_refused_with_batch_and_pla
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autotune_loader.live.trust.WAIT_FETCHES", 0.0)
-    monkeypatch.setattr("autotune_loader.live.trust.SHORTEST_WAIT_S", 0.5 if kind == "no answer" else 60.0)
+    monkeypatch.setattr("autotune_loader.live.trust.SHORTEST_WAIT_S", 0.5 if kind.startswith("no answer") else 60.0)
     make, reason = SHADOWED[kind]
     steps: list[Any] = []
 
