@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader import AutoLoader as TunedLoader
+from autotune_loader.machine.sandbox import channels, cut
 from autotune_loader.values.config import LoaderConfig
 from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
 from studies.live.schedules import FixedLoader as AutoLoader
@@ -269,6 +270,21 @@ def test_workers_that_nobody_asked_for_hold_no_pipe_that_somebody_waits_for() ->
             os.close(write_end)
             assert select.select([read_end], [], [], 5)[0]
     os.close(read_end)
+
+
+def test_a_descriptor_that_has_become_another_pipe_is_not_cut() -> None:
+    ends = os.pipe()
+    noted = {number: what for number, what in channels().items() if number in ends}
+    for end in ends:
+        os.close(end)
+    again = os.pipe()
+    assert set(again) == set(noted)
+
+    cut(noted)
+
+    assert os.write(again[1], b"x") == len(os.read(again[0], 1))
+    for end in again:
+        os.close(end)
 
 
 def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None:
