@@ -169,19 +169,25 @@ class _Child:
     """One probe process and the connection to it."""
 
     def __init__(self, source: Payload | Workload) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline_read, self._lifeline = os.pipe()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
-        self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
-        self._segments_before = segments()
-        self._process: subprocess.Popen[bytes] | psutil.Process
-        with theirs:
-            if isinstance(source, Workload):
-                self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
-            else:
-                self._process = self._spawned(source, theirs.fileno(), lifeline_read)
-        os.close(lifeline_read)
-        self._connection = Connection(ours.detach())
+        with contextlib.ExitStack() as held:  # given back at once where no process can start
+            ours, theirs = map(held.enter_context, socket.socketpair())
+            self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
+            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
+            held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            self._segments_before = segments()
+            lifeline_read, self._lifeline = os.pipe()
+            held.callback(os.close, self._lifeline)
+            self._process: subprocess.Popen[bytes] | psutil.Process
+            try:
+                if isinstance(source, Workload):
+                    self._process = self._forked(source, theirs.fileno(), lifeline_read, ours.fileno())
+                else:
+                    self._process = self._spawned(source, theirs.fileno(), lifeline_read)
+            finally:
+                os.close(lifeline_read)
+                theirs.close()
+            self._connection = Connection(ours.detach())
+            self._held = held.pop_all()
         # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
         self._ends: list[int] = []
         with contextlib.suppress(
@@ -255,11 +261,10 @@ class _Child:
         finally:  # also when a second Ctrl-C comes
             self.kill()
             self._process.wait()
-            for descriptor in (*self._ends, self._lifeline):
+            for descriptor in self._ends:
                 os.close(descriptor)
-            self._output.close()
             remove_segments_of({*members, self.pid}, self._segments_before)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._held.close()
 
     def _spawned(self, payload: Payload, connection: int, lifeline: int) -> subprocess.Popen[bytes]:
         """A fresh interpreter with the flags of this one, which finds what this one finds."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from preloaded import PreloadedPython
+
+from tests.support.bursts import opened, workload
 
 pytestmark = pytest.mark.process
 
@@ -74,3 +79,18 @@ def test_too_few_descriptors_are_named(tmp_path: Path, preloaded: PreloadedPytho
     assert run.wait(timeout=90) == 0, run.output
     assert run.output.startswith("descriptors")
     assert "ulimit -n" in run.output
+
+
+def test_a_process_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_more(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", no_more)
+    descriptors = set(Path("/proc/self/fd").iterdir())
+
+    with pytest.raises(BlockingIOError), opened(workload(torch.zeros(8, 4)), "process"):
+        pass
+
+    assert not list(tmp_path.iterdir())
+    assert set(Path("/proc/self/fd").iterdir()) == descriptors
