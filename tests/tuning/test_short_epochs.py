@@ -140,16 +140,6 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     assert (endless.whole_epochs, probe.runs_whole) == (False, False)
 
 
-def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
-    # GIVEN 16 batches that wait, and a step for which three workers suffice
-    slow = replace(MACHINE, cpu_s=0.001, wait_s=0.05, step_s=0.02, worker_start_s=0.01)
-    run = simulated_run(slow, Space(max_workers=20, persistent_workers=True), epoch_batches=16)
-    clock = FakeClock()
-    found = simulated_search(SimulatedProbe(slow, clock, epoch_batches=16), run, clock)
-    assert found.finals is not None
-    assert {8, 16} <= {config.num_workers for config in found.finals.configs}
-
-
 @pytest.mark.parametrize(("batches", "persistent"), [(500, True), (60_000, False)])
 def test_whether_workers_persist_is_decided_by_the_start_up_that_was_measured(batches: int, persistent: bool) -> None:
     # GIVEN epochs too long to run whole, of which a start-up of 0.8 s is 18 % or next to nothing
