@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from autotune_loader.values.plan import ISOLATIONS
 )
 @click.option("--budget", default="30s", show_default=True, help="Time for bursts and rounds, such as 30s or 2m.")
 @click.option("--isolation", type=click.Choice(ISOLATIONS), default="auto", show_default=True, help="Where bursts run.")
-@click.option("--json", "as_json", is_flag=True, help="Print the sides as JSON, one object each.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the sides, or the share each loader lost.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def compare_command(
     paths: tuple[str, ...], job: str | None, fail_if_slower: float | None, as_json: bool, quiet: bool, **options: Any
@@ -53,7 +54,7 @@ def compare_command(
     if len(set(paths)) < 2:
         raise ValueError(f"{paths[0]!r} is one file, and a comparison takes two; a.json b.json would work")
     if job is None:
-        return _compare_watched(paths, fail_if_slower)
+        return _compare_watched(paths, fail_if_slower, as_json)
     configs = {name: load_config(path) for name, path in zip(_names(paths), paths, strict=True)}
     workload, _ = make_workload(**load_workload(job))
     budget_s = parse_seconds("budget", options.pop("budget"))
@@ -73,7 +74,7 @@ def _names(paths: tuple[str, ...]) -> list[str]:
     return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]
 
 
-def _compare_watched(paths: tuple[str, ...], most: float | None) -> int:
+def _compare_watched(paths: tuple[str, ...], most: float | None, as_json: bool) -> int:
     from autotune_loader.report.watched import read_watched, render_watched, slowdowns
 
     reports = [read_watched(path) for path in paths]
@@ -84,7 +85,7 @@ def _compare_watched(paths: tuple[str, ...], most: float | None) -> int:
     lost = slowdowns(reports[0], reports[1])
     if not lost:
         raise ValueError(f"{' and '.join(paths)} have no loader in common: these are of different scripts")
-    click.echo(render_watched(reports[0], reports[1]))
+    click.echo(json.dumps(lost, indent=2) if as_json else render_watched(reports[0], reports[1]))
     return _within(most, lost)
 
 

@@ -21,6 +21,7 @@ def report(path: Path, **rates: float | None) -> str:
     [
         (900.0, [], 0, "-10 %"),
         (900.0, ["--fail-if-slower", "5%"], 4, "Slower by more than --fail-if-slower allows: train.py:a"),
+        (900.0, ["--json"], 0, '"train.py:a": 0.09999'),
         (900.0, ["--fail-if-slower", "0.2"], 0, "-10 %"),
         (2000.0, ["--fail-if-slower", "5%"], 0, "+100 %"),
         (None, ["--fail-if-slower", "5%"], 0, "-"),
