@@ -122,10 +122,11 @@ def launch_of(
     Raises:
         ValueError, TypeError: an option is wrong.
     """
-    from autotune_loader.results.result import TuningResult
     from autotune_loader.values.validation import parse_seconds
 
-    if options.get("apply") is not None:
+    if options.get("apply") is not None:  # only then: it imports numpy, for which a script may set variables first
+        from autotune_loader.results.result import TuningResult
+
         TuningResult.load(options["apply"])
     for name, option, example in (("output", "--output", "loader.json"), ("page", "--report", "report.html")):
         if options.get(name) is not None:  # now, and not after hours of training

@@ -1,6 +1,7 @@
-"""What a forked process shares with its parent, and how it gets its own: the positions of open files, and shared memory.
+"""What a forked process shares with its parent, and how it gets its own: open files, and shared memory.
 
     file       parent and child read at one position          ─► opened once more: a position of its own
+               what one writes, the other reads               ─► a copy in memory, at the same position
     memory     what one writes to a shared mapping, both see  ─► mapped once more: the same bytes at the same address
 
 Linux only, by /proc; elsewhere nothing is done. A `multiprocessing.Value`, a tensor after `share_memory_()` and a
@@ -24,28 +25,66 @@ FIRST_OWN_FD = 3
 """Below are stdin, stdout and stderr."""
 MOST_COPIED_BYTES = 1 << 30
 """A larger mapping is made private to each process instead: pages are then copied when they are written to."""
+MOST_COPIED_FILES_BYTES = 1 << 28
+"""Of files that can be read and written so much is copied, in a tenth of a second; from then on they can only be read."""
+LONGEST_NAME = 60
+"""Characters of the name of a file in memory, which may have 249 bytes."""
+MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # noqa: S108 - names of mappings
+"""How the names of what lies in memory begin."""
 MAP_FIXED = 0x10  # linux/mman.h; Python's mmap has no name for it
 CHUNK_BYTES = 1 << 24
 
 
-def own_positions() -> None:
-    """Give this process positions of its own in the regular files that it has inherited."""
+def own_files() -> None:
+    """Give this process regular files of its own in place of those that it has inherited, each at its position.
+
+    What it writes to one, such as a log, nobody else sees.
+    """
+    left = MOST_COPIED_FILES_BYTES
     for fd in _descriptors():
         with contextlib.suppress(OSError):
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
-            reopen(fd, flags, inheritable=os.get_inheritable(fd))
+            access, name = flags & os.O_ACCMODE, os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+            copied = {os.O_RDONLY: 0, os.O_WRONLY: 0, os.O_RDWR: status.st_size}[access]
+            if access == os.O_RDONLY or name.startswith(MEMORY):
+                reopen(fd, flags, inheritable=os.get_inheritable(fd))
+            elif copied > left:
+                reopen(fd, flags & ~os.O_ACCMODE, inheritable=os.get_inheritable(fd))
+            else:
+                left -= copied
+                _reopen_in_memory(fd, flags, name, status.st_size, copied)
 
 
-def reopen(fd: int, flags: int, *, inheritable: bool) -> None:
+def _reopen_in_memory(fd: int, flags: int, name: str, size: int, copied: int) -> None:
+    """Put a file in memory, of the same name and size, in the place of one; so many of its bytes are copied."""
+    memory = os.memfd_create(name[-LONGEST_NAME:])
+    try:
+        os.ftruncate(memory, size)
+        at = 0
+        while at < copied and (sent := os.sendfile(memory, fd, at, copied - at)):
+            at += sent
+        reopen(fd, flags, inheritable=os.get_inheritable(fd), of=memory)
+    finally:
+        os.close(memory)
+
+
+def reopen(fd: int, flags: int, *, inheritable: bool, of: int | None = None) -> None:
     """Open a file once more, also one that has been unlinked, under the number and at the position that it has.
+
+    Args:
+        fd: its number.
+        flags: of the file from now on.
+        inheritable: whether programs that are started have it, too.
+        of: the number of another file, which takes its place.
 
     Raises:
         OSError: it has no position, or may not be opened.
     """
     position = os.lseek(fd, 0, os.SEEK_CUR)
-    again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    again = os.open(f"/proc/self/fd/{fd if of is None else of}", flags | os.O_CLOEXEC)
     os.lseek(again, position, os.SEEK_SET)
     os.dup2(again, fd, inheritable=inheritable)
     os.close(again)
@@ -91,7 +130,7 @@ def writable_shared_mappings(text: str) -> Iterator[Mapping]:
 
 def _is_memory_or_file(path: str) -> bool:
     """Devices (a GPU's, say) are left alone."""
-    if path.startswith(("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")):  # noqa: S108 - names of mappings
+    if path.startswith(MEMORY):
         return True
     return path.startswith("/") and not path.startswith("/dev/") and Path(path.removesuffix(" (deleted)")).is_file()
 

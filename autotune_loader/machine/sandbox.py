@@ -2,6 +2,7 @@
 
 forked_twice   nobody's child, so that who waits for children of their own finds none of ours
 become_helper  no signal handlers, no finalisers by the garbage collector, no file can be written
+let_go         nothing is held that another process waits for
 cut_off        descriptors lead nowhere or have positions of their own; writing to shared memory ends the process
 Guard          an audit hook: what would change a file or start a process ends the process first, with a report
 """
@@ -20,7 +21,8 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,8 @@ from autotune_loader.machine.inherited import reopen, writable_shared_mappings
 
 NICE = 5
 """What the loop does comes first."""
+STDERR = 2
+"""Descriptors up to this one are the standard ones."""
 PR_SET_PDEATHSIG, PROT_READ = 1, 1
 """Of Linux: `prctl(2)`, `mprotect(2)`."""
 WRITES = {
@@ -129,11 +133,10 @@ def cut_off(keep: int) -> None:
 
     Whoever writes to memory that is shared with other processes is ended by a signal; and so is the process with its parent.
     """
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _protect_shared_memory(libc)
+    end_with_parent()
+    _protect_shared_memory(ctypes.CDLL(None))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+    for number in _descriptors():
         if number in (keep, nowhere):
             continue
         with contextlib.suppress(OSError):
@@ -147,6 +150,48 @@ def cut_off(keep: int) -> None:
                 os.dup2(nowhere, number, inheritable=False)
     _unflushed.extend((sys.stdout, sys.stderr))
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+
+
+def let_go(keep: Collection[int]) -> None:
+    """Close what was inherited: who waits for the end of a pipe, or for a file's lock, waits for all that hold it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in _descriptors():
+        if number in keep or number == nowhere:
+            continue
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, number) if number <= STDERR else os.close(number)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the thread that forked it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def channels() -> list[int]:
+    """Pipes and sockets of this process, but for its standard ones and that by which `multiprocessing` keeps account."""
+    own = getattr(resource_tracker._resource_tracker, "_fd", None)
+    return [number for number in _descriptors() if number > STDERR and number != own and _is_channel(number)]
+
+
+def cut(numbers: Collection[int]) -> None:
+    """Let inherited pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it."""
+    if numbers:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in filter(_is_channel, numbers):
+            os.dup2(nowhere, number, inheritable=False)
+        os.close(nowhere)
+
+
+def _is_channel(number: int) -> bool:
+    try:
+        mode = os.fstat(number).st_mode
+    except OSError:  # closed meanwhile
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _descriptors() -> list[int]:
+    return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
 
 
 _unflushed: list[Any] = []

@@ -12,13 +12,14 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.connection import Pipe
 from typing import NoReturn
 
 import psutil
 import torch
 
-from autotune_loader.machine.inherited import own_positions
+from autotune_loader.machine.inherited import own_files
 from autotune_loader.probe.leaving import leave
 
 
@@ -75,7 +76,9 @@ def _live(run: Callable[[], object], output_fd: int | None) -> NoReturn:
             os.setsid()  # a process group of its own: Ctrl-C on the terminal is the caller's
         _listen_to_no_signals()
         _print_to(output_fd)
-        own_positions()
+        own_files()
+        # Connections to managers, for one, are made anew, as in multiprocessing's own forks.
+        util._run_after_forkers()  # type: ignore[attr-defined]
         torch.set_num_threads(1)  # the pool of threads is not there
         run()
         code = 0

@@ -51,7 +51,14 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     Raises:
         SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
     """
-    _hide_our_frames()
+    try:
+        _run(plan, target, arguments, is_module=is_module)
+    except BaseException:
+        _hide_our_frames()
+        raise
+
+
+def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     main, code = (_module if is_module else _script)(target, arguments)
     hook = Hook(replace(plan, folder=_folder()))
     end = _End(hook)
@@ -59,7 +66,8 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     hook.plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()
-    sys.modules["__main__"] = main
+    # The second name is the one by which spawned processes send objects of its classes.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     _tell_before_a_sudden_end(end)
     try:
         exec(code, vars(main))  # noqa: S102 - the script
@@ -152,7 +160,7 @@ def _new_main(loader: Any, file: str) -> ModuleType:
 
 
 def _hide_our_frames() -> None:
-    """An exception that ends the script is shown as under plain Python."""
+    """An exception that ends the script is shown as under plain Python, by the script's own hook where it has set one."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> Any:

@@ -131,6 +131,26 @@ class ClosedByGetstate(Fragile):
         return {"folder": self.folder, "handle": None}
 
 
+class WritesToFiles(Fragile):
+    """A log, of which a line is still in the buffer, and a file that remembers what was read."""
+
+    def open(self) -> None:
+        self.log = (self.folder / "log").open("w")
+        self.log.write("begins\n")
+        self.known = (self.folder / "known").open("w+b", buffering=0)
+        self.known.write(bytes(LENGTH))
+
+    def close(self) -> None:
+        self.log.close()
+        self.known.close()
+
+    def read(self, index: int) -> str:
+        print(index, file=self.log, flush=True)
+        self.known.seek(index)
+        self.known.write(b"x")
+        return super().read(index)
+
+
 class InSqlite(Fragile):
     def open(self) -> None:
         self.database = sqlite3.connect(self.folder / "rows.db")
@@ -228,6 +248,11 @@ def is_whole(dataset: Any) -> bool:
     return [float(dataset[index]) for index in range(LENGTH)] == [float(number) for number in range(LENGTH)]
 
 
+def nothing_written(dataset: Any) -> bool:
+    dataset.log.flush()
+    return (dataset.folder / "log").read_text() == "begins\n" and not any((dataset.folder / "known").read_bytes())
+
+
 def nothing_counted(dataset: Any) -> bool:
     count = dataset.count
     return not (count.value if hasattr(count, "value") else int(count.sum()))
@@ -252,6 +277,7 @@ KINDS: list[tuple[list[type[Fragile]], Callable[[Any], bool], bool]] = [
     ([ClosedByGetstate], lambda dataset: not dataset.handle.closed, True),
     ([Zipped], is_whole, False),
     ([OneOpenFile], lambda dataset: dataset.lines.readline() == b"1\n", False),
+    ([WritesToFiles], nothing_written, False),
     ([InSqlite], is_whole, False),
     ([OverASocket], is_whole, False),
     ([FromAProcess], is_whole, False),
