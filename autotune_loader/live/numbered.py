@@ -9,14 +9,15 @@ one object there, and classes of the script are those of the script.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
-from autotune_loader.machine.sandbox import cut, end_with_parent
+from autotune_loader.machine.sandbox import Channels, cut, end_with_parent
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
@@ -81,7 +82,7 @@ class _Sent:
         ends_with_parent: whether workers end at once when the training process is gone; torch's look for that every 5 s.
     """
 
-    foreign: Sequence[int] = ()
+    foreign: Channels = MappingProxyType({})
     ends_with_parent = False
 
     def __init__(

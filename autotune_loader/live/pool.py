@@ -172,7 +172,7 @@ class Pool:
             batches.ends_with_parent = self._is_hidden = is_own and self.is_in_main
             # Torch's way by file names needs a socket of the process.
             is_by_name = torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
-            batches.foreign = [] if is_by_name or not is_own else channels()
+            batches.foreign = {} if is_by_name or not is_own else channels()
             arguments |= {"batch_sampler": self.feed, **self._of_workers(parts, batches)}
             return PoolLoader(batches, **arguments, collate_fn=unchanged)
         batches.seeds = parts.loop_seeds

@@ -21,7 +21,7 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -167,27 +167,34 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def channels() -> list[int]:
+Channels = Mapping[int, tuple[int, int]]
+"""Device and inode by descriptor: a number that was closed soon belongs to another one."""
+
+
+def channels() -> Channels:
     """Pipes and sockets of this process, but for its standard ones and that by which `multiprocessing` keeps account."""
     own = getattr(resource_tracker._resource_tracker, "_fd", None)
-    return [number for number in _descriptors() if number > STDERR and number != own and _is_channel(number)]
+    numbers = [number for number in _descriptors() if number > STDERR and number != own]
+    return {number: found for number in numbers if (found := _channel(number)) is not None}
 
 
-def cut(numbers: Collection[int]) -> None:
-    """Let inherited pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it."""
-    if numbers:
+def cut(inherited: Channels) -> None:
+    """Let pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it."""
+    if inherited:
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for number in filter(_is_channel, numbers):
-            os.dup2(nowhere, number, inheritable=False)
+        for number, then in inherited.items():
+            if _channel(number) == then:
+                os.dup2(nowhere, number, inheritable=False)
         os.close(nowhere)
 
 
-def _is_channel(number: int) -> bool:
+def _channel(number: int) -> tuple[int, int] | None:
     try:
-        mode = os.fstat(number).st_mode
+        status = os.fstat(number)
     except OSError:  # closed meanwhile
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+        return None
+    is_channel = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
+    return (status.st_dev, status.st_ino) if is_channel else None
 
 
 def _descriptors() -> list[int]:
