@@ -315,6 +315,7 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "logger": lambda d: Items(lambda self, i: self.log.debug("%d", i) or i, log=logging.getLogger("user")),
     "fills a table once": lambda d: Items(remembered, table=None),
     "weak": lambda d: Items(lambda self, i: i, w=weakref.ref(HERE)),
+    "list of paths": lambda d: Items(lambda self, i: len(str(self.x[i])), x=[d / f"{i}.jpg" for i in range(SIZE)]),
     "millions": lambda d: Items(lambda self, i: self.x[i], x=list(range(2_000_000))),
     "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.rand(200_000)),
 }
