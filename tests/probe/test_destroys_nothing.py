@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import queue
 import socket
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,38 @@ class WritesToFiles(Fragile):
         return super().read(index)
 
 
+class InSharedMemory(Fragile):
+    """Each process attaches to it by its name."""
+
+    def open(self) -> None:
+        self.memory = SharedMemory(create=True, size=LENGTH)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+
+    def __getstate__(self) -> Any:
+        return {"folder": self.folder, "name": self.memory.name}
+
+    def read(self, index: int) -> str:
+        if "memory" not in vars(self):
+            self.memory = SharedMemory(vars(self)["name"])
+        return super().read(index)
+
+
+class KnownToAManager(Fragile):
+    def open(self) -> None:
+        self.manager = multiprocessing.Manager()
+        self.known = self.manager.dict()
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+    def read(self, index: int) -> str:
+        self.known[index] = True
+        return super().read(index)
+
+
 class InSqlite(Fragile):
     def open(self) -> None:
         self.database = sqlite3.connect(self.folder / "rows.db")
@@ -277,6 +311,7 @@ KINDS: list[tuple[list[type[Fragile]], Callable[[Any], bool], bool]] = [
     ([ClosedByGetstate], lambda dataset: not dataset.handle.closed, True),
     ([Zipped], is_whole, False),
     ([OneOpenFile], lambda dataset: dataset.lines.readline() == b"1\n", False),
+    ([InSharedMemory], lambda dataset: Path("/dev/shm", dataset.memory.name).exists(), True),
     ([WritesToFiles], nothing_written, False),
     ([InSqlite], is_whole, False),
     ([OverASocket], is_whole, False),
@@ -358,10 +393,23 @@ def test_what_runs_where_is_said(tmp_path: Path, fragile: Any) -> None:
 
     assert "dataset.count._obj" in notes_of(fragile(CountsInAValue, tmp_path), "process")
     assert "run in forks of this process" in notes_of(fragile(CountsInAValue, tmp_path))
+    assert "`dataset.known` is a connection to a manager" in notes_of(fragile(KnownToAManager, tmp_path))
     assert "`dataset.socket` is a socket" in notes_of(fragile(OverASocket, tmp_path))
     assert "on your own objects" in notes_of(fragile(OverASocket, tmp_path))
     with pytest.raises(ValueError, match=r"isolation='process', but dataset\.socket .* isolation='inline' would work"):
         notes_of(fragile(OverASocket, tmp_path), "process")
+
+
+def test_a_step_that_waits_for_a_thread_of_this_process_is_refused() -> None:
+    logged: queue.Queue[float] = queue.Queue(10)  # which a logger's own thread would empty
+    data = DataSide.from_dataset([torch.zeros(2)] * 64, batch_size=4)
+    training = TrainingSide(train_step=lambda model, batch: logged.put(float(batch.sum())))
+    refused = r"`logged` is a queue between threads.* train_step=0\.05, the seconds of a step"
+    with (
+        pytest.raises(ValueError, match=refused),
+        open_probe(Workload(data=data, training=training), inspect_machine(), "auto", None),
+    ):
+        pass
 
 
 BATCHES = """
