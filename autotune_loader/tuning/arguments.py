@@ -157,6 +157,11 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
         f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
         "optimizer=torch.optim.AdamW, or one over the model's parameters,",
     )
+    refuse(
+        train_step is None and _needs_closure(optimizer),
+        f"optimizer={_shown(optimizer)} steps with a closure, which is the whole step",
+        "train_step=lambda model, batch: optimizer.step(...)",
+    )
     named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
@@ -176,6 +181,15 @@ def _loss_of(loss_class: type) -> Any:
         raise TypeError(
             f"{name} is a class that cannot be made without arguments ({error}); {name}(...) would work"
         ) from error
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether `step()` cannot be called without one, as LBFGS's."""
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
@@ -294,7 +308,7 @@ def _check_map_style(dataset: Any, has_order: bool) -> None:
     if not hasattr(dataset, "__getitem__") or not (has_order or hasattr(dataset, "__len__")):
         raise _neither(dataset)
     tensors = "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values))"
-    refuse(hasattr(dataset, "iloc"), f"{of}={name} looks up columns, not samples", tensors)
+    refuse(hasattr(type(dataset), "iloc"), f"{of}={name} looks up columns, not samples", tensors)
     if has_order:
         return
     is_empty = _length(dataset) == 0

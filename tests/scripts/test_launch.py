@@ -54,6 +54,8 @@ SCRIPTS = {
     "boom.py": BOOM,
     "hooked.py": HOOKED,
     "spawning.py": SPAWNING,
+    "beside/its_own.py": "import statistics\nprint(statistics.MINE)",
+    "beside/statistics.py": "MINE = 'my own'",
     "three.py": "import sys\nsys.exit(3)",
     "words.py": "import sys\nsys.exit('no such data')",
     "syntax.py": "x = (",
@@ -92,6 +94,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ["boom.py"],
         ["hooked.py"],
         ["spawning.py"],
+        ["beside/its_own.py"],
         ["three.py"],
         ["words.py"],
         ["interrupted.py"],
@@ -123,7 +126,8 @@ def test_os_exit_is_told_of(folder: Path) -> None:
     assert err == f"{NOTHING} The script ended by os._exit(7).\n"
 
 
-def test_no_torch_is_imported_for_a_script_without(folder: Path) -> None:
-    (folder / "without.py").write_text("import sys\nassert not {'torch', 'numpy'} & set(sys.modules)")
+def test_a_script_finds_no_torch_and_no_line_of_ours_in_its_log(folder: Path) -> None:
+    text = "import logging, sys\nassert not {'torch', 'numpy'} & set(sys.modules)\nlogging.basicConfig(level=logging.DEBUG)"
+    (folder / "without.py").write_text(f"{text}\nlogging.getLogger('autotune_loader.machine').debug('ours')")
 
-    assert run(folder, "-m", "autotune_loader", "watch", "without.py")[0] == 0
+    assert run(folder, "-m", "autotune_loader", "watch", "without.py") == (0, "", f"{NOTHING}\n")

@@ -123,6 +123,7 @@ def one_by_one() -> Iterator[Any]:
         (SAMPLES, None, {"loss_fn": "mse"}, TypeError, r"loss_fn='mse' is not callable"),
         (SAMPLES, None, {"loss_fn": NeedsMore}, TypeError, r"loss_fn=NeedsMore is a class.*loss_fn=NeedsMore\(...\) would"),
         (SAMPLES, None, {"optimizer": SCHEDULER}, TypeError, r"optimizer=<torch.*has no step\(\) and zero_grad\(\)"),
+        (SAMPLES, None, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS steps with a closure.*train_step"),
         (SAMPLES, None, {"optimizer": [1]}, TypeError, r"optimizer=\[1\] has no step\(\).*torch.optim.AdamW.*would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+ CUDA device"),
