@@ -4,6 +4,7 @@ import io
 import logging
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from report.example import BASELINE, BEST, KILLED
@@ -18,6 +19,18 @@ from autotune_loader.values.trial import Trial
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Tee:
+    """What scripts put in the place of stderr: it writes to a file, too, and has no isatty()."""
+
+    text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +106,12 @@ def test_who_gets_the_lines_where_stderr_is_no_terminal(
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    stream = io.StringIO()
+    stream: Any = Tee()
     # WHEN a run reports
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         play(make_progress(mode, stream=stream))
     # THEN its lines are printed, or are records of the log
-    assert stream.getvalue() == (LINES if printed else "")
+    assert stream.text == (LINES if printed else "")
     assert [record.message for record in caplog.records] == (LINES.splitlines() if logged else [])
 
 
