@@ -1,6 +1,4 @@
-"""The workloads that all studies share, so that their figures can be compared.
-
-    python -m studies.workloads              # what there is, with the fetch time on this machine
+"""The workloads that all studies share, so that their figures can be compared; `README.md` says what binds in each.
 
 Everything here is an importable class or function, so that any start method can send it to another process. The sizes
 suit a machine with a handful of cores; a study that needs others builds its own `StudyWorkload` and says so.
@@ -14,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import Dataset, Sampler, TensorDataset, WeightedRandomSampler
 
-Kind = Literal["wait", "cpu", "mixed", "transport", "memory", "step", "start-up"]
 TrainStep = Callable[[nn.Module, Any], Any]
 
 
@@ -29,16 +26,12 @@ TrainStep = Callable[[nn.Module, Any], Any]
 class StudyWorkload:
     """A training job whose bottleneck is known."""
 
-    name: str
     dataset: Dataset[Any]
+    batch_size: int
     model: nn.Module | None
     """None is a job that only reads, such as taking statistics."""
-    train_step: TrainStep | None
+    train_step: TrainStep | None = None
     """None leaves it to `tune()` to infer the step from model and batch."""
-    batch_size: int
-    description: str
-    kind: Kind
-    """What binds with torch's defaults, by construction."""
     sampler: Sampler[int] | None = None
     """None shuffles."""
 
@@ -75,18 +68,10 @@ class AccelStep:
 
 
 class SleepDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that are waited for, as from remote storage, and cost no CPU. The wait of an index is always the same.
-
-    Args:
-        length: samples.
-        median_s: median wait in seconds.
-        sigma: spread of the waits: the standard deviation of their logarithm; 0 makes all equal.
-        slow_every: every so many samples one takes `slow_s`; 0 for never.
-        slow_s: wait of a slow sample in seconds.
-    """
+    """Samples that are waited for, as from remote storage, and cost no CPU: lognormal waits, each index always the same."""
 
     def __init__(
-        self, length: int, median_s: float, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
+        self, length: int, median_s: float, *, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
     ) -> None:
         self.waits_s = median_s * np.exp(sigma * np.random.default_rng(0).standard_normal(length))
         if slow_every:
@@ -285,258 +270,74 @@ class TextModel(nn.Module):
         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
-def wait_light_tail() -> StudyWorkload:
-    return StudyWorkload(
-        name="wait_light_tail",
-        dataset=SleepDataset(4096, median_s=0.004, sigma=0.2),
-        model=nn.Identity(),
-        train_step=AccelStep(0.004),
-        batch_size=8,
-        description="about 4 ms of waiting per sample, 4 ms accelerator step",
-        kind="wait",
-    )
+def accelerated(
+    dataset: Dataset[Any], batch_size: int, step_s: float, sampler: Sampler[int] | None = None
+) -> StudyWorkload:
+    """Behind a step of an accelerator."""
+    step = AccelStep(step_s)
+    return StudyWorkload(dataset=dataset, batch_size=batch_size, model=nn.Identity(), train_step=step, sampler=sampler)
 
 
-def wait_heavy_tail() -> StudyWorkload:
-    return StudyWorkload(
-        name="wait_heavy_tail",
-        dataset=SleepDataset(4096, median_s=0.002, sigma=0.8, slow_every=32, slow_s=0.2),
-        model=nn.Identity(),
-        train_step=AccelStep(0.004),
-        batch_size=8,
-        description="lognormal waits around 2 ms, every 32nd sample 200 ms, 4 ms accelerator step",
-        kind="wait",
-    )
+def demo_pictures() -> Dataset[Any]:
+    from autotune_loader.demo import JpegFolder, cache_folder, make_jpegs
+
+    make_jpegs(cache_folder())
+    return JpegFolder(cache_folder())
 
 
-def wait_behind_step() -> StudyWorkload:
-    """More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms."""
-    return StudyWorkload(
-        name="wait_behind_step",
-        dataset=SleepDataset(4096, median_s=0.004),
-        model=nn.Identity(),
-        train_step=AccelStep(0.012),
-        batch_size=32,
-        description="4 ms of waiting per sample, 12 ms accelerator step",
-        kind="wait",
-    )
+def memory_map(side: int) -> Dataset[Any]:
+    """Kept between runs in the user's cache."""
+    import platformdirs
 
-
-def python_loops() -> StudyWorkload:
-    return StudyWorkload(
-        name="python_loops",
-        dataset=LoopDataset(4096, turns=20_000),
-        model=nn.Identity(),
-        train_step=AccelStep(0.010),
-        batch_size=16,
-        description="about 1 ms of a Python loop per sample, 10 ms accelerator step",
-        kind="cpu",
-    )
-
-
-def cpu_bound() -> StudyWorkload:
-    return StudyWorkload(
-        name="cpu_bound",
-        dataset=SpinDataset(4096, rounds=50),
-        model=nn.Identity(),
-        train_step=AccelStep(0.005),
-        batch_size=8,
-        description="a few ms of one core per sample, no thread pools, 5 ms accelerator step",
-        kind="cpu",
-    )
+    folder = Path(platformdirs.user_cache_dir("autotune_loader")) / "studies"
+    return repeated(MemmapDataset(folder / f"pictures-{side}.bin", 2048, side), 32)
 
 
 def jpeg() -> StudyWorkload:
-    from autotune_loader.demo import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
+    from autotune_loader.demo import BATCH_SIZE, SmallCnn
 
-    folder: Path = cache_folder()
-    make_jpegs(folder)
-    return StudyWorkload(
-        name="jpeg",
-        dataset=JpegFolder(folder),
-        model=SmallCnn(),
-        train_step=None,
-        batch_size=BATCH_SIZE,
-        description="the demo: JPEG decoding and a CNN's step share the cores",
-        kind="mixed",
-    )
-
-
-def large_tensors() -> StudyWorkload:
-    return StudyWorkload(
-        name="large_tensors",
-        dataset=LargeTensorDataset(4096),
-        model=nn.Identity(),
-        train_step=AccelStep(0.001),
-        batch_size=8,
-        description="8 MiB a batch that costs little to make, 1 ms accelerator step",
-        kind="transport",
-    )
+    return StudyWorkload(dataset=demo_pictures(), batch_size=BATCH_SIZE, model=SmallCnn())
 
 
 def in_memory() -> StudyWorkload:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.rand((65536, 32), generator=generator)
     labels = torch.randint(0, 10, (65536,), generator=generator)
-    return StudyWorkload(
-        name="in_memory",
-        dataset=TensorDataset(pictures, labels),
-        model=nn.Linear(32, 10),
-        train_step=None,
-        batch_size=64,
-        description="a TensorDataset and a linear model: workers only cost",
-        kind="memory",
-    )
-
-
-def step_bound() -> StudyWorkload:
-    return StudyWorkload(
-        name="step_bound",
-        dataset=SleepDataset(4096, median_s=0.0005),
-        model=nn.Identity(),
-        train_step=AccelStep(0.060),
-        batch_size=16,
-        description="a 60 ms accelerator step behind 8 ms of fetching: the loader hardly matters",
-        kind="step",
-    )
-
-
-def short_epoch() -> StudyWorkload:
-    return StudyWorkload(
-        name="short_epoch",
-        dataset=SleepDataset(64, median_s=0.002),
-        model=nn.Identity(),
-        train_step=AccelStep(0.002),
-        batch_size=8,
-        description="64 samples an epoch: starting workers costs as much as they gain",
-        kind="start-up",
-    )
-
-
-def text() -> StudyWorkload:
-    return StudyWorkload(
-        name="text",
-        dataset=TextDataset(16384),
-        model=TextModel(),
-        train_step=None,
-        batch_size=64,
-        description="tokenising a batch at a time through __getitems__, dict batches, a model with .loss",
-        kind="mixed",
-    )
-
-
-def guide() -> StudyWorkload:
-    """Document (a): image files, decoded and augmented on the fly, behind an accelerator."""
-    from autotune_loader.demo import JpegFolder, cache_folder, make_jpegs
-
-    make_jpegs(cache_folder())
-    return StudyWorkload(
-        name="guide",
-        dataset=repeated(JpegFolder(cache_folder()), 16),
-        model=nn.Identity(),
-        train_step=AccelStep(0.020),
-        batch_size=32,
-        description="document (a): JPEG files decoded and augmented, 20 ms accelerator step",
-        kind="cpu",
-    )
-
-
-def lesson() -> StudyWorkload:
-    """Document (b): the mean and deviation of each channel over a loader; there is no model."""
-    return StudyWorkload(
-        name="lesson",
-        dataset=repeated(MemmapDataset(study_cache() / "pictures-128.bin", 2048, 128), 32),
-        model=None,
-        train_step=None,
-        batch_size=64,
-        description="document (b): statistics over a loader, no model: pictures of 128 x 128 from a memory map",
-        kind="cpu",
-    )
-
-
-def article() -> StudyWorkload:
-    """Document (c): a memory-mapped array on a fast disk."""
-    return StudyWorkload(
-        name="article",
-        dataset=repeated(MemmapDataset(study_cache() / "pictures-160.bin", 2048, 160), 32),
-        model=nn.Identity(),
-        train_step=AccelStep(0.008),
-        batch_size=16,
-        description="document (c): pictures of 160 x 160 from a memory map, augmented, 8 ms accelerator step",
-        kind="cpu",
-    )
-
-
-def tutorial() -> StudyWorkload:
-    """Document (d), the PyTorch tutorial: its sizes, short epochs of 16 batches, on the CPU."""
-    return StudyWorkload(
-        name="tutorial",
-        dataset=RandomPictures(512, 224, 0.005),
-        model=SmallTransformer(),
-        train_step=None,
-        batch_size=32,
-        description="document (d): random pictures after 5 ms each, a small transformer on the CPU, 16 batches an epoch",
-        kind="mixed",
-    )
+    return StudyWorkload(dataset=TensorDataset(pictures, labels), batch_size=64, model=nn.Linear(32, 10))
 
 
 def imbalance() -> StudyWorkload:
-    """Document (e): a rare class drawn more often, one process' share of several."""
     dataset = SpectrumDataset(8192, seconds=8.0)
     weights = np.where(dataset.labels == 1, 49.0, 1.0)
-    return StudyWorkload(
-        name="imbalance",
-        dataset=dataset,
-        model=nn.Identity(),
-        train_step=AccelStep(0.012),
-        batch_size=16,
-        description="document (e): spectra with a WeightedRandomSampler, 12 ms accelerator step",
-        kind="cpu",
-        sampler=WeightedRandomSampler(weights.tolist(), 65536, generator=torch.Generator().manual_seed(0)),
-    )
+    sampler = WeightedRandomSampler(weights.tolist(), 65536, generator=torch.Generator().manual_seed(0))
+    return accelerated(dataset, 16, 0.012, sampler)
 
 
-def study_cache() -> Path:
-    """Where the studies keep what they generate between runs."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("autotune_loader")) / "studies"
-
-
-WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
-    factory.__name__: factory
-    for factory in (
-        wait_light_tail,
-        wait_heavy_tail,
-        wait_behind_step,
-        cpu_bound,
-        python_loops,
-        jpeg,
-        large_tensors,
-        in_memory,
-        step_bound,
-        short_epoch,
-        text,
-    )
+Factory = Callable[[], StudyWorkload]
+WORKLOADS: dict[str, Factory] = {
+    "wait_light_tail": lambda: accelerated(SleepDataset(4096, 0.004, sigma=0.2), 8, 0.004),
+    "wait_heavy_tail": lambda: accelerated(SleepDataset(4096, 0.002, sigma=0.8, slow_every=32, slow_s=0.2), 8, 0.004),
+    # More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms.
+    "wait_behind_step": lambda: accelerated(SleepDataset(4096, 0.004), 32, 0.012),
+    "cpu_bound": lambda: accelerated(SpinDataset(4096, rounds=50), 8, 0.005),
+    "python_loops": lambda: accelerated(LoopDataset(4096, turns=20_000), 16, 0.010),
+    "jpeg": jpeg,
+    "large_tensors": lambda: accelerated(LargeTensorDataset(4096), 8, 0.001),
+    "in_memory": in_memory,
+    "step_bound": lambda: accelerated(SleepDataset(4096, 0.0005), 16, 0.060),
+    "short_epoch": lambda: accelerated(SleepDataset(64, 0.002), 8, 0.002),
+    "text": lambda: StudyWorkload(dataset=TextDataset(16384), batch_size=64, model=TextModel()),
 }
-DOCUMENTS: dict[str, Callable[[], StudyWorkload]] = {
-    factory.__name__: factory for factory in (guide, lesson, article, tutorial, imbalance)
+DOCUMENTS: dict[str, Factory] = {
+    # (a): image files, decoded and augmented on the fly, behind an accelerator.
+    "guide": lambda: accelerated(repeated(demo_pictures(), 16), 32, 0.020),
+    # (b): the mean and deviation of each channel over a loader; there is no model.
+    "lesson": lambda: StudyWorkload(dataset=memory_map(128), batch_size=64, model=None),
+    # (c): a memory-mapped array on a fast disk.
+    "article": lambda: accelerated(memory_map(160), 16, 0.008),
+    # (d), the PyTorch tutorial: its sizes, short epochs of 16 batches, on the CPU.
+    "tutorial": lambda: StudyWorkload(dataset=RandomPictures(512, 224, 0.005), batch_size=32, model=SmallTransformer()),
+    # (e): a rare class drawn more often, one process' share of several.
+    "imbalance": imbalance,
 }
 """What the documents that started this project load, in their order."""
-
-
-def main() -> None:
-    for factory in (WORKLOADS | DOCUMENTS).values():
-        workload = factory()
-        order: dict[str, Any] = {"sampler": workload.sampler} if workload.sampler is not None else {"shuffle": True}
-        batches = iter(DataLoader(workload.dataset, batch_size=workload.batch_size, **order))
-        next(batches)
-        start = time.perf_counter()
-        for _ in range(5):
-            next(batches)
-        fetch_ms = (time.perf_counter() - start) / 5 * 1e3
-        print(f"{workload.name:16} {workload.kind:9} {fetch_ms:7.1f} ms a batch   {workload.description}")
-
-
-if __name__ == "__main__":
-    main()

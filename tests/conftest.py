@@ -35,8 +35,7 @@ KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 ASK_HOW_PROBES_BEGIN = (
-    *("test_as_in_training", "test_destroys_nothing", "test_large_data", "test_max_cores", "test_measured"),
-    *("test_opening", "test_resource_limits", "test_security", "test_torch_state"),
+    *("test_as_in_training", "test_max_cores", "test_measured", "test_resource_limits", "test_security"),
 )
 IMPORT_FRAMEWORKS = ("/integrations/", "test_lightning_step.py", "test_two_ranks.py", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test

@@ -11,17 +11,8 @@ import pytest
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
-    "AutoLoader",
-    "Comparison",
-    "DevicePrefetcher",
-    "LoaderConfig",
-    "TunerError",
-    "TuningResult",
-    "__version__",
-    "compare",
-    "enable",
-    "load_config",
-    "tune",
+    *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__"),
+    *("compare", "enable", "load_config", "tune"),
 }
 
 
@@ -34,37 +25,20 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.process
 def test_importing_the_package_leaves_heavy_dependencies_alone() -> None:
-    # GIVEN what torch itself imports (which may change with its version)
-    by_torch = modules_after("import torch")
-    # WHEN the package is imported in a fresh interpreter
-    imported = modules_after("import autotune_loader") - by_torch
-    # THEN none of the heavy ones is there
-    assert imported.isdisjoint(LAZY)
+    by_torch = modules_after("import torch")  # which may change with its version
+    assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)
 
 
-def test_all_names_exactly_the_public_surface() -> None:
+def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported() -> None:
     import autotune_loader
 
     assert set(autotune_loader.__all__) == PUBLIC
-
-
-def test_every_name_in_all_can_be_imported() -> None:
-    import autotune_loader
-
-    missing = [name for name in autotune_loader.__all__ if getattr(autotune_loader, name, None) is None]
-    assert missing == []
-
-
-def test_version_is_the_installed_one() -> None:
-    import autotune_loader
-
+    assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
 
 
 def test_gpu_metrics_come_from_nvidia_ml_py_and_not_from_the_deprecated_pynvml() -> None:
-    # GIVEN the names the installed package depends on, extras included
     requirements = importlib.metadata.requires("autotune-loader") or []
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in requirements}
-    # THEN the maintained distribution of the module pynvml is there and the deprecated one is not
     assert "nvidia-ml-py" in names
     assert "pynvml" not in names

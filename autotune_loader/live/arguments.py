@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 
+KNOWN = ("torchdata", "accelerate")
+"""Libraries whose loaders make iterators of their own that add nothing to a batch but where it lies."""
 CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 
@@ -43,6 +45,7 @@ def asked_for(
         )
     given = inspect.signature(DataLoader).bind(dataset, *args, **arguments).arguments
     if isinstance(dataset, DataLoader):
+        _refuse_own_iterators(type(dataset))
         given = {
             **batching_of(dataset, LoaderConfig()),
             **_parts_of(dataset, given),
@@ -53,6 +56,15 @@ def asked_for(
         of_workers = {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         given = {name: value for name, value in given.items() if name not in CONFIGURED} | of_workers
     return given
+
+
+def _refuse_own_iterators(kind: type[Any]) -> None:
+    if kind.__iter__ is not DataLoader.__iter__ and kind.__module__.partition(".")[0] not in KNOWN:
+        name = kind.__name__
+        raise TypeError(
+            f"{name} makes iterators of its own, which AutoLoader({name}(...)) would leave out; "
+            f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
+        )
 
 
 def _parts_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_fra
 from autotune_loader.live.state import WORKER_READ, LoaderState
 from autotune_loader.live.traces import Change
 from autotune_loader.live.trust import Refusal, Trust
+from autotune_loader.live.workers import disown
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -61,6 +63,8 @@ class EpochIterator(_BaseDataLoaderIter):
         self._note = self._state.traces.note
         self._pool: Pool | None = None
         self._next_pool: Pool | None = None
+        self._config, self._is_on_trust = state.asked, False
+        _running.add(self)
         self._begin(loader, parts, order)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: ARG002 - torch's signature
@@ -79,18 +83,25 @@ class EpochIterator(_BaseDataLoaderIter):
         self._is_measured = False
         self._close(self._next_pool)
         self._next_pool = None
-        trust = self._trust
+        self._has_begun = False
+        if self._num_workers or parts.is_stream:
+            self._begin_reading()
+        while order.skip:  # a stream that is resumed
+            order.skip -= 1
+            next(self)
+
+    def _begin_reading(self) -> None:
+        """Start workers, which read sampler and dataset: as torch with `iter` where they were asked for, else with `next`."""
+        self._has_begun = True
+        if self._took_up():
+            return
+        self._close(self._pool)  # first, so that the old workers are gone before new ones come
+        self._pool, trust = None, self._trust
         if trust is not None and self._is_alone:
             trust.begun()
         elif trust is not None and not trust.still_holds():  # since the workers of another iterator began
             self._state.config = self._state.asked
-        if not self._took_up():
-            self._close(self._pool)  # first, so that the old workers are gone before new ones come
-            self._pool = None
-            self._pool = self._started("epoch" if self._shared.traces.end else "start")
-        while order.skip:  # a stream that is resumed
-            order.skip -= 1
-            next(self)
+        self._pool = self._started("epoch" if self._shared.traces.end else "start")
 
     @property
     def _workers(self) -> list[Any]:
@@ -100,8 +111,23 @@ class EpochIterator(_BaseDataLoaderIter):
         for pool in (self._pool, self._next_pool):
             self._close(pool)
         self._pool = self._next_pool = None
+        self._has_begun = True
+
+    def leave_to_parent(self) -> None:
+        """In a process that the user has forked: the workers are not its own; it goes on with others, if it goes on."""
+        if self._trust is not None:
+            self._trust.close()
+        pools = [pool for pool in (self._pool, self._next_pool) if pool is not None and pool.processes]
+        if pools and not self._parts.is_stream:
+            _of_parent.extend(pools)
+            disown(self._workers)  # whose end at exit `multiprocessing` would see to
+            self._pool = self._next_pool = None
+            self.order.put_back()
+            self._has_begun = False
 
     def __next__(self) -> Any:
+        if not self._has_begun:
+            self._begin_reading()
         requested = time.monotonic()
         state = self._state
         if self._last is not None:
@@ -114,7 +140,7 @@ class EpochIterator(_BaseDataLoaderIter):
             state.think(requested)
         if self._is_on_trust and not state.still_holds():
             self._give_back()
-        if state.config is not self._config:
+        if state.config is not self._config and not state.awaits_proof:
             self._change()
         while True:
             pool = self._pool
@@ -174,10 +200,10 @@ class EpochIterator(_BaseDataLoaderIter):
         return shared
 
     def _took_up(self) -> bool:
-        pool = self._pool
-        if pool is None or pool.config is not self._state.config or not pool.config.persistent_workers:
+        pool, state = self._pool, self._state
+        if pool is None or not pool.config.persistent_workers or not pool.is_whole:
             return False
-        if not pool.is_whole:
+        if pool.config is not state.config and state.still_holds():  # else new workers would see another dataset
             return False
         try:
             pool.take_up(self.order)
@@ -193,7 +219,7 @@ class EpochIterator(_BaseDataLoaderIter):
     def _started(self, reason: Literal["start", "change", "loss", "epoch"]) -> Pool:
         begun, before, state = time.monotonic(), len(self._in_hand), self._state
         while True:
-            self._config = config = self._carefully(state.config)
+            self._config = config = self._carefully(state.allowed)
             try:
                 pool = Pool(self._parts, config, self.order, self._pools, state.make)
                 break
@@ -357,6 +383,19 @@ class EpochIterator(_BaseDataLoaderIter):
     def _close(pool: Pool | None, *, is_lost: bool = False) -> None:
         if pool is not None:
             pool.close(is_lost=is_lost)
+
+
+_running: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+_of_parent: list[Pool] = []
+"""In a fork: pools of the process that was forked. They are kept, as torch would end their workers with them."""
+
+
+def _in_fork() -> None:
+    for iterator in list(_running):
+        iterator.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_in_fork)
 
 
 def _has_no_descriptors(error: BaseException) -> bool:

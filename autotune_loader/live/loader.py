@@ -60,8 +60,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
 
     Order, number of batches and the global random state afterwards are those of `DataLoader` with the same arguments,
     whatever was changed in between; each batch's random numbers come from (seed of the epoch, number of the batch), so that
-    augmentations do not depend on the number of workers. With 0 workers `random` and numpy are looked after only where the
-    dataset is seen to draw from them, in the first batches or in every 128th.
+    augmentations do not depend on the number of workers. With 0 workers, too, the dataset does not draw from the training's
+    own generators, but where another thread fetches than the one that made the loader. `random` and numpy are then looked
+    after only where the dataset is seen to draw from them, in the first batches or in every 128th.
 
     Lost workers are replaced and their batches fetched again. An IterableDataset is only watched, as its samples depend on
     its workers; `change_to` changes it between epochs, and the loss of one of its workers raises torch's error.
@@ -120,20 +121,34 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self.max_host_memory = parse_bytes("max_host_memory", max_host_memory)
         self.max_shm = parse_bytes("max_shm", max_shm)
         self._config: LoaderConfig | None = None  # it is in `num_workers` and its like
-        is_seeded = worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
-        self._loop_seeds = LoopSeeds() if is_seeded else None
         self._seed: int | None = None
         self._epochs = 0
         self._saved: Mapping[str, Any] | None = None
         self._order: Order | None = None
+        self._line = users_line(sys._getframe(1), libraries=True)
+        self._begin_anew(None if config is None else config.consumer_threads)
+        self._check(self._state.asked if config is None else config)
+
+    def _begin_anew(self, threads: int | None) -> None:
+        """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
+        is_seeded = self.worker_seeds == "batch" and not draws_nothing(self.dataset, self.collate_fn)
+        self._loop_seeds = LoopSeeds() if is_seeded else None
         self._tuning: LiveTuning | None = None
         self._trust: Trust | None = None
-        self._state = self._fresh_state(None if config is None else config.consumer_threads)
-        self._check(self._state.asked if config is None else config)
-        self._made_at: Hashable = None
-        self._site = Site.of(self, users_line(sys._getframe(1), libraries=True))
-        if tune:
-            self._made_at = (self._site, self._state.asked, self._state.budgets, stages, step_threads, max_cores)
+        self._of: tuple[Any, ...] = ()
+        self._state = self._fresh_state(threads)
+        self._site = Site.of(self, self._line)
+        state, how = self._state, (self.stages, self.step_threads, self.max_cores)
+        self._made_at: Hashable = (self._site, state.asked, state.budgets, *how) if self.tune else None
+
+    def _see_what_is_new(self) -> None:
+        """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
+        of = self.dataset, self.collate_fn, self.worker_init_fn, self._index_sampler
+        threads = self._state.asked.consumer_threads
+        is_same = all(mine is its for mine, its in zip(self._of or of, of, strict=True))
+        if not is_same or replace(LoaderConfig.from_loader(self), consumer_threads=threads) != self._state.asked:
+            self._begin_anew(threads)
+        self._of = of
 
     @property
     def config(self) -> LoaderConfig:
@@ -243,6 +258,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             return super()._get_iterator()  # they carry a configuration of their own into the workers
+        if self.timeout and not self.num_workers:
+            return super()._get_iterator()  # raises
         self.check_worker_number_rationality()
         parts, order = self._next_epoch()
         iterator = EpochIterator(self, self._state, parts, order, self._trust)
@@ -260,7 +277,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running; as torch's iterators are not sent."""
         asked = self._state.asked
-        fresh = dict.fromkeys(("_iterator", "_order", "_tuning", "_trust", "_made_at"))
+        fresh = {**dict.fromkeys(("_iterator", "_order", "_tuning", "_trust", "_made_at")), "_of": ()}
         state = replace(self._fresh_state(asked.consumer_threads), config=self._state.config)
         return {
             **self.__dict__,
@@ -342,6 +359,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             timeout=self.timeout,
             context=self.multiprocessing_context,
             stages=self.stages,
+            is_asked=self.num_workers > 0,
             loop_seeds=self._loop_seeds,
         )
 
@@ -358,6 +376,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
 
     def _known(self) -> LiveTuning:
         """The tuner, from the first epoch on; the one of the loader before where this one takes its place."""
+        if self._iterator is None:  # else its workers are kept
+            self._see_what_is_new()
         if self._tuning is None and (left := left_by_another(self._made_at)) is not None:
             self.go_on_from(*left)
         state = self._state

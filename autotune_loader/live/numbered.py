@@ -10,12 +10,14 @@ one object there, and classes of the script are those of the script.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
+from autotune_loader.machine.sandbox import Channels, cut, end_with_parent
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
@@ -74,7 +76,14 @@ class _Sent:
         init_fn: of the user: `worker_init_fn`.
         batched: whether samples are collated; False where the dataset makes the batches.
         watches: whether workers are watched for what they are at.
+
+    Attributes:
+        foreign: pipes and sockets of the training process that workers have no use for.
+        ends_with_parent: whether workers end at once when the training process is gone; torch's look for that every 5 s.
     """
+
+    foreign: Channels = MappingProxyType({})
+    ends_with_parent = False
 
     def __init__(
         self,
@@ -90,6 +99,9 @@ class _Sent:
 
     def begin(self, worker: int) -> None:
         """In a new worker, whose `get_worker_info()` tells of the user's own dataset; then the user's `worker_init_fn`."""
+        if self.ends_with_parent:
+            end_with_parent()
+        cut(self.foreign)
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", self._dataset)
         object.__setattr__(info, "__class__", _watched(type(info)))

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from autotune_loader.live.numbered import BatchesInLoop, Item, NumberedBatches, StreamBatches, unchanged
 from autotune_loader.live.order import Order
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
-from autotune_loader.live.workers import PoolContext, shield
+from autotune_loader.live.workers import PoolContext, disown, shield
+from autotune_loader.machine.sandbox import channels
 from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.values.config import LoaderConfig
 
@@ -66,6 +67,8 @@ class Parts:
     context: BaseContext | str | None
     stages: bool
     """Whether workers are watched for where the time of a sample goes."""
+    is_asked: bool
+    """Whether workers were asked for; who waits for children, or for the end of a pipe, does not wait for others."""
     loop_seeds: LoopSeeds | None
     """Puts the training's own random state back; None leaves random numbers to torch."""
 
@@ -128,12 +131,17 @@ class Pool:
         self.here: BatchesInLoop | None = None
         self.is_waiting = self.is_in_main = threading.current_thread() is threading.main_thread()
         self._loss: BaseException | None = None
+        self._is_hidden = False
         self._context = PoolContext(parts.context or config.multiprocessing_context)
-        shield(self)
+        if config.num_workers:
+            shield(self)
         self._loader = self._made(parts, order, number, look)
         self._iterator = self._started()
         self.receive = self._iterator.__next__
-        shield(self)  # torch sets its handler when it starts workers for the first time
+        if self._is_hidden:
+            disown(self.processes)
+        if config.num_workers:
+            shield(self)  # torch sets its handler when it starts workers for the first time
         self.is_waiting = self._is_closed = False
 
     def __del__(self) -> None:
@@ -160,6 +168,11 @@ class Pool:
         batches = parts.sent(NumberedBatches)
         if config.num_workers:
             batches.seeds = WorkerSeeds() if parts.loop_seeds else None
+            is_own = not parts.is_asked and self._context.get_start_method() == "fork"
+            batches.ends_with_parent = self._is_hidden = is_own and self.is_in_main
+            # Torch's way by file names needs a socket of the process.
+            is_by_name = torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
+            batches.foreign = {} if is_by_name or not is_own else channels()
             arguments |= {"batch_sampler": self.feed, **self._of_workers(parts, batches)}
             return PoolLoader(batches, **arguments, collate_fn=unchanged)
         batches.seeds = parts.loop_seeds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,9 +90,14 @@ class WorkerSeeds:
 
 
 class LoopSeeds:
-    """In the training process, whose generators belong to the training; each batch is put between `begin` and `end`."""
+    """In the training process, whose generators belong to the training; each batch is put between `begin` and `end`.
+
+    Only in the thread that made the loader. Another thread fetches while the training draws, which would draw from the
+    batch's seed, and draw the same once more when its own state is put back.
+    """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._batches = 0
         self._drawn: list[_Generator] = []
         """Of `random` and numpy those that the dataset was seen to draw from."""
@@ -103,6 +109,8 @@ class LoopSeeds:
         return LoopSeeds, ()
 
     def begin(self, epoch_seed: int, number: int) -> None:
+        if threading.get_ident() != self._thread:
+            return
         seed = mixed(epoch_seed, number)
         looks = self._batches < FIRST_BATCHES or self._batches % EVERY == 0
         self._batches += 1
@@ -117,6 +125,8 @@ class LoopSeeds:
 
     def end(self) -> None:
         """Put the training's own state back, also after an exception."""
+        if threading.get_ident() != self._thread:
+            return
         TORCH.restore(self._torch_state)
         while self._expected:
             each, first = self._expected.pop()

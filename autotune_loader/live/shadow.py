@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch.utils.data import _utils
 
-from autotune_loader.machine.sandbox import Guard, become_helper, cut_off, forked_twice
+from autotune_loader.machine.sandbox import Guard, become_helper, cut_off, forked_twice, let_go
 from autotune_loader.pipeline.digest import digest
 
 WORKERS = 2
@@ -150,6 +151,7 @@ def _supervise(pairs: list[tuple[socket.socket, socket.socket]], fetch: Callable
             finally:
                 os._exit(1)
         workers[number] = pid
+    let_go([end.fileno() for end in ends])
     poll, until = select.poll(), time.monotonic() + LIFE_S
     poll.register(life, select.POLLIN)
     while workers and not poll.poll(100) and time.monotonic() < until:
@@ -181,7 +183,7 @@ def _work(number: int, channel: Channel, fetch: Callable[[int], Any]) -> NoRetur
             item = channel.next()
             try:
                 make = make or fetch(number)
-                channel.send({"item": item[:2], "digest": digest(sent(make(item)))})
+                channel.send({"item": item[:2], "digest": digest(sent(make(item), is_batch=True))})
             except NotSentError as error:
                 channel.send({"item": item[:2], "unsent": str(error)})
             except WorkerReadError:
@@ -202,11 +204,13 @@ class NotSentError(Exception):
 class _Pickler(ForkingPickler):
     """As that of workers, but that tensors are passed by reference: no shared memory is made."""
 
-    def __init__(self, buffer: io.BytesIO, passed: list[Any]) -> None:
+    def __init__(self, buffer: io.BytesIO, passed: list[Any], is_batch: bool) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self._passed = passed
+        self._passed, self._is_batch = passed, is_batch
 
     def persistent_id(self, value: Any) -> int | None:
+        if self._is_batch and type(value) is object:
+            raise pickle.PicklingError("an `object()`, which the training knows by its identity, comes as another one")
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             if value.requires_grad and not value.is_leaf:
                 raise pickle.PicklingError("a tensor with a gradient's history cannot be sent from a worker")
@@ -226,7 +230,7 @@ class _Unpickler(pickle.Unpickler):
         return self._passed[number]
 
 
-def sent(value: Any) -> Any:
+def sent(value: Any, *, is_batch: bool = False) -> Any:
     """A value as it comes out of a queue between processes.
 
     Raises:
@@ -234,7 +238,7 @@ def sent(value: Any) -> Any:
     """
     buffer, passed = io.BytesIO(), list[Any]()
     try:
-        _Pickler(buffer, passed).dump(value)
+        _Pickler(buffer, passed, is_batch).dump(value)
         buffer.seek(0)
         return _Unpickler(buffer, passed).load()
     except Exception as error:
@@ -249,6 +253,10 @@ def become_torch_worker(dataset: Any, number: int, base_seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+    parent: Any = multiprocessing.parent_process() or multiprocessing.current_process()
+    here: Any = multiprocessing.process
+    here._current_process = multiprocessing.get_context("fork").Process(daemon=True)
+    here._parent_process = here._ParentProcess(parent.name, os.getppid(), None)
     _utils.worker._worker_info = _Info(id=number, num_workers=WORKERS, seed=seed, dataset=dataset)
 
 

@@ -99,7 +99,7 @@ class LoaderState:
         """Of an iterator that runs beside the one that is tuned: with the configuration of now, to its end."""
         return LoaderState(
             asked=self.asked,
-            config=self.config,
+            config=self.allowed,
             budgets=self.budgets,
             failures=self.failures,
             refusal=self.refusal,
@@ -131,6 +131,11 @@ class LoaderState:
         if isinstance(trust.verdict, Refusal):
             self.refuse(trust.verdict)
         return trust.verdict is None
+
+    @property
+    def allowed(self) -> LoaderConfig:
+        """What may run: what is wanted; as was asked for, as long as workers are not proven."""
+        return self.asked if self.awaits_proof else self.config
 
     def change_to(self, config: LoaderConfig) -> None:
         """Want this configuration from now on."""

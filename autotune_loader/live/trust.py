@@ -45,7 +45,8 @@ PURE_SAMPLERS = {
     "pytorch_lightning.overrides.distributed", "lightning_fabric.utilities.distributed",
 }  # fmt: skip
 """Modules whose samplers draw from their arguments and a generator alone."""
-PURE_VALUES = (list, tuple, range, torch.Tensor, np.ndarray)
+PURE_VALUES = (tuple, range, torch.Tensor, np.ndarray)
+"""Values that are samplers; a list may grow while it is iterated."""
 
 OPTS_IN = "num_workers=1 opts in"
 WHY = {
@@ -89,9 +90,10 @@ class Trust:
     def __init__(self, parts: Any, asked: LoaderConfig, sampler: Any) -> None:
         self.verdict: str | Refusal | None = None
         self._parts, self._sampler = parts, sampler
-        self._asked_context = asked.multiprocessing_context
+        self._asked_context, self._asked_workers = asked.multiprocessing_context, asked.num_workers
         self._roots = {"dataset": parts.dataset, "collate_fn": parts.collate_fn, "sampler": sampler}
         self._looks, self._last, self._epoch = 0, Look(), -1
+        self._last_item: Item | None = None
         self._held: Held | None = None
         self._base: tuple[int, Look] | None = None
         """A thorough look after the first fetch, and the epoch; compared with one before anything is forked."""
@@ -151,11 +153,13 @@ class Trust:
             self._last = Look()
 
     def _look_before(self, item: Item) -> Look | None:
-        number, epoch, indices = item
+        epoch = item[1]
         if not self._looks:
             self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method))
-        seen = self._look(indices, number)
-        changed = _of_data(self._last.changed(seen))
+        seen = self._look(item)
+        # The step may have changed what the dataset handed out: the samples of its batch, which only a look with them shows.
+        again = seen if self._last_item is None else self._look(self._last_item)
+        changed = _of_data(self._last.changed(again))
         if changed and epoch == self._epoch:
             self._conclude(_changed_by_training(changed[0]))
         elif changed:
@@ -170,7 +174,7 @@ class Trust:
         return seen
 
     def _look_after(self, item: Item, before: Look) -> None:
-        now = self._look(item[2], item[0])
+        now, self._last_item = self._look(item), item
         self._looks += 1
         if (file := moved(before.files, now.files)) is not None:
             self._conclude(_moved_file(file))
@@ -190,14 +194,16 @@ class Trust:
         else:
             self._base, self._looks = (epoch, now), 1
 
-    def _look(self, indices: Any, number: int) -> Look:
+    def _look(self, item: Item) -> Look:
+        number, _, indices = item
         seen = look(self._roots, indices if isinstance(indices, (list, tuple)) else (indices,), number)
         seen.tokens |= process_state()
         seen.files = positions()
         return seen
 
     def _note_held(self) -> None:
-        self._held = Held(look({name: value for name, value in self._roots.items() if name != "sampler"}))
+        seen = look({name: value for name, value in self._roots.items() if name != "sampler"})
+        self._held = Held(seen, counts_shared=not self._asked_workers)
 
 
 class _Comparison:

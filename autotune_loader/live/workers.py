@@ -11,9 +11,11 @@ import multiprocessing
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
+
+from autotune_loader.machine.facts import start_method
 
 _shielded: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -38,7 +40,8 @@ class PoolContext(BaseContext):
     """A start method that remembers whom it started; DataLoader takes it as its `multiprocessing_context`."""
 
     def __init__(self, inner: BaseContext | str | None) -> None:
-        self._inner: Any = inner if isinstance(inner, BaseContext) else multiprocessing.get_context(inner)
+        method = start_method() if inner is None else inner  # asking for the default one would settle it
+        self._inner: Any = method if isinstance(method, BaseContext) else multiprocessing.get_context(method)
         self.processes: list[Any] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
@@ -57,6 +60,12 @@ class PoolContext(BaseContext):
     def dead(self) -> list[Any]:
         """The processes that have ended."""
         return [process for process in self.processes if process.exitcode is not None]
+
+
+def disown(processes: Iterable[Any]) -> None:
+    """Who waits for all `multiprocessing.active_children()` does not wait for these; they end with this process."""
+    for process in processes:
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 class Shielded(Protocol):

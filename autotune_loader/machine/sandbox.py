@@ -2,6 +2,7 @@
 
 forked_twice   nobody's child, so that who waits for children of their own finds none of ours
 become_helper  no signal handlers, no finalisers by the garbage collector, no file can be written
+let_go         nothing is held that another process waits for
 cut_off        descriptors lead nowhere or have positions of their own; writing to shared memory ends the process
 Guard          an audit hook: what would change a file or start a process ends the process first, with a report
 """
@@ -20,7 +21,8 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,8 @@ from autotune_loader.machine.inherited import reopen, writable_shared_mappings
 
 NICE = 5
 """What the loop does comes first."""
+STDERR = 2
+"""Descriptors up to this one are the standard ones."""
 PR_SET_PDEATHSIG, PROT_READ = 1, 1
 """Of Linux: `prctl(2)`, `mprotect(2)`."""
 WRITES = {
@@ -129,11 +133,10 @@ def cut_off(keep: int) -> None:
 
     Whoever writes to memory that is shared with other processes is ended by a signal; and so is the process with its parent.
     """
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _protect_shared_memory(libc)
+    end_with_parent()
+    _protect_shared_memory(ctypes.CDLL(None))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+    for number in _descriptors():
         if number in (keep, nowhere):
             continue
         with contextlib.suppress(OSError):
@@ -147,6 +150,55 @@ def cut_off(keep: int) -> None:
                 os.dup2(nowhere, number, inheritable=False)
     _unflushed.extend((sys.stdout, sys.stderr))
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+
+
+def let_go(keep: Collection[int]) -> None:
+    """Close what was inherited: who waits for the end of a pipe, or for a file's lock, waits for all that hold it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in _descriptors():
+        if number in keep or number == nowhere:
+            continue
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, number) if number <= STDERR else os.close(number)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the thread that forked it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+Channels = Mapping[int, tuple[int, int]]
+"""Device and inode by descriptor: a number that was closed soon belongs to another one."""
+
+
+def channels() -> Channels:
+    """Pipes and sockets of this process, but for its standard ones and that by which `multiprocessing` keeps account."""
+    own = getattr(resource_tracker._resource_tracker, "_fd", None)
+    numbers = [number for number in _descriptors() if number > STDERR and number != own]
+    return {number: found for number in numbers if (found := _channel(number)) is not None}
+
+
+def cut(inherited: Channels) -> None:
+    """Let pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it."""
+    if inherited:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number, then in inherited.items():
+            if _channel(number) == then:
+                os.dup2(nowhere, number, inheritable=False)
+        os.close(nowhere)
+
+
+def _channel(number: int) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(number)
+    except OSError:  # closed meanwhile
+        return None
+    is_channel = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
+    return (status.st_dev, status.st_ino) if is_channel else None
+
+
+def _descriptors() -> list[int]:
+    return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
 
 
 _unflushed: list[Any] = []

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import mmap
 import os
 import random
@@ -38,7 +39,9 @@ MOST_VALUES, MOST_DEPTH, MOST_S = 3000, 8, 0.02
 MOST_ITEMS, EDGE, OF_BATCH = 32, 4, 8
 """Of a longer container a few items are looked at, the last few, and the first few of the batch at hand."""
 MOST_HELD, HELD_PROBES = 64, 16
-"""While workers run, the first so many values are compared before each batch, of arrays so many numbers."""
+"""While workers run, so many values are compared before each batch; of large arrays so many numbers."""
+HELD_BYTES, HELD_ITEMS = 1 << 18, 1 << 12
+"""All numbers of arrays are compared up to so many bytes in all (20 us), and of a longer container so many items."""
 MOST_COPIED, PROBES = 1024, 64
 """The identities of so many items, or the bytes of so many numbers, are noted in full; of more, some evenly spaced."""
 THOROUGH, MOST_THOROUGH_S = 1000, 0.1
@@ -53,6 +56,7 @@ ANEW = "\0"
 """Begins a path anew, at a name that the user's code knows a value by; see `shown`."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+SHARED_MEMORY = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Structure)
 WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)
 CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 """What of a class is no value that a method may change."""
@@ -194,9 +198,8 @@ def _token(value: Any, most: int) -> tuple[Any, ...]:
         return len(value), hash(bytes(value[:MOST_COPIED]))
     if isinstance(value, GENERATORS):
         return (_state(value),)
-    if isinstance(value, (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Structure)):
-        memory: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        return (bytes(memoryview(memory).cast("B")[:MOST_COPIED]),)
+    if isinstance(value, SHARED_MEMORY):
+        return (_memory(value),)
     if isinstance(value, (*IN_MEMORY, mmap.mmap)):
         return () if getattr(value, "closed", False) else (value.tell(),)
     if isinstance(value, functools._lru_cache_wrapper):
@@ -282,6 +285,8 @@ def _parts(value: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, functools._lru_cache_wrapper):
         yield ".__wrapped__", value.__wrapped__
+        name = f"{ANEW}{getattr(value, '__name__', 'lru_cache')}(...)"
+        yield from ((f".{id(part)}{name}", part) for part in _cached(value))
     elif isinstance(value, types.FunctionType):
         defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
         yield from ((f"{ANEW}{value.__name__}.__defaults__[{key!r}]", part) for key, part in defaults)
@@ -295,6 +300,13 @@ def _parts(value: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
             yield f"{ANEW}{path}", space[name]
     if not isinstance(value, type):
         yield from ((f".{name}", part) for name, part in _attributes(value).items())
+
+
+def _cached(function: Any) -> list[Any]:
+    """What `functools.lru_cache` keeps, of a connection most often just that: a dict, or keys and values in turn."""
+    if function.cache_info().currsize > MOST_COPIED:
+        return []
+    return [each for each in gc.get_referents(function) if each is not vars(function) and not isinstance(each, type)]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -384,13 +396,24 @@ class Held:
 
     Args:
         seen: of the dataset and the collate function, as the workers that begin now see them.
+        counts_shared: whether it counts as a change what is written to memory that processes share. Workers see it, but not
+            those batches that they have made already; they may write to it themselves.
     """
 
-    def __init__(self, seen: Look) -> None:
-        values = seen.values[:MOST_HELD]
-        named = {(id(space), name): space for value in values for _, space, name in _names(value)}
+    def __init__(self, seen: Look, *, counts_shared: bool = False) -> None:
+        named = {(id(space), name): space for value in seen.values[:MOST_HELD] for _, space, name in _names(value)}
         self._named = [(space, name, space[name]) for (_, name), space in named.items()]
-        self._noted = [noted for value in values for noted in _noted(value)]
+        self._noted: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        bytes_left = HELD_BYTES
+        for value in seen.values:
+            if len(self._noted) >= MOST_HELD:
+                break
+            if isinstance(value, np.ndarray):
+                part = _compared(value, bytes_left)
+                bytes_left -= part.nbytes
+                self._noted += [(np.ndarray.tobytes, part, part.tobytes())] if part.size else []
+            elif counts_shared or not isinstance(value, SHARED_MEMORY):
+                self._noted += _noted(value)
 
     def is_unchanged(self) -> bool:
         """Whether all that is held is what it was."""
@@ -402,22 +425,36 @@ class Held:
             return False
 
 
+def _compared(array: np.ndarray[Any, Any], most_bytes: int) -> np.ndarray[Any, Any]:
+    """What of an array is compared: all of it, or some of its numbers, evenly spaced; nothing where nobody can write to it."""
+    plain = array.view(np.ndarray)
+    if plain.flags.writeable and not plain.dtype.hasobject:
+        if plain.nbytes <= most_bytes and not isinstance(array, np.memmap):
+            return plain
+        if plain.flags.c_contiguous:
+            return plain.reshape(-1)[:: max(1, plain.size // HELD_PROBES)]
+    return np.empty(0)
+
+
 def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
     """How to read what may change of a value, from what, and what it is now."""
     if isinstance(value, torch.Tensor):
         if not value.is_inference():
             yield _version, value, value._version
-    elif isinstance(value, np.ndarray):
-        plain = value.view(np.ndarray)
-        flat = plain.reshape(-1) if plain.flags.c_contiguous else plain
-        if flat.flags.writeable and not flat.dtype.hasobject and flat.size and flat.ndim == 1:
-            probes = flat[:: max(1, flat.shape[0] // HELD_PROBES)]
-            yield np.ndarray.tobytes, probes, probes.tobytes()
-    elif isinstance(value, (list, set, deque, dict)):
+        return
+    if isinstance(value, SHARED_MEMORY):
+        yield _memory, value, _memory(value)
+    elif isinstance(value, (list, set, deque, dict, bytearray)):
         yield len, value, len(value)
+    if isinstance(value, (list, bytearray)):
+        yield _some_items, value, _some_items(value)
+    elif isinstance(value, dict):
+        yield _some_values, value, _some_values(value)
     space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
-    if space is not None and not isinstance(value, (torch.Tensor, np.ndarray, types.ModuleType, type)):
+    if space is not None and not isinstance(value, (types.ModuleType, type)):
         yield _itself, space, dict(space)
+    if is_users(type(value).__module__) and any(vars(kind).get("__slots__") for kind in type(value).__mro__):
+        yield slots_of, value, slots_of(value)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -426,3 +463,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _some_items(values: Any) -> Any:
+    """All of them, or some, evenly spaced: compared by identity first, which takes 2 ns an item."""
+    every = slice(None, None, max(1, len(values) // HELD_ITEMS))
+    return (list if isinstance(values, list) else bytearray).__getitem__(values, every)
+
+
+def _some_values(values: dict[Any, Any]) -> list[Any]:
+    return list(islice(dict.values(values), HELD_ITEMS))
+
+
+def _memory(value: Any) -> bytes:
+    memory: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
+    return bytes(memoryview(memory).cast("B")[:MOST_COPIED])

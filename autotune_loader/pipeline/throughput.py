@@ -187,8 +187,8 @@ def _pooled(consumed: Interval, made: Interval, traces: Sequence[BatchTrace], st
     """Both by their precision: where the workers hold the loop up, what they make is what is consumed in the long run.
 
     What is consumed knows neither batches in the making nor those that wait for an earlier one, so that it errs by 7 to 13 %
-    in windows of 1 to 5 rounds; with what was made it is 4 to 5 % (`studies.fidelity.compare few_rounds`). It errs by what went
-    into queues meanwhile, as where workers on quicker cores get ahead of the others (`studies.fidelity.compare settling`).
+    in windows of 1 to 5 rounds; with what was made it is 4 to 5 % (studies/fidelity/README.md). It errs by what went
+    into queues meanwhile, as where workers on quicker cores get ahead of the others.
     """
     services = [trace.service_s for trace in traces]
     # A slow batch holds up delivery in order, and a short burst saw few of them: an error by the squared variation.

@@ -15,6 +15,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
@@ -84,7 +85,14 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
+        RuntimeError: this is no call of the user's: a spawned process imports the script.
     """
+    refuse(
+        getattr(current_process(), "_inheriting", False),
+        "a process that this script has started imports it, and tunes once more",
+        "the script's own code below `if __name__ == '__main__':`",
+        RuntimeError,
+    )
     _check_order(dataset_or_loader, model)
     parts = {name: given.get(name) for name in ("batch_size", *LOADER_PARTS)}
     if isinstance(size := parts["batch_size"], numbers.Integral) and not isinstance(size, bool):

@@ -32,14 +32,14 @@ ROUND_SEEDS = 1_000
 """Rounds read other samples than the bursts of the search: fresh samples as well as fresh bursts."""
 
 ROUNDS_PER_BURST, LONGEST_BURST_S = 4.5, 3.0
-"""A window of fewer rounds of the workers is mostly edges (`studies.fidelity.compare few_rounds`). A burst is
+"""A window of fewer rounds of the workers is mostly edges (studies/fidelity/README.md). A burst is
 no longer than this for their sake."""
 FILLING_SHARE = 0.1
 """While workers put more than this share of what they make into their queues, they compute more than in training."""
 CROWDED_SHARE = 0.5
 """With more than this share of the logical cores at work some share a physical one, and slow each other down."""
 LONGEST_PREFILL_S = 0.75
-"""Enough for queues of eight batches a worker (`studies.fidelity.compare filling`); slower workers fill a part of theirs."""
+"""Enough for queues of eight batches a worker (studies/fidelity/README.md); slower workers fill a part of theirs."""
 
 DEADLINE_FACTOR, SHORTEST_DEADLINE_S = 10.0, 10.0
 """A burst that takes longer than this many times the slowest successful one, and than these seconds, is taken for a hang ..."""
@@ -245,7 +245,7 @@ def prefill_s(config: LoaderConfig, measured: Measurement, context: TwinContext)
 
     Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
     gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
-    25 % (`studies.fidelity.compare filling`). Whether the loop was slowed cannot be told by comparing it with that of too few
+    25 % (studies/fidelity/README.md). Whether the loop was slowed cannot be told by comparing it with that of too few
     workers: receiving takes as long after a wait.
     """
     computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)

@@ -27,7 +27,7 @@ Z_95 = 1.96
 MAX_ROUNDS = 80
 """Rounds after which a comparison ends: a true 2 % at 3 % noise per burst is then found with power 90 %."""
 STOPPED_CONFIDENCE = 0.975
-"""For rounds that ended when it suited: half of the usual 5 % went into looks on the way (`studies.fidelity.sequential`)."""
+"""For rounds that ended when it suited: half of the usual 5 % went into looks on the way (studies/fidelity/README.md)."""
 
 
 SHOWN_SLOWER = 0.995
@@ -194,7 +194,7 @@ def of_selected(confidence: float, rounds: Sequence[Round], chosen: Hashable) ->
 def mean_of_selected(rounds: Sequence[Round], chosen: Hashable) -> Interval:
     """Mean rate of the one that was chosen by these rounds; its 95 % interval allows for the choice.
 
-    Its middle does not: of five equal ones it lies 1.7 % too high at 3 % noise (`studies.verdict.selection`).
+    Its middle does not: of five equal ones it lies 1.7 % too high at 3 % noise (`studies.fidelity.selection`).
     """
     rates = [each.rates[chosen] for each in rounds if chosen in each.rates]
     return mean_interval(rates, of_selected(0.95, rounds, chosen))

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import os
+import faulthandler
 import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -66,21 +63,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="only faults whose name contains this")
     options = parser.parse_args()
     tally, begun = Tally(), time.monotonic()
     for study in range(-(-options.trials // TRIALS_PER_STUDY)):
         count = min(TRIALS_PER_STUDY, options.trials - study * TRIALS_PER_STUDY)
-        run_study(random.Random(f"{options.seed}-{study}"), count, tally, options.only)
-        print(
-            f"{tally.trials} trials, {time.monotonic() - begun:.0f} s, {tally.rss_bytes[tally.trials] >> 20} MiB",
-            file=sys.stderr,
-        )
+        run_study(random.Random(f"{options.seed}-{study}"), count, tally)
     print_report(tally, options, time.monotonic() - begun)
     return 1 if tally.hangs or tally.leftovers or tally.lost_studies or tally.escaped else 0
 
 
-def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> None:
+def run_study(rng: random.Random, count: int, tally: Tally) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fault, journal = Path(folder, "fault"), Path(folder, "study.journal")
         fault.write_text("none")
@@ -90,7 +82,7 @@ def run_study(rng: random.Random, count: int, tally: Tally, only: str = "") -> N
         book = open_ledger(journal)
         pids: set[int] = set()
         for number in range(count):
-            run_trial(number, draw(rng, only), probe, book, fault, tally)
+            run_trial(number, draw(rng), probe, book, fault, tally)
             pids |= {probe._child.pid} if probe._child else set()
             tally.trials += 1
             tally.rss_bytes[tally.trials] = psutil.Process().memory_info().rss
@@ -111,14 +103,16 @@ def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy,
     claim = book.ask(config)
     plan = HOARDING if "hoard" in name else STUCK if "hang" in name else HEALTHY
     begun = time.monotonic()
-    with watched(f"trial {tally.trials}: {name} with {config}", plan.deadline_s + 3 * RESTART_S):
-        try:
-            outcome: Measurement | Failure = SPACE.veto(config) or probe.burst(config, plan)
-        except WorkloadError as error:  # the third sample that raises ends a run
-            outcome = Failure(kind="user_exception", phase="batches", message=error.message)
-        except Exception as error:
-            tally.escaped += 1
-            outcome = Failure(kind="crashed", phase="plan", message=f"escaped: {error!r}")
+    print(f"trial {tally.trials}: {name} with {config}", file=sys.stderr)
+    faulthandler.dump_traceback_later(plan.deadline_s + 3 * RESTART_S, exit=True)  # a trial that never comes back
+    try:
+        outcome: Measurement | Failure = SPACE.veto(config) or probe.burst(config, plan)
+    except WorkloadError as error:  # the third sample that raises ends a run
+        outcome = Failure(kind="user_exception", phase="batches", message=error.message)
+    except Exception as error:
+        tally.escaped += 1
+        outcome = Failure(kind="crashed", phase="plan", message=f"escaped: {error!r}")
+    faulthandler.cancel_dump_traceback_later()
     seconds = time.monotonic() - begun
     tally.slowest_s = max(tally.slowest_s, seconds)
     tally.hangs += seconds > plan.deadline_s + RESTART_S
@@ -134,12 +128,11 @@ def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy,
     )
 
 
-def draw(rng: random.Random, only: str = "") -> Drawn:
+def draw(rng: random.Random) -> Drawn:
     """A fault, the outcomes that are right for it, and a configuration in which it shows."""
-    if rng.random() < 0.06 and not only:
+    if rng.random() < 0.06:
         return "too large", frozenset({"infeasible"}), TOO_LARGE
-    mix = [each for each in MIX if only in each[0]]
-    name, _, right = rng.choices(mix, weights=[weight for _, weight, _ in mix])[0]
+    name, _, right = rng.choices(MIX, weights=[weight for _, weight, _ in MIX])[0]
     needs_worker = "-worker" in name or name.startswith("start")
     workers = rng.choice([1, 2, 3] if needs_worker else [0, 0, 1, 2, 3])
     if "hoard" in name:
@@ -149,27 +142,6 @@ def draw(rng: random.Random, only: str = "") -> Drawn:
 
 def open_ledger(journal: Path) -> OptunaStudy:
     return OptunaStudy(storage=str(journal), name="endurance", space=SPACE, search="random", seed=0)
-
-
-@contextlib.contextmanager
-def watched(what: str, seconds: float) -> Iterator[None]:
-    """End this whole study, saying where it stood, if a trial never comes back."""
-
-    def give_up() -> None:
-        import faulthandler
-
-        print(f"HANG: {what} did not come back within {seconds:.0f} s", flush=True)
-        faulthandler.dump_traceback()
-        os._exit(2)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def leavings() -> dict[str, set[str]]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -48,21 +48,11 @@ DEADLINE_S = 120.0
 LEFT_FILES = re.compile(r"loader\.json|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
 
 
-@dataclass(kw_only=True)
-class Figures:
-    """What came out of all kills."""
-
-    kills: int = 0
-    before_first_file: int = 0
-    after_the_end: int = 0
-    unreadable_files: int = 0
-    not_finished: int = 0
-    lost_trials: int = 0
-    resumed_runs: int = 0
-    resumed_trials: int = 0
-    torn: int = 0
-    leftover_processes: int = 0
-    temporary_files: int = 0
+FIGURES = (
+    *("kills", "before first file", "after the end", "unreadable files", "not finished", "lost trials", "resumed runs"),
+    *("resumed trials", "torn journals", "leftover processes", "temporary files"),
+)
+Figures = Counter[str]
 
 
 def main() -> int:
@@ -71,14 +61,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures = kill_runs(options.kills, options.seed)
-    for name, value in vars(figures).items():
-        print(f"{name.replace('_', ' '):<20} {value}")
-    return 1 if figures.unreadable_files or figures.not_finished or figures.lost_trials else 0
+    for name in FIGURES:
+        print(f"{name:<20} {figures[name]}")
+    return 1 if any(figures[name] for name in ("unreadable files", "not finished", "lost trials")) else 0
 
 
 def kill_runs(kills: int, seed: int = 0) -> Figures:
     """Kill that many runs, each at a moment drawn from the whole length of a run."""
-    rng, figures = random.Random(seed), Figures()
+    rng, figures = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         finish(Path(folder))
@@ -94,24 +84,24 @@ def kill_one(folder: Path, after_s: float, *, tears: bool, figures: Figures) -> 
     process = start(folder)
     try:
         process.wait(after_s)
-        figures.after_the_end += 1
+        figures["after the end"] += 1
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.wait()
     process.communicate()
-    figures.kills += 1
-    figures.leftover_processes += len(still_there(str(folder)))
+    figures["kills"] += 1
+    figures["leftover processes"] += len(still_there(str(folder)))
     known = trials_in(folder / "loader.json", figures)
     if tears:
-        figures.torn += tear(folder / "study.journal")
+        figures["torn journals"] += tear(folder / "study.journal")
     finish(folder)
     resumed = known & trials_of(TuningResult.load(folder / "loader.json"))
-    figures.resumed_runs += len(resumed) > 0
-    figures.resumed_trials += len(resumed)
-    figures.lost_trials += len(known - resumed)
-    figures.not_finished += not is_complete(folder / "loader.json")
-    figures.leftover_processes += len(still_there(str(folder)))
-    figures.temporary_files += len(list(folder.glob(".loader.json.*")))
+    figures["resumed runs"] += len(resumed) > 0
+    figures["resumed trials"] += len(resumed)
+    figures["lost trials"] += len(known - resumed)
+    figures["not finished"] += not is_complete(folder / "loader.json")
+    figures["leftover processes"] += len(still_there(str(folder)))
+    figures["temporary files"] += len(list(folder.glob(".loader.json.*")))
     unknown = [path.name for path in folder.iterdir() if not LEFT_FILES.fullmatch(path.name)]
     assert not unknown, unknown
 
@@ -147,14 +137,14 @@ def trials_of(result: TuningResult) -> set[tuple[LoaderConfig, float]]:
 def trials_in(path: Path, figures: Figures) -> set[tuple[LoaderConfig, float]]:
     """Trials of an unfinished `loader.json`, which the next run has to know; none where there is no such file."""
     if not path.exists():
-        figures.before_first_file += 1
+        figures["before first file"] += 1
         return set()
     try:
         load_config(path, on_mismatch="raise")
         result = TuningResult.load(path)
     except TunerError as error:
         print(error, file=sys.stderr)
-        figures.unreadable_files += 1
+        figures["unreadable files"] += 1
         return set()
     return trials_of(result) if result.status == "partial" else set()
 

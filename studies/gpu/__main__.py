@@ -35,7 +35,7 @@ from autotune_loader.values.statistics import Round, paired_ratio
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate
 
-DEFAULT, TUNED, PINNED, AHEAD = "default", "tuned", "tuned, pinned", "tuned, pinned and copied ahead"
+DEFAULT, TUNED = "default", "tuned"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
 VERDICT_WORKERS = 4
 # The step binds where a burst reaches this share of the rate of the step alone.
@@ -43,7 +43,7 @@ BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
     "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events, NVML",
-    "copied ahead over pinned", "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
+    "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
     "tuned with",
 )  # fmt: skip
 
@@ -78,9 +78,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     }
     best = max(grid, key=lambda config: grid[config])
     turns = {DEFAULT: LoaderConfig(), TUNED: result.best, str(best): best}
-    if device != "cpu":
-        turns |= {PINNED: replace(result.best, pin_memory=True, device_prefetch=0)}
-        turns |= {AHEAD: replace(result.best, pin_memory=True, device_prefetch=2)}
     rates = _in_turns(loop, turns, effort.rounds)
     loads = [_recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
     limit = min(step_limit, max(each.samples_per_s for each in loads))
@@ -88,7 +85,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     regret = paired_ratio(rounds, TUNED, str(best))
     default, tuned = (statistics.median(rate.samples_per_s for rate in rates[key]) for key in (DEFAULT, TUNED))
     errors = _twin_errors(result, grid)
-    ahead = paired_ratio(rounds, AHEAD, PINNED) if AHEAD in turns else None
     return [
         f"{name} ({loop.job.binds})",
         result.verdict.binding,
@@ -98,7 +94,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
         f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
         _working_share(result),
-        f"{ahead.value:.2f}x ({ahead.low:.2f} to {ahead.high:.2f})" if ahead else "-",
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
         f"{result.best}, in {result.spent.seconds:.0f} s and {len(result.trials)} trials",

@@ -1,7 +1,6 @@
-"""Four training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
+"""Three training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
 
-    resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16, faster than 16 cores decode
-    resnet_compute    step       the same pictures from memory, as bytes, a ResNet four times as wide
+    jpeg              loader     JPEG files decoded and augmented, the demo's small CNN in bfloat16: faster than cores decode
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
     large_batches     copy       batches of 64 MiB that lie in memory, a step of a few milliseconds
 
@@ -20,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from autotune_loader.demo import JpegFolder, make_jpegs
+from autotune_loader.demo import JpegFolder, SmallCnn, make_jpegs
 
-CLASSES, VOCABULARY = 10, 1024
+VOCABULARY = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +32,6 @@ class Size:
     picture: tuple[int, int] = (500, 375)
     crop: int = 224
     batch: int = 64
-    width: int = 64
-    depth: tuple[int, ...] = (2, 2, 2, 2)
     layers: int = 8
     embedding: int = 512
     tokens: int = 256
@@ -43,7 +40,7 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=32, picture=(64, 48), crop=32, batch=8, width=4, depth=(1, 1), layers=1, embedding=16, tokens=16,
+    pictures=32, picture=(64, 48), crop=32, batch=8, layers=1, embedding=16, tokens=16,
     large_bytes=1 << 20,
 )  # fmt: skip
 
@@ -68,37 +65,6 @@ class Job:
     def samples_of(self, batch: Any) -> int:
         first = batch[0] if isinstance(batch, (tuple, list)) else batch
         return 1 if self.batch_size is None else len(first)
-
-
-class BasicBlock(nn.Module):
-    """Two convolutions and a way around them (He et al. 2015, fig. 2)."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(outputs)
-        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(outputs)
-        self.around = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        within = self.second_norm(self.second(torch.relu(self.first_norm(self.first(x)))))
-        return torch.relu(within + self.around(x))
-
-
-def resnet(width: int, depth: tuple[int, ...]) -> nn.Module:
-    """ResNet-18 at width 64 and depth (2, 2, 2, 2)."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    inputs = width
-    for stage, count in enumerate(depth):
-        outputs = width << stage
-        for number in range(count):
-            layers.append(BasicBlock(inputs, outputs, 2 if number == 0 < stage else 1))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
 class Transformer(nn.Module):
@@ -130,10 +96,10 @@ class Sums(nn.Module):
 
 
 def picture_step(model: Any, batch: Any) -> torch.Tensor:
-    """Classify pictures, in bfloat16 on CUDA; bytes become floats on the device."""
+    """Classify pictures, in bfloat16 on CUDA."""
     pictures, labels = batch
     with bfloat16_on(pictures.device):
-        scores = model(pictures.float() / 255 if pictures.dtype == torch.uint8 else pictures)
+        scores = model(pictures)
     return nn.functional.cross_entropy(scores.float(), labels)
 
 
@@ -154,33 +120,24 @@ def bfloat16_on(device: torch.device) -> torch.autocast:
 
 
 class InMemory(Dataset[Any]):
-    """A few distinct tensors, shown again and again; with labels, where they are pictures."""
+    """A few distinct tensors, shown again and again."""
 
-    def __init__(self, tensors: torch.Tensor, length: int, *, labelled: bool = False) -> None:
-        self.tensors, self.length, self.labelled = tensors, length, labelled
+    def __init__(self, tensors: torch.Tensor, length: int) -> None:
+        self.tensors, self.length = tensors, length
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        found = self.tensors[index % len(self.tensors)]
-        return (found, index % CLASSES) if self.labelled else found
+        return self.tensors[index % len(self.tensors)]
 
 
-def resnet_jpeg(size: Size) -> Job:
+def jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
     return Job(
-        name="resnet_jpeg", binds="loader", dataset=JpegFolder(folder, size.crop), model=resnet(size.width, size.depth),
-        train_step=picture_step, batch_size=size.batch,
-    )  # fmt: skip
-
-
-def resnet_compute(size: Size) -> Job:
-    pictures = torch.randint(0, 256, (256, 3, size.crop, size.crop), dtype=torch.uint8)
-    return Job(
-        name="resnet_compute", binds="step", dataset=InMemory(pictures, 8192, labelled=True),
-        model=resnet(4 * size.width, size.depth), train_step=picture_step, batch_size=size.batch,
+        name="jpeg", binds="loader", dataset=JpegFolder(folder, size.crop), model=SmallCnn(), train_step=picture_step,
+        batch_size=size.batch,
     )  # fmt: skip
 
 
@@ -199,7 +156,5 @@ def large_batches(size: Size) -> Job:
     )  # fmt: skip
 
 
-JOBS: dict[str, Callable[[Size], Job]] = {
-    make.__name__: make for make in (resnet_jpeg, transformer, large_batches, resnet_compute)
-}
+JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (jpeg, transformer, large_batches)}
 """Most valuable first."""

@@ -1,11 +1,10 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of less than 8 minutes, most valuable first. From the repository's root:
 #
-#     sh studies/gpu/run.sh              # all of them, about half an hour
-#     sh studies/gpu/run.sh first        # the tests marked gpu, then resnet_jpeg
-#     sh studies/gpu/run.sh second       # AutoLoader, watch, Lightning, the HF Trainer, compare()
+#     sh studies/gpu/run.sh              # all of them, about 20 minutes
+#     sh studies/gpu/run.sh first        # the tests marked gpu, then jpeg
+#     sh studies/gpu/run.sh second       # AutoLoader, watch, compare()
 #     sh studies/gpu/run.sh third        # transformer, large_batches
-#     sh studies/gpu/run.sh fourth       # resnet_compute
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
@@ -37,10 +36,9 @@ limited() {
 tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 $TESTS "$@"; }
 study() { limited "$1" "$2.txt" -m studies.gpu --only "$2"; }
 uses() { limited 460 uses.txt -m studies.gpu.uses "$@"; }
-first() { tests; study 260 resnet_jpeg; }
+first() { tests; study 260 jpeg; }
 second() { uses; }
 third() { study 230 transformer; study 230 large_batches; }
-fourth() { study 270 resnet_compute; }
 check() {
     limited 300 check.txt -m studies.gpu --device cpu --quick
     uses --device cpu --quick
@@ -52,8 +50,8 @@ if [ "$part" != check ]; then
     "$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
 fi
 case $part in
-first | second | third | fourth | check) "$part" ;;
-all) first; second; third; fourth ;;
-*) echo "$part is no part; first, second, third, fourth, check or all would work" >&2 && exit 2 ;;
+first | second | third | check) "$part" ;;
+all) first; second; third ;;
+*) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

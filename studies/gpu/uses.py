@@ -1,8 +1,6 @@
-"""What people do with a GPU: `python -m studies.gpu.uses live|lightning|trainer|watch|compare ... [--device cpu --quick]`
+"""What people do with a GPU: `python -m studies.gpu.uses live|watch|compare ... [--device cpu --quick]`
 
-live        AutoLoader on resnet_jpeg: rate of each ten seconds, and of the best fixed configuration beside it
-lightning   a Lightning job, default and tuned in turns, by `tuned()`
-trainer     the same with Hugging Face's Trainer, by `tune_trainer()`
+live        AutoLoader on jpeg: rate of each ten seconds, and of the best fixed configuration beside it
 watch       `autotune-loader watch` on a plain script that trains on the device
 compare     `compare()` of a plain and of a compiled model
 """
@@ -14,10 +12,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig
 from studies.gpu.__main__ import check_device, record
-from studies.gpu.jobs import FULL, JOBS, QUICK, Job
+from studies.gpu.jobs import FULL, JOBS, QUICK, Size
 from studies.gpu.training import Loop
 
-ROUNDS, BATCHES, SKIPPED = 2, 80, 20
 SCRIPT = """
 import sys
 import time
@@ -40,7 +37,7 @@ from torch.utils.data import DataLoader
 from studies.gpu.jobs import JOBS, Size
 
 device, seconds = sys.argv[1], float(sys.argv[2])
-job = JOBS["resnet_jpeg"](Size(**eval(sys.argv[3])))
+job = JOBS["jpeg"](Size(**eval(sys.argv[3])))
 loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True, num_workers=2)
 model = job.model.to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -56,145 +53,42 @@ while time.monotonic() - begun < seconds:
 """
 
 
-class Use:
-    """The job that all of them share, in full or in small."""
+def live(device: str, size: Size, seconds: float) -> None:
+    """Share of the best fixed configuration, which runs before and after it."""
+    loop, cores = Loop(JOBS["jpeg"](size), device, seconds), os.cpu_count() or 1
+    fixed = [LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores)]
+    loader = AutoLoader(loop.job.dataset, **loop.job.parts())
+    before = [loop.train(config).samples_per_s for config in fixed]
+    rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(7)]
+    after = [loop.train(config).samples_per_s for config in fixed]
+    best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
+    record("jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
 
-    def __init__(self, device: str, quick: bool) -> None:
-        self.device, self.quick = device, quick
-        self.size = QUICK if quick else FULL
-        self.budget_s = 4.0 if quick else 30.0
-        self.batches, self.skipped = (8, 2) if quick else (BATCHES, SKIPPED)
 
-    def job(self, name: str = "resnet_jpeg") -> Job:
-        return JOBS[name](self.size)
+def watch(device: str, size: Size, seconds: float) -> None:
+    """What `watch` says of the script is printed as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script)]
+        command += [device, str(3 * seconds), repr(asdict(size))]
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
+    print(done.stdout + done.stderr, flush=True)
+    record("jpeg", "watch", status=done.returncode)
+    if done.returncode:
+        raise RuntimeError(f"watch ended with {done.returncode}")
 
-    def live(self) -> None:
-        """Share of the best fixed configuration, which runs before and after it."""
-        loop = Loop(self.job(), self.device, 0.5 if self.quick else 10.0)
-        cores = os.cpu_count() or 1
-        fixed = [LoaderConfig(num_workers=n, pin_memory=self.device != "cpu") for n in (max(1, cores // 2), cores)]
-        loader = AutoLoader(loop.job.dataset, **loop.job.parts())
-        before = [loop.train(config).samples_per_s for config in fixed]
-        rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(2 if self.quick else 7)]
-        after = [loop.train(config).samples_per_s for config in fixed]
-        best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
-        record(
-            "resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report()
-        )
 
-    def lightning(self) -> None:
-        import lightning.pytorch as pl
+def compare(device: str, size: Size, seconds: float) -> None:
+    from autotune_loader import compare as compare_sides
 
-        from autotune_loader.integrations.lightning import tuned
-
-        use = self
-
-        class Module(pl.LightningModule):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.job = use.job()
-                self.model, self.begins = self.job.model, list[float]()
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                self.begins.append(time.perf_counter())
-                return self.job.train_step(self.model, batch)
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        def fit(config: LoaderConfig | None) -> tuple[list[float], Any]:
-            module = Module()
-            trainer = pl.Trainer(
-                max_steps=use.batches, accelerator="cpu" if use.device == "cpu" else "gpu", devices=1, logger=False,
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            )  # fmt: skip
-            loader = DataLoader(module.job.dataset, **module.job.parts())
-            data = tuned(module, loader, config=config, budget=use.budget_s, reuse=False, progress=False)
-            trainer.fit(module, datamodule=data)
-            return module.begins, data.result
-
-        best = fit(None)[1].best
-        self._turns("lightning", best, lambda config: fit(config or LoaderConfig())[0])
-
-    def trainer(self) -> None:
-        import transformers as hf
-
-        from autotune_loader.integrations.transformers import training_arguments, tune_trainer
-
-        use = self
-
-        class Net(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.job = use.job()
-                self.model, self.begins = self.job.model, list[float]()
-
-            def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-                self.begins.append(time.perf_counter())
-                return {"loss": self.job.train_step(self.model, (pixels, labels))}
-
-        def made(config: LoaderConfig | None) -> Any:
-            fields = {} if config is None else training_arguments(config)
-            net = Net()
-            args = hf.TrainingArguments(
-                tempfile.gettempdir(), per_device_train_batch_size=net.job.batch_size, max_steps=use.batches,
-                use_cpu=use.device == "cpu", report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-                remove_unused_columns=False, **fields,
-            )  # fmt: skip
-            return hf.Trainer(net, args, train_dataset=net.job.dataset, data_collator=_collate)
-
-        def train(config: LoaderConfig | None) -> list[float]:
-            trainer = made(config)
-            trainer.train()
-            return list(trainer.model.begins)
-
-        best = tune_trainer(made(None), budget=self.budget_s, reuse=False, progress=False).best
-        self._turns("trainer", best, train)
-
-    def _turns(self, what: str, best: LoaderConfig, train: Callable[[LoaderConfig | None], list[float]]) -> None:
-        for number in range(ROUNDS):
-            for name, config in [("default", None), ("tuned", best)][:: 1 if number % 2 else -1]:
-                begins = train(config)
-                batches = len(begins) - 1 - self.skipped
-                record(
-                    what, name, batches_per_s=batches / (begins[-1] - begins[self.skipped]), config=str(config or "-")
-                )
-
-    def watch(self) -> None:
-        """What `watch` says of the script is printed as it is."""
-        root = Path(__file__).parents[2]
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder, "train.py")
-            script.write_text(SCRIPT)
-            size = repr({name: getattr(self.size, name) for name in self.size.__dataclass_fields__})
-            arguments = [self.device, "4" if self.quick else "30", size]
-            command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script), *arguments]
-            done = subprocess.run(
-                command,
-                env={**os.environ, "PYTHONPATH": str(root)},
-                text=True,
-                capture_output=True,
-                timeout=110,
-                check=False,
-            )
-        print(done.stdout + done.stderr, flush=True)
-        record("resnet_jpeg", "watch", status=done.returncode)
-        if done.returncode:
-            raise RuntimeError(f"watch ended with {done.returncode}")
-
-    def compare(self) -> None:
-        from autotune_loader import compare
-
-        job = self.job("transformer")
-        loader = DataLoader(job.dataset, **job.parts())
-        model = job.model.to(self.device)
-        found = compare(
-            {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))},
-            model,
-            device=self.device,
-        )
-        print(found, flush=True)
-        record("transformer", "compare", says=str(found))
+    job = JOBS["transformer"](size)
+    loader = DataLoader(job.dataset, **job.parts())
+    sides = {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))}
+    found = compare_sides(sides, job.model.to(device), device=device)
+    print(found, flush=True)
+    record("transformer", "compare", says=str(found))
 
 
 class Compiled:
@@ -208,11 +102,7 @@ class Compiled:
         return self.step(self.model, batch)
 
 
-def _collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-    return {"pixels": torch.stack([x for x, _ in samples]), "labels": torch.tensor([y for _, y in samples])}
-
-
-USES = ("live", "lightning", "trainer", "watch", "compare")
+USES = {each.__name__: each for each in (live, watch, compare)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -226,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for name in chosen.uses or USES:
         try:
-            getattr(Use(chosen.device, chosen.quick), name)()
+            USES[name](chosen.device, QUICK if chosen.quick else FULL, 0.5 if chosen.quick else 10.0)
         except Exception:  # what follows is worth its time on a machine that is lent for minutes
             traceback.print_exc()
             print(f"FAILED: {name}", flush=True)

@@ -39,22 +39,22 @@ def run_attempt(environment: Environment, module: str, name: str, attempt: Attem
         text=True,
         start_new_session=True,
     )
-    wrong = {"library": attempt.library, "version": "?", "what": attempt.what, "outcome": "wrong"}
     begun = time.monotonic()
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
         return Outcome(**json.loads(out.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return Outcome(
-            **wrong, sentence=f"no answer within {DEADLINE_S:.0f} s", seconds=round(time.monotonic() - begun, 1)
-        )
+        sentence = f"no answer within {DEADLINE_S:.0f} s"
     except (IndexError, json.JSONDecodeError):
-        last = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
-        return Outcome(**wrong, sentence=last, seconds=round(time.monotonic() - begun, 1))
+        sentence = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.communicate()
+    return Outcome(
+        library=attempt.library, version="?", what=attempt.what, outcome="wrong", sentence=sentence,
+        seconds=round(time.monotonic() - begun, 1),
+    )  # fmt: skip
 
 
 def outcomes_of(environment: Environment) -> list[Outcome]:
@@ -62,15 +62,8 @@ def outcomes_of(environment: Environment) -> list[Outcome]:
     why_not = environment.make()
     if why_not is None and attempts:
         return [run_attempt(environment, *each) for each in attempts]
-    return [
-        Outcome(
-            library=environment.library,
-            version="-",
-            what="-",
-            outcome="not tried",
-            sentence=why_not or "no attempt yet",
-        )
-    ]
+    sentence = why_not or "no attempt yet"
+    return [Outcome(library=environment.library, version="-", what="-", outcome="not tried", sentence=sentence)]
 
 
 def main() -> None:
@@ -85,10 +78,7 @@ def main() -> None:
             continue
         kept[environment.library] = []
         for each in outcomes_of(environment):
-            print(
-                f"{each.library} {each.version}: {each.what}: {each.outcome}: {each.config or each.sentence}",
-                flush=True,
-            )
+            print(f"{each.library}: {each.what}: {each.outcome}: {each.config or each.sentence}", flush=True)
             wrong += each.outcome == "wrong"
             kept[environment.library].append(row(each))
         rows = [each for known in ENVIRONMENTS for each in kept.get(known.library, [])]

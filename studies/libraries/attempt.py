@@ -31,8 +31,8 @@ class Job:
 
     given: Any
     model: Any = None
-    epoch: Callable[[Any], Iterable[Any]]
-    """Given the result, the batches of an epoch from the library's own constructor."""
+    epoch: Callable[[Any], Iterable[Any]] = field(default=lambda result: ())
+    """Given the result, the batches of an epoch from the library's own constructor; none of what is to be refused."""
     options: dict[str, Any] = field(default_factory=dict)
     batch: float | None = None
     """Samples of a batch, where the attempt knows."""

@@ -85,7 +85,6 @@ except RuntimeError:
         library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
 ENVIRONMENTS = (
-    Environment("torch"),
     Environment("torchdata"),
     Environment("datasets"),
     Environment("transformers"),

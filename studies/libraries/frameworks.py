@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from studies.libraries.attempt import Attempts, Job
-from studies.libraries.structures import BATCH, CLASSES, ROWS, WIDTH, folder, net, rows
+from studies.libraries.structures import BATCH, CLASSES, ROWS, WIDTH, dataset, folder, loader, net, rows
 
 ATTEMPTS = Attempts()
 
@@ -24,23 +25,19 @@ class Labelled(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         logits = self.net(x)
-        return (
-            {"logits": logits}
-            if labels is None
-            else {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-        )
+        loss = {} if labels is None else {"loss": functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
+
+
+def plain(**config: Any) -> Any:
+    return DataLoader(rows(), BATCH, shuffle=True, **config)
 
 
 @ATTEMPTS.of("torchdata", "`StatefulDataLoader(ds)`")
 def stateful() -> Job:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return Job(
-        given=StatefulDataLoader(rows(), batch_size=BATCH, shuffle=True),
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: StatefulDataLoader(rows(), batch_size=BATCH, shuffle=True, **result.best.to_kwargs()),
-    )
+    return loader(lambda **config: StatefulDataLoader(rows(), batch_size=BATCH, shuffle=True, **config))
 
 
 @ATTEMPTS.of("torchdata", "`nodes.Loader(...)`")
@@ -48,7 +45,7 @@ def nodes() -> Job:
     from torchdata import nodes
 
     root = nodes.Batcher(nodes.SamplerWrapper(torch.utils.data.RandomSampler(range(ROWS))), BATCH)
-    return Job(given=nodes.Loader(nodes.ParallelMapper(root, torch.tensor, 2)), epoch=lambda result: [])
+    return Job(given=nodes.Loader(nodes.ParallelMapper(root, torch.tensor, 2)))
 
 
 def hf_dataset() -> Any:
@@ -62,63 +59,40 @@ def hf_dataset() -> Any:
 
 @ATTEMPTS.of("datasets", "`ds.with_format('torch')`, `batch_size=16`")
 def with_format() -> Job:
-    data = hf_dataset().with_format("torch")
-    return Job(
-        given=data,
-        model=Labelled(),
-        options={"batch_size": BATCH},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, shuffle=True, **result.best.to_kwargs()),
-    )
+    return dataset(hf_dataset().with_format("torch"), Labelled())
 
 
 @ATTEMPTS.of("datasets", "the same, and a model that knows neither key")
 def with_other_keys() -> Job:
     data = hf_dataset().rename_columns({"x": "signal_a"}).add_column("signal_b", [0.0] * ROWS).with_format("torch")
-    return Job(given=data, model=net(), options={"batch_size": BATCH}, epoch=lambda result: [])
+    return Job(given=data, model=net(), options={"batch_size": BATCH})
 
 
 @ATTEMPTS.of("datasets", "`ds.to_iterable_dataset(num_shards=4).with_format('torch')`")
 def shards() -> Job:
-    data = hf_dataset().to_iterable_dataset(num_shards=4).with_format("torch")
-    return Job(
-        given=data,
-        model=Labelled(),
-        options={"batch_size": BATCH},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, **result.best.to_kwargs()),
-    )
+    return dataset(hf_dataset().to_iterable_dataset(num_shards=4).with_format("torch"), Labelled(), shuffle=False)
 
 
 @ATTEMPTS.of("datasets", "`DataLoader(iterable.batch(16), batch_size=None)`")
 def own_batches() -> Job:
     data = hf_dataset().to_iterable_dataset(num_shards=4).with_format("torch").batch(BATCH)
-    return Job(
-        given=DataLoader(data, batch_size=None),
-        model=Labelled(),
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, batch_size=None, **result.best.to_kwargs()),
-    )
+    return loader(lambda **config: DataLoader(data, batch_size=None, **config), Labelled())
 
 
 @ATTEMPTS.of("datasets", "a `DatasetDict`")
 def dataset_dict() -> Job:
     from datasets import DatasetDict
 
-    return Job(given=DatasetDict(train=hf_dataset(), test=hf_dataset()), model=Labelled(), epoch=lambda result: [])
+    return Job(given=DatasetDict(train=hf_dataset(), test=hf_dataset()), model=Labelled())
 
 
 def bert() -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         num_labels=CLASSES,
-    )
+    )  # fmt: skip
     return BertForSequenceClassification(config)
 
 
@@ -132,22 +106,13 @@ def tokens() -> Any:
 def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
     ids = [torch.tensor(each["input_ids"]) for each in samples]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    return {
-        "input_ids": padded,
-        "attention_mask": padded > 0,
-        "labels": torch.tensor([each["label"] for each in samples]),
-    }
+    labels = torch.tensor([each["label"] for each in samples])
+    return {"input_ids": padded, "attention_mask": padded > 0, "labels": labels}
 
 
 @ATTEMPTS.of("transformers", "a dataset, a `BertForSequenceClassification` and `collate_fn=`")
 def transformer() -> Job:
-    return Job(
-        given=tokens(),
-        model=bert(),
-        options={"batch_size": BATCH, "collate_fn": collate},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(tokens(), BATCH, shuffle=True, collate_fn=collate, **result.best.to_kwargs()),
-    )
+    return dataset(tokens(), bert(), collate_fn=collate)
 
 
 def trainer(**arguments: Any) -> Any:
@@ -162,7 +127,7 @@ def trainer(**arguments: Any) -> Any:
 
 @ATTEMPTS.of("transformers", "`Trainer`")
 def hf_trainer() -> Job:
-    return Job(given=trainer(), epoch=lambda result: [])
+    return Job(given=trainer())
 
 
 @ATTEMPTS.of("transformers", "`plain_loader(trainer)`, as `tune_trainer(trainer)` does it")
@@ -179,36 +144,24 @@ def hf_trainer_tuned() -> Job:
     return Job(given=plain_loader(own), model=own.model, batch=BATCH, epoch=epoch)
 
 
-@ATTEMPTS.of("accelerate", "the loader before `prepare()`")
-def before_prepare() -> Job:
+def accelerated(own: Any) -> Any:
     from accelerate import Accelerator
 
+    return Accelerator(cpu=True).prepare(own)
+
+
+@ATTEMPTS.of("accelerate", "the loader before `prepare()`")
+def before_prepare() -> Job:
     from autotune_loader.pipeline.build import rebuild
 
-    loader = DataLoader(rows(), BATCH, shuffle=True)
-    return Job(
-        given=loader,
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: Accelerator(cpu=True).prepare(rebuild(loader, result.best)),
-    )
+    own = plain()
+    return Job(given=own, model=net(), batch=BATCH, epoch=lambda result: accelerated(rebuild(own, result.best)))
 
 
 @ATTEMPTS.of("accelerate", "the loader that `prepare()` returned")
 def prepared() -> Job:
-    from accelerate import Accelerator
-
-    own = DataLoader(rows(), BATCH, shuffle=True)
-    loader = Accelerator(cpu=True).prepare(own)
-    return Job(
-        given=loader,
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: Accelerator(cpu=True).prepare(
-            DataLoader(rows(), BATCH, shuffle=True, **result.best.to_kwargs())
-        ),
-        after=lambda: list(loader),
-    )
+    job = loader(lambda **config: accelerated(plain(**config)))
+    return replace(job, after=lambda: list(job.given))
 
 
 def lightning_module() -> Any:
@@ -244,7 +197,7 @@ def data_module() -> Any:
 
     class Data(pl.LightningDataModule):  # type: ignore[misc, name-defined]
         def train_dataloader(self) -> Any:
-            return DataLoader(rows(), BATCH, shuffle=True)
+            return plain()
 
     return Data()
 
@@ -253,20 +206,20 @@ def data_module() -> Any:
 def module() -> Job:
     def epoch(result: Any) -> Iterator[Any]:
         loop = lightning_trainer()
-        loop.fit(lightning_module(), DataLoader(rows(), BATCH, shuffle=True, **result.best.to_kwargs()))
+        loop.fit(lightning_module(), plain(**result.best.to_kwargs()))
         yield from range(loop.global_step)
 
-    return Job(given=DataLoader(rows(), BATCH, shuffle=True), model=lightning_module(), batch=BATCH, epoch=epoch)
+    return Job(given=plain(), model=lightning_module(), batch=BATCH, epoch=epoch)
 
 
 @ATTEMPTS.of("lightning", "`Trainer`")
 def pl_trainer() -> Job:
-    return Job(given=lightning_trainer(), model=lightning_module(), epoch=lambda result: [])
+    return Job(given=lightning_trainer(), model=lightning_module())
 
 
 @ATTEMPTS.of("lightning", "`LightningDataModule`")
 def pl_data_module() -> Job:
-    return Job(given=data_module(), model=lightning_module(), epoch=lambda result: [])
+    return Job(given=data_module(), model=lightning_module())
 
 
 @ATTEMPTS.of("lightning", "`datamodule.train_dataloader()`, and `tuned(model, datamodule, config=...)` to fit")
@@ -281,22 +234,17 @@ def pl_tuned() -> Job:
     return Job(given=data_module().train_dataloader(), model=lightning_module(), batch=BATCH, epoch=epoch)
 
 
-@ATTEMPTS.of("lightning", "`CombinedLoader({'a': loader, 'b': loader})`")
-def combined() -> Job:
+def combined_of(names: str, **config: Any) -> Any:
     from lightning.pytorch.utilities import CombinedLoader
 
-    return Job(
-        given=CombinedLoader({name: DataLoader(rows(), BATCH) for name in "ab"}), model=net(), epoch=lambda result: []
-    )
+    return CombinedLoader({name: plain(**config) for name in names})
+
+
+@ATTEMPTS.of("lightning", "`CombinedLoader({'a': loader, 'b': loader})`")
+def combined() -> Job:
+    return Job(given=combined_of("ab"), model=net())
 
 
 @ATTEMPTS.of("lightning", "`CombinedLoader(loader)`")
 def combined_one() -> Job:
-    from lightning.pytorch.utilities import CombinedLoader
-
-    return Job(
-        given=CombinedLoader({"a": DataLoader(rows(), BATCH, shuffle=True)}),
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: CombinedLoader({"a": DataLoader(rows(), BATCH, shuffle=True, **result.best.to_kwargs())}),
-    )
+    return loader(lambda **config: combined_of("a", **config))

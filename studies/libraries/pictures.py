@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from studies.libraries.attempt import Attempts, Job
-from studies.libraries.structures import BATCH, CLASSES, folder
+from studies.libraries.structures import BATCH, CLASSES, dataset, folder, loader
 
 ATTEMPTS = Attempts()
 PICTURES, SIDE = 128, 32
@@ -46,14 +48,7 @@ def image_folder() -> Any:
 
 @ATTEMPTS.of("torchvision", "`ImageFolder(root, transform)`, `batch_size=16`")
 def folder_of_pictures() -> Job:
-    data = image_folder()
-    return Job(
-        given=data,
-        model=convolutions(),
-        options={"batch_size": BATCH},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, shuffle=True, **result.best.to_kwargs()),
-    )
+    return dataset(image_folder(), convolutions())
 
 
 def timm_loader(**arguments: Any) -> Any:
@@ -65,37 +60,39 @@ def timm_loader(**arguments: Any) -> Any:
     )
 
 
+def bytes_step(model: Any, batch: Any) -> Any:
+    pixels, labels = (each.as_subclass(torch.Tensor) for each in batch)
+    return functional.cross_entropy(model(pixels.float()), labels)
+
+
 @ATTEMPTS.of("timm", "`create_loader(..., use_prefetcher=True)`")
 def timm_prefetcher() -> Job:
-    return Job(given=timm_loader(), model=convolutions(), batch=BATCH, epoch=lambda result: [])
+    return Job(given=timm_loader(), model=convolutions(), batch=BATCH)
 
 
 @ATTEMPTS.of("timm", "the same with `train_step=`, which takes the bytes that the inner loader gives")
 def timm_prefetcher_with_step() -> Job:
-    def step(model: Any, batch: Any) -> Any:
-        return functional.cross_entropy(model(batch[0].float()), batch[1])
-
     return Job(
         given=timm_loader(),
         model=convolutions(),
-        options={"train_step": step},
+        options={"train_step": bytes_step},
         batch=BATCH,
         epoch=lambda result: timm_loader(num_workers=result.best.num_workers),
     )
 
 
-@ATTEMPTS.of("timm", "`create_loader(..., use_prefetcher=False, use_multi_epochs_loader=True)`")
-def timm_multi_epochs() -> Job:
+def rebuilt(own: Any, model: Any) -> Job:
+    """Of a loader that is constructed again by `rebuild()`, and is as it was afterwards."""
     from autotune_loader.pipeline.build import rebuild
 
-    loader = timm_loader(use_prefetcher=False, use_multi_epochs_loader=True)
     return Job(
-        given=loader,
-        model=convolutions(),
-        batch=BATCH,
-        epoch=lambda result: rebuild(loader, result.best),
-        after=lambda: list(loader),
+        given=own, model=model, batch=BATCH, epoch=lambda result: rebuild(own, result.best), after=lambda: list(own)
     )
+
+
+@ATTEMPTS.of("timm", "`create_loader(..., use_prefetcher=False, use_multi_epochs_loader=True)`")
+def timm_multi_epochs() -> Job:
+    return rebuilt(timm_loader(use_prefetcher=False, use_multi_epochs_loader=True), convolutions())
 
 
 class Augmented(Dataset[Any]):
@@ -116,12 +113,7 @@ def albumentations() -> Job:
     from albumentations.pytorch import ToTensorV2
 
     data = Augmented(A.Compose([A.HorizontalFlip(), A.RandomBrightnessContrast(), A.Normalize(), ToTensorV2()]))
-    return Job(
-        given=DataLoader(data, BATCH, shuffle=True),
-        model=convolutions(),
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, shuffle=True, **result.best.to_kwargs()),
-    )
+    return loader(lambda **config: DataLoader(data, BATCH, shuffle=True, **config), convolutions())
 
 
 def fastai_loaders(**config: Any) -> Any:
@@ -147,71 +139,50 @@ class AsDataset(Dataset[Any]):
 
 @ATTEMPTS.of("fastai", "`ImageDataLoaders.from_folder(...)`")
 def fastai() -> Job:
-    return Job(given=fastai_loaders(num_workers=0), model=convolutions(), epoch=lambda result: [])
+    return Job(given=fastai_loaders(num_workers=0), model=convolutions())
 
 
 @ATTEMPTS.of("fastai", "`dls.train`")
 def fastai_train() -> Job:
-    return Job(given=fastai_loaders(num_workers=0).train, model=convolutions(), epoch=lambda result: [])
+    return Job(given=fastai_loaders(num_workers=0).train, model=convolutions())
 
 
 @ATTEMPTS.of("fastai", "`AsDataset(dls.train)`, with `collate_fn=dls.train.do_batch`")
 def fastai_as_dataset() -> Job:
-    def step(model: Any, batch: Any) -> Any:
-        return functional.cross_entropy(
-            model(batch[0].float().as_subclass(torch.Tensor)), batch[1].as_subclass(torch.Tensor)
-        )
-
     dl = fastai_loaders(num_workers=0).train
     return Job(
         given=AsDataset(dl),
         model=convolutions(),
-        options={"batch_size": dl.bs, "collate_fn": dl.do_batch, "train_step": step},
+        options={"batch_size": dl.bs, "collate_fn": dl.do_batch, "train_step": bytes_step},
         batch=BATCH,
         epoch=lambda result: fastai_loaders(num_workers=result.best.num_workers).train,
     )
-
-
-def monai_data() -> list[dict[str, Any]]:
-    return [
-        {"image": np.full((1, 8, 8, 8), index, dtype=np.float32), "label": index % CLASSES} for index in range(PICTURES)
-    ]
 
 
 def monai_dataset(kind: str = "Dataset") -> Any:
     import monai
     from monai.transforms import Compose, EnsureTyped, RandFlipd, ScaleIntensityd
 
+    volumes = [np.full((1, 8, 8, 8), index, dtype=np.float32) for index in range(PICTURES)]
+    data = [{"image": volume, "label": index % CLASSES} for index, volume in enumerate(volumes)]
     steps = [ScaleIntensityd(keys="image"), RandFlipd(keys="image", prob=0.5), EnsureTyped(keys="image")]
-    return getattr(monai.data, kind)(monai_data(), Compose(steps))
+    return getattr(monai.data, kind)(data, Compose(steps))
 
 
 @ATTEMPTS.of("monai", "`monai.data.DataLoader(Dataset(...))`")
 def monai_loader() -> Job:
-    import monai
+    from monai.data import DataLoader as MonaiLoader
 
-    def loader(**config: Any) -> Any:
-        return monai.data.DataLoader(monai_dataset(), batch_size=BATCH, shuffle=True, **config)
-
-    return Job(
-        given=loader(), model=convolutions(3, 1), batch=BATCH, epoch=lambda result: loader(**result.best.to_kwargs())
+    return loader(
+        lambda **config: MonaiLoader(monai_dataset(), batch_size=BATCH, shuffle=True, **config), convolutions(3, 1)
     )
 
 
 @ATTEMPTS.of("monai", "`ThreadDataLoader(CacheDataset(...))`, rebuilt by `rebuild()`")
 def monai_threads() -> Job:
-    import monai
+    from monai.data import ThreadDataLoader
 
-    from autotune_loader.pipeline.build import rebuild
-
-    loader = monai.data.ThreadDataLoader(monai_dataset("CacheDataset"), batch_size=BATCH, shuffle=True)
-    return Job(
-        given=loader,
-        model=convolutions(3, 1),
-        batch=BATCH,
-        epoch=lambda result: rebuild(loader, result.best),
-        after=lambda: list(loader),
-    )
+    return rebuilt(ThreadDataLoader(monai_dataset("CacheDataset"), batch_size=BATCH, shuffle=True), convolutions(3, 1))
 
 
 def subjects() -> Any:
@@ -227,26 +198,14 @@ def torchio_step(model: Any, batch: Any) -> Any:
     return functional.cross_entropy(model(batch["ct"]["data"]), torch.as_tensor(batch["label"]))
 
 
-def subjects_loader(data: Any, **config: Any) -> Any:
+def torchio(data: Callable[[], Any]) -> Job:
     import torchio as tio
 
-    return tio.SubjectsLoader(data, batch_size=8, **config)
-
-
-@ATTEMPTS.of("torchio", "`SubjectsLoader(SubjectsDataset(...))`")
-def torchio_subjects() -> Job:
-    return Job(
-        given=subjects_loader(subjects()),
-        model=convolutions(3, 1),
-        options={"train_step": torchio_step},
-        batch=8,
-        epoch=lambda result: subjects_loader(subjects(), **result.best.to_kwargs()),
-    )
-
-
-@ATTEMPTS.of("torchio", "the same without a `train_step`")
-def torchio_inferred() -> Job:
-    return Job(given=subjects_loader(subjects()), model=convolutions(3, 1), epoch=lambda result: [])
+    job = loader(
+        lambda **config: tio.SubjectsLoader(data(), batch_size=8, **config),
+        convolutions(3, 1), batch=8, options={"train_step": torchio_step},
+    )  # fmt: skip
+    return replace(job, after=lambda: list(job.given))
 
 
 def queue(workers: int) -> Any:
@@ -257,30 +216,24 @@ def queue(workers: int) -> Any:
     )
 
 
+@ATTEMPTS.of("torchio", "`SubjectsLoader(SubjectsDataset(...))`")
+def torchio_subjects() -> Job:
+    return torchio(subjects)
+
+
+@ATTEMPTS.of("torchio", "the same without a `train_step`")
+def torchio_inferred() -> Job:
+    return replace(torchio(subjects), options={})
+
+
 @ATTEMPTS.of("torchio", "`SubjectsLoader(Queue(..., num_workers=0))`")
 def torchio_queue() -> Job:
-    loader = subjects_loader(queue(0))
-    return Job(
-        given=loader,
-        model=convolutions(3, 1),
-        options={"train_step": torchio_step},
-        batch=8,
-        epoch=lambda result: subjects_loader(queue(0), **result.best.to_kwargs()),
-        after=lambda: list(loader),
-    )
+    return torchio(lambda: queue(0))
 
 
 @ATTEMPTS.of("torchio", "`SubjectsLoader(Queue(..., num_workers=2))`")
 def torchio_queue_with_workers() -> Job:
-    loader = subjects_loader(queue(2))
-    return Job(
-        given=loader,
-        model=convolutions(3, 1),
-        options={"train_step": torchio_step},
-        batch=8,
-        epoch=lambda result: subjects_loader(queue(2), **result.best.to_kwargs()),
-        after=lambda: list(loader),
-    )
+    return torchio(lambda: queue(2))
 
 
 @ATTEMPTS.of("nvidia-dali-cuda120", "`DALIGenericIterator(pipeline)`, on the CPU")
@@ -294,4 +247,4 @@ def dali() -> Job:
 
     made = pipeline()
     made.build()
-    return Job(given=DALIGenericIterator([made], ["x"], size=256), epoch=lambda result: [])
+    return Job(given=DALIGenericIterator([made], ["x"], size=256))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from studies.libraries.attempt import Attempts, Job
-from studies.libraries.structures import BATCH, CLASSES, ROWS, WIDTH, folder, net
+from studies.libraries.structures import BATCH, CLASSES, ROWS, WIDTH, dataset, folder, loader, net
 
 ATTEMPTS = Attempts()
 SHARDS = 8
@@ -31,54 +31,47 @@ def litdata_folder() -> str:
     return path
 
 
-def litdata_step(model: Any, batch: Any) -> Any:
+def dict_step(model: Any, batch: Any) -> Any:
     return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def litdata_loads(data: Any) -> Callable[..., Any]:
+    from litdata import StreamingDataLoader
+
+    return lambda **config: StreamingDataLoader(data, batch_size=BATCH, **config)
 
 
 @ATTEMPTS.of("litdata", "`StreamingDataset(folder)`, `batch_size=16`")
 def litdata_dataset() -> Job:
-    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata import StreamingDataset
 
     data = StreamingDataset(litdata_folder(), shuffle=True)
+    make = litdata_loads(data)
     return Job(
         given=data,
         model=net(),
-        options={"batch_size": BATCH, "train_step": litdata_step},
+        options={"batch_size": BATCH, "train_step": dict_step},
         batch=BATCH,
-        epoch=lambda result: StreamingDataLoader(data, batch_size=BATCH, **result.best.to_kwargs()),
-        after=lambda: list(StreamingDataLoader(data, batch_size=BATCH)),
+        epoch=lambda result: make(**result.best.to_kwargs()),
+        after=lambda: list(make()),
     )
 
 
 @ATTEMPTS.of("litdata", "`StreamingDataLoader(StreamingDataset(folder))`")
 def litdata_loader() -> Job:
-    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata import StreamingDataset
 
-    data = StreamingDataset(litdata_folder(), shuffle=True)
-    own = StreamingDataLoader(data, batch_size=BATCH)
-    return Job(
-        given=own,
-        model=net(),
-        options={"train_step": litdata_step},
-        batch=BATCH,
-        epoch=lambda result: StreamingDataLoader(data, batch_size=BATCH, **result.best.to_kwargs()),
-        after=lambda: list(own),
-    )
+    make = litdata_loads(StreamingDataset(litdata_folder(), shuffle=True))
+    return loader(make, options={"train_step": dict_step}, after=lambda: list(make()))
 
 
 @ATTEMPTS.of("litdata", "`StreamingDataLoader(CombinedStreamingDataset([a, b]))`")
 def litdata_combined() -> Job:
-    from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
+    from litdata import CombinedStreamingDataset, StreamingDataset
 
     parts = [StreamingDataset(litdata_folder()) for _ in range(2)]
     data = CombinedStreamingDataset(parts, seed=0, weights=[0.5, 0.5], iterate_over_all=False)
-    return Job(
-        given=StreamingDataLoader(data, batch_size=BATCH),
-        model=net(),
-        options={"train_step": litdata_step},
-        batch=BATCH,
-        epoch=lambda result: StreamingDataLoader(data, batch_size=BATCH, **result.best.to_kwargs()),
-    )
+    return loader(litdata_loads(data), options={"train_step": dict_step})
 
 
 def tars() -> list[str]:
@@ -103,54 +96,33 @@ def web_samples() -> Any:
     return wds.WebDataset(tars(), shardshuffle=False).decode().to_tuple("x.pth", "cls")
 
 
+def web_loads(data: Any) -> Callable[..., Any]:
+    import webdataset as wds
+
+    return lambda **config: wds.WebLoader(data, batch_size=None, **config)
+
+
 @ATTEMPTS.of("webdataset", "`WebDataset(shards).decode().to_tuple(...)`, `batch_size=16`")
 def web_dataset() -> Job:
-    data = web_samples()
-    return Job(
-        given=data,
-        model=net(),
-        options={"batch_size": BATCH},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, **result.best.to_kwargs()),
-    )
+    return dataset(web_samples(), shuffle=False)
 
 
 @ATTEMPTS.of("webdataset", "`WebDataset(shards)....batched(16)`")
 def web_batched() -> Job:
-    import webdataset as wds
-
     data = web_samples().batched(BATCH)
-    return Job(
-        given=data,
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: wds.WebLoader(data, batch_size=None, **result.best.to_kwargs()),
-    )
+    make = web_loads(data)
+    return Job(given=data, model=net(), batch=BATCH, epoch=lambda result: make(**result.best.to_kwargs()))
 
 
 @ATTEMPTS.of("webdataset", "`WebLoader(dataset.batched(16), batch_size=None)`")
 def web_loader() -> Job:
-    import webdataset as wds
-
-    data = web_samples().batched(BATCH)
-    return Job(
-        given=wds.WebLoader(data, batch_size=None),
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: wds.WebLoader(data, batch_size=None, **result.best.to_kwargs()),
-    )
+    return loader(web_loads(web_samples().batched(BATCH)))
 
 
 @ATTEMPTS.of("webdataset", "`WebLoader(...).unbatched().shuffle(100).batched(16)`")
 def web_loader_rebatched() -> Job:
-    import webdataset as wds
-
-    data = web_samples().batched(BATCH)
-
-    def loader(**config: Any) -> Any:
-        return wds.WebLoader(data, batch_size=None, **config).unbatched().shuffle(100).batched(BATCH)
-
-    return Job(given=loader(), model=net(), batch=BATCH, epoch=lambda result: loader(**result.best.to_kwargs()))
+    make = web_loads(web_samples().batched(BATCH))
+    return loader(lambda **config: make(**config).unbatched().shuffle(100).batched(BATCH))
 
 
 def mosaic_folder() -> str:
@@ -163,23 +135,12 @@ def mosaic_folder() -> str:
     return path
 
 
-def still_works(data: Any) -> Iterator[Any]:
-    return iter([sum(1 for _ in DataLoader(data, BATCH))])
-
-
 @ATTEMPTS.of("mosaicml-streaming", "`StreamingDataset(local=folder, batch_size=16)`")
 def mosaic() -> Job:
     from streaming import StreamingDataset
 
     data = StreamingDataset(local=mosaic_folder(), batch_size=BATCH, shuffle=True)
-    return Job(
-        given=data,
-        model=net(),
-        options={"batch_size": BATCH, "train_step": litdata_step},
-        batch=BATCH,
-        epoch=lambda result: DataLoader(data, BATCH, **result.best.to_kwargs()),
-        after=lambda: list(still_works(data)),
-    )
+    return dataset(data, shuffle=False, train_step=dict_step)
 
 
 @ATTEMPTS.of("mosaicml-streaming", "`LocalDataset(folder)`, then the configuration with `StreamingDataset`")
@@ -187,16 +148,14 @@ def mosaic_local() -> Job:
     from streaming import LocalDataset, StreamingDataset
 
     path = mosaic_folder()
-
-    def epoch(result: Any) -> Any:
-        return DataLoader(StreamingDataset(local=path, batch_size=BATCH), BATCH, **result.best.to_kwargs())
-
     return Job(
         given=LocalDataset(path),
         model=net(),
-        options={"batch_size": BATCH, "train_step": litdata_step},
+        options={"batch_size": BATCH, "train_step": dict_step},
         batch=BATCH,
-        epoch=epoch,
+        epoch=lambda result: DataLoader(
+            StreamingDataset(local=path, batch_size=BATCH), BATCH, **result.best.to_kwargs()
+        ),
     )
 
 
@@ -207,4 +166,4 @@ def ray_data() -> Job:
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     data = ray.data.from_items([{"x": [float(index)] * WIDTH, "y": index % CLASSES} for index in range(ROWS)])
-    return Job(given=data.iter_torch_batches(batch_size=BATCH), model=net(), epoch=lambda result: [])
+    return Job(given=data.iter_torch_batches(batch_size=BATCH), model=net())

@@ -1,31 +1,44 @@
-"""Attempts with torch's own samplers and datasets, tables, graphs, and batches that are objects."""
+"""Attempts with tables, graphs, samplers of other libraries, and batches that are objects."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, TensorDataset
 
 from studies.libraries.attempt import Attempts, Job
 
 ROWS, WIDTH, CLASSES, BATCH = 512, 16, 4, 16
 SAMPLE_S = 0.001
 ATTEMPTS = Attempts()
+
+
+def loader(make: Callable[..., Any], model: Any = None, *, batch: float | None = BATCH, **more: Any) -> Job:
+    """Of a loader that `make(**kwargs)` constructs: it is constructed again with what was chosen."""
+    return Job(
+        given=make(), model=model or net(), batch=batch, epoch=lambda result: make(**result.best.to_kwargs()), **more
+    )
+
+
+def dataset(data: Any, model: Any = None, *, shuffle: bool = True, **options: Any) -> Job:
+    """Of a dataset that is passed with a batch size."""
+
+    def epoch(result: Any) -> Any:
+        kwargs = {name: options[name] for name in ("collate_fn",) if name in options}
+        return DataLoader(data, BATCH, shuffle=shuffle, **kwargs, **result.best.to_kwargs())
+
+    return Job(given=data, model=model or net(), options={"batch_size": BATCH, **options}, batch=BATCH, epoch=epoch)
+
+
+def folder() -> str:
+    """A place for files that the process leaves behind."""
+    return tempfile.mkdtemp(prefix="autotune_loader_libraries_")
 
 
 def net(inputs: int = WIDTH) -> torch.nn.Module:
@@ -48,110 +61,11 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-@ATTEMPTS.of("torch", "`DataLoader(ds, batch_sampler=...)`, then `result.make_loader(ds)`")
-def batch_sampler() -> Job:
-    data, batches = rows(), BatchSampler(RandomSampler(range(ROWS)), BATCH, drop_last=True)
-    loader = DataLoader(data, batch_sampler=batches)
-    return Job(given=loader, model=net(), batch=BATCH, epoch=lambda result: result.make_loader(data))
-
-
-@ATTEMPTS.of("torch", "`DataLoader(ds, sampler=WeightedRandomSampler(...))`, then `result.make_loader(ds)`")
-def weighted() -> Job:
-    data, sampler = rows(), WeightedRandomSampler([1.0, 0.0, 0.0, 0.0] * (ROWS // CLASSES), ROWS)
-
-    def epoch(result: Any) -> Iterator[Any]:
-        for batch in result.make_loader(data):
-            assert set(batch[1].tolist()) == {0}, "the sampler is not used"
-            yield batch
-
-    return Job(given=DataLoader(data, BATCH, sampler=sampler), model=net(), batch=BATCH, epoch=epoch)
-
-
-@ATTEMPTS.of("torch", "`DataLoader(ds, sampler=BatchSampler(...), batch_size=None)`")
-def batch_sampler_as_sampler() -> Job:
-    def loader(**config: Any) -> Any:
-        order = BatchSampler(RandomSampler(range(ROWS)), BATCH, drop_last=True)
-        return DataLoader(rows(), sampler=order, batch_size=None, **config)
-
-    return Job(given=loader(), model=net(), batch=BATCH, epoch=lambda result: loader(**result.best.to_kwargs()))
-
-
-class Batches(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        for index in range(info.id if info else 0, ROWS // BATCH, info.num_workers if info else 1):
-            time.sleep(BATCH * SAMPLE_S)
-            yield torch.rand(BATCH, WIDTH) + index, torch.zeros(BATCH, dtype=torch.long)
-
-
-@ATTEMPTS.of("torch", "`DataLoader(stream_of_batches, batch_size=None)`")
-def own_batches() -> Job:
-    return Job(
-        given=DataLoader(Batches(), batch_size=None),
-        model=net(),
-        batch=BATCH,
-        epoch=lambda result: DataLoader(Batches(), batch_size=None, **result.best.to_kwargs()),
-    )
-
-
-@dataclass
-class Sample:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-class ReadyBatches(Dataset[Any]):
-    """`__getitems__` returns a dataclass that is a batch."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(torch.rand(WIDTH), torch.tensor(index % CLASSES))
-
-    def __getitems__(self, indices: list[int]) -> Sample:
-        return Sample(torch.rand(len(indices), WIDTH), torch.tensor(indices) % CLASSES)
-
-
-@ATTEMPTS.of("torch", "a dataset whose `__getitems__` returns a dataclass that is a batch")
-def ready_batches() -> Job:
-    def loader(**config: Any) -> Any:
-        return DataLoader(ReadyBatches(), BATCH, shuffle=True, collate_fn=as_it_is, **config)
-
-    return Job(given=loader(), model=net(), batch=BATCH, epoch=lambda result: loader(**result.best.to_kwargs()))
-
-
-class ThreadLoader(DataLoader[Any]):
-    """A loader with an `__iter__` of its own."""
-
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-
-
-@ATTEMPTS.of("torch", "a subclass of `DataLoader` with an `__iter__` of its own")
-def own_iteration() -> Job:
-    from autotune_loader.pipeline.build import rebuild
-
-    loader = ThreadLoader(rows(), BATCH, shuffle=True)
-    return Job(given=loader, model=net(), batch=BATCH, epoch=lambda result: rebuild(loader, result.best))
-
-
-@ATTEMPTS.of("torch", "`batch_sampler=` a generator")
-def generator_of_batches() -> Job:
-    batches = ([index] for index in range(ROWS))
-    return Job(given=rows(), model=net(), options={"batch_sampler": batches}, epoch=lambda result: [])
-
-
-@ATTEMPTS.of("torch", "a generator of samples")
-def generator() -> Job:
-    return Job(given=(row for row in rows()), model=net(), epoch=lambda result: [])
-
-
 @ATTEMPTS.of("pandas", "a `DataFrame`")
 def data_frame() -> Job:
     import pandas as pd
 
-    return Job(given=pd.DataFrame({"x": range(ROWS), "y": range(ROWS)}), model=net(), epoch=lambda result: [])
+    return Job(given=pd.DataFrame({"x": range(ROWS), "y": range(ROWS)}), model=net())
 
 
 @ATTEMPTS.of("pandas", "its columns as a `TensorDataset`")
@@ -159,14 +73,7 @@ def data_frame_as_tensors() -> Job:
     import pandas as pd
 
     frame = pd.DataFrame(torch.rand(ROWS, WIDTH).numpy()).assign(y=[index % CLASSES for index in range(ROWS)])
-    data = TensorDataset(torch.tensor(frame.drop(columns="y").values), torch.tensor(frame["y"].values))
-    return Job(
-        given=data,
-        model=net(),
-        options={"batch_size": BATCH},
-        batch=BATCH,
-        epoch=lambda result: result.make_loader(data, shuffle=True),
-    )
+    return dataset(TensorDataset(torch.tensor(frame.drop(columns="y").values), torch.tensor(frame["y"].values)))
 
 
 def graphs() -> list[Any]:
@@ -204,26 +111,21 @@ def graph_loader() -> Job:
 
     from autotune_loader.pipeline.build import rebuild
 
-    loader = GraphLoader(graphs(), batch_size=BATCH, shuffle=True, follow_batch=["x"])
+    own = GraphLoader(graphs(), batch_size=BATCH, shuffle=True, follow_batch=["x"])
 
     def epoch(result: Any) -> Iterator[Any]:
-        for batch in rebuild(loader, result.best):
+        for batch in rebuild(own, result.best):
             assert hasattr(batch, "x_batch"), "follow_batch is dropped"
             yield batch
 
-    return Job(given=loader, model=GraphNet(), options={"train_step": graph_step}, batch=BATCH, epoch=epoch)
+    return Job(given=own, model=GraphNet(), options={"train_step": graph_step}, batch=BATCH, epoch=epoch)
 
 
 @ATTEMPTS.of("torch_geometric", "the same without a `train_step`")
 def graph_loader_inferred() -> Job:
     from torch_geometric.loader import DataLoader as GraphLoader
 
-    return Job(
-        given=GraphLoader(graphs(), batch_size=BATCH, shuffle=True),
-        model=GraphNet(),
-        batch=BATCH,
-        epoch=lambda result: GraphLoader(graphs(), batch_size=BATCH, **result.best.to_kwargs()),
-    )
+    return loader(lambda **config: GraphLoader(graphs(), batch_size=BATCH, shuffle=True, **config), GraphNet())
 
 
 @ATTEMPTS.of("torch_geometric", "`DynamicBatchSampler(max_num=64)`")
@@ -233,15 +135,10 @@ def dynamic_batches() -> Job:
 
     data = graphs()
 
-    def loader(**config: Any) -> Any:
+    def make(**config: Any) -> Any:
         return GraphLoader(data, batch_sampler=DynamicBatchSampler(data, max_num=64, mode="node"), **config)
 
-    return Job(
-        given=loader(),
-        model=GraphNet(),
-        options={"train_step": graph_step},
-        epoch=lambda result: loader(**result.best.to_kwargs()),
-    )
+    return loader(make, GraphNet(), batch=None, options={"train_step": graph_step})
 
 
 def node_loader(**arguments: Any) -> Any:
@@ -271,22 +168,12 @@ def node_step(model: Any, data: Any) -> Any:
 
 @ATTEMPTS.of("torch_geometric", "`NodeLoader(data, node_sampler=...)`, the base of `NeighborLoader`")
 def nodes() -> Job:
-    return Job(
-        given=node_loader(),
-        model=net(),
-        options={"train_step": node_step},
-        epoch=lambda result: node_loader(**result.best.to_kwargs()),
-    )
+    return loader(node_loader, batch=None, options={"train_step": node_step})
 
 
 @ATTEMPTS.of("torch_geometric", "`NodeLoader(..., filter_per_worker=False)`")
 def nodes_filtered_outside() -> Job:
-    return Job(
-        given=node_loader(filter_per_worker=False),
-        model=net(),
-        options={"train_step": node_step},
-        epoch=lambda result: [],
-    )
+    return Job(given=node_loader(filter_per_worker=False), model=net(), options={"train_step": node_step})
 
 
 def tensor_dict() -> Any:
@@ -297,21 +184,12 @@ def tensor_dict() -> Any:
 
 @ATTEMPTS.of("tensordict", "`DataLoader(TensorDict(...), collate_fn=lambda batch: batch)`")
 def tensordict_loader() -> Job:
-    def loader(**config: Any) -> Any:
-        return DataLoader(tensor_dict(), BATCH, shuffle=True, collate_fn=as_it_is, **config)
-
-    return Job(given=loader(), model=net(), batch=BATCH, epoch=lambda result: loader(**result.best.to_kwargs()))
+    return loader(lambda **config: DataLoader(tensor_dict(), BATCH, shuffle=True, collate_fn=as_it_is, **config))
 
 
 @ATTEMPTS.of("tensordict", "a `TensorDict`, `batch_size=16`")
 def bare_tensordict() -> Job:
-    return Job(
-        given=tensor_dict(),
-        model=net(),
-        options={"batch_size": BATCH, "collate_fn": torch.stack},
-        batch=BATCH,
-        epoch=lambda result: result.make_loader(tensor_dict()),
-    )
+    return dataset(tensor_dict(), collate_fn=torch.stack)
 
 
 @ATTEMPTS.of(
@@ -321,23 +199,15 @@ def per_class() -> Job:
     from pytorch_metric_learning.losses import TripletMarginLoss
     from pytorch_metric_learning.samplers import MPerClassSampler
 
-    data = rows()
-    sampler = MPerClassSampler(
-        (torch.arange(ROWS) % CLASSES).tolist(), m=4, batch_size=BATCH, length_before_new_iter=ROWS
-    )
+    data, labels = rows(), (torch.arange(ROWS) % CLASSES).tolist()
+    own = DataLoader(data, BATCH, sampler=MPerClassSampler(labels, 4, batch_size=BATCH, length_before_new_iter=ROWS))
 
     def epoch(result: Any) -> Iterator[Any]:
         for batch in result.make_loader(data):
             assert batch[1].bincount(minlength=CLASSES).tolist() == [4] * CLASSES, "the sampler is not used"
             yield batch
 
-    return Job(
-        given=DataLoader(data, BATCH, sampler=sampler),
-        model=net(),
-        options={"loss_fn": TripletMarginLoss()},
-        batch=BATCH,
-        epoch=epoch,
-    )
+    return Job(given=own, model=net(), options={"loss_fn": TripletMarginLoss()}, batch=BATCH, epoch=epoch)
 
 
 @ATTEMPTS.of("pytorch-forecasting", "`TimeSeriesDataSet.to_dataloader()` and a `TemporalFusionTransformer`")
@@ -349,23 +219,10 @@ def time_series() -> Job:
         [{"series": str(s), "time": t, "value": float(s + t % 7)} for s, t in itertools.product(range(8), range(60))]
     )
     data = TimeSeriesDataSet(
-        frame,
-        time_idx="time",
-        target="value",
-        group_ids=["series"],
-        max_encoder_length=12,
-        max_prediction_length=4,
+        frame, time_idx="time", target="value", group_ids=["series"], max_encoder_length=12, max_prediction_length=4,
         time_varying_unknown_reals=["value"],
-    )
+    )  # fmt: skip
     model = TemporalFusionTransformer.from_dataset(data, hidden_size=8, log_interval=-1)
-    return Job(
-        given=data.to_dataloader(train=True, batch_size=32, num_workers=0),
-        model=model,
-        batch=32,
-        epoch=lambda result: data.to_dataloader(train=True, batch_size=32, **result.best.to_kwargs()),
+    return loader(
+        lambda **config: data.to_dataloader(train=True, batch_size=32, **{"num_workers": 0, **config}), model, batch=32
     )
-
-
-def folder() -> str:
-    """A place for files that the process leaves behind."""
-    return tempfile.mkdtemp(prefix="autotune_loader_libraries_")

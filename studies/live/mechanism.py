@@ -1,7 +1,7 @@
 """Does AutoLoader deliver what a DataLoader would, whatever changes or dies in between, and what does that cost?
 
     python -m studies.live.mechanism                       # reduced numbers, about three minutes on two cores
-    python -m studies.live.mechanism --schedules 1000 --kills 200 --batches 10000 --changes 200 --rounds 15
+    python -m studies.live.mechanism --schedules 1000 --kills 200 --rounds 15
     python -m studies.live.mechanism --case 17             # one schedule again
 
 Prints each figure beside its goal. What is compared takes turns, in mixed order; CPU seconds are the parent's alone.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import itertools
+import logging
 import multiprocessing
 import os
 import random
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from autotune_loader.values.config import LoaderConfig
 from studies.live.schedules import FixedLoader as AutoLoader
@@ -42,8 +42,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--batches", type=int, default=2000, help="of the memory row")
-    parser.add_argument("--changes", type=int, default=40, help="of the memory row")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of the cost row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a word of a row's name")
@@ -57,16 +55,7 @@ def main() -> int:
         ("random schedules", "0 differences", lambda: schedules(options.schedules, options.seed)),
         ("cost, 0 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 0)),
         ("cost, 2 workers", "<= 10 us a batch", lambda: cost_us(options.rounds, 2)),
-        ("cost, 64 samples, 0 workers", "<= 10 us a batch", lambda: cost_of_samples_us(options.rounds, 0)),
-        (
-            "cost, 64 samples, 0 workers, step",
-            "<= 10 us a batch",
-            lambda: cost_of_samples_us(options.rounds, 0, step=True),
-        ),
-        ("cost, 64 samples, 2 workers", "<= 10 us a batch", lambda: cost_of_samples_us(options.rounds, 2)),
-        ("cost, 12 ms steps", "<= 0.5 %", lambda: cost_share(options.rounds)),
         ("kills", "0 lost, doubled, hangs, leftovers", lambda: kills(options.kills, options.seed)),
-        ("memory", "parent +- 10 MiB", lambda: memory(options.batches, options.changes, options.seed)),
     ]
     for name, goal, row in rows:
         if options.only in name:
@@ -119,125 +108,6 @@ def cost_us(rounds: int, workers: int) -> str:
     )
 
 
-class Rows(TensorDataset):
-    """Samples in memory, of a class of the user's own, so that their batches are seeded."""
-
-
-def cost_of_samples_us(rounds: int, workers: int, *, step: bool = False) -> str:
-    """Microseconds per batch of 64 samples in memory beyond a plain DataLoader's; of one thread, as its CPU seconds tell.
-
-    All loaders live side by side and take turns every few batches: a machine that others use is another one a second later.
-    """
-    torch.set_num_threads(1)
-    rows, labels = torch.rand(65536, 32), torch.randint(0, 10, (65536,))
-    asked: dict[str, Any] = {
-        "batch_size": 64,
-        "shuffle": True,
-        "num_workers": workers,
-        "persistent_workers": workers > 0,
-    }
-    plain, seeded, unseeded = "DataLoader", "beyond it", "of a TensorDataset"
-    loaders = {
-        plain: DataLoader(Rows(rows, labels), **asked),
-        seeded: AutoLoader(Rows(rows, labels), **asked),
-        unseeded: AutoLoader(TensorDataset(rows, labels), **asked),
-    }
-    turns = {name: Turns(loader, 20 if workers == 0 else 100, step) for name, loader in loaders.items()}
-    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in turns}
-    rng, order = random.Random(0), list(turns)
-    for number in range(40 * rounds if workers == 0 else 8 * rounds):
-        rng.shuffle(order)
-        for name in order:
-            took = turns[name].take()
-            if number:
-                seen[name].append(took)
-    said = []
-    for place, what in enumerate(("CPU", "wall", "workers' CPU")[: 3 if workers else 2]):
-        beyond = [
-            f"{name} {spread([ours[place] - theirs[place] for ours, theirs in zip(seen[name], seen[plain], strict=True)])}"
-            for name in (seeded, unseeded)
-        ]
-        said.append(f"{what} {statistics.median(each[place] for each in seen[plain]):.0f} us, {', '.join(beyond)}")
-    return "; ".join(said)
-
-
-class Turns:
-    """A loader that trains some batches whenever it is its turn."""
-
-    def __init__(self, loader: Any, batches: int, step: bool) -> None:
-        before = set(multiprocessing.active_children())
-        self._batches, self._step = batches, linear_step() if step else None
-        self._endless = itertools.chain.from_iterable(itertools.repeat(loader))
-        next(self._endless)
-        self._workers = [
-            Path(f"/proc/{each.pid}/schedstat") for each in multiprocessing.active_children() if each not in before
-        ]
-
-    def take(self) -> tuple[float, float, float]:
-        """Microseconds a batch: of this thread's CPU, of the clock, and of the workers' CPU."""
-        workers_s, cpu, wall = self._workers_s(), time.thread_time(), time.perf_counter()
-        for batch in itertools.islice(self._endless, self._batches):
-            if self._step is not None:
-                self._step(batch)
-        took = (time.thread_time() - cpu, time.perf_counter() - wall)
-        if self._workers:
-            time.sleep(0.01)  # until the queues are full again, so that the next turn is undisturbed
-        microseconds = [1e6 * each / self._batches for each in (*took, self._workers_s() - workers_s)]
-        return microseconds[0], microseconds[1], microseconds[2]
-
-    def _workers_s(self) -> float:
-        return sum(int(path.read_text().split()[0]) for path in self._workers) / 1e9
-
-
-def linear_step() -> Callable[[Any], None]:
-    """Trains a linear model: the step of a loop that is as quick as loops get, and that empties the caches."""
-    model = torch.nn.Linear(32, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: Any) -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    return step
-
-
-class Waits(Numbers):
-    """Samples of which a batch takes 8 ms of waiting."""
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(0.008)
-        return [torch.zeros(3, 32, 32) for _ in indices]
-
-
-def cost_share(rounds: int) -> str:
-    """How long the loop stands still for a batch that is ready, with 12 ms steps and 2 workers; medians over an epoch.
-
-    Whole epochs scatter by several per cent on a machine that others use; the receipt of the typical batch does not.
-    """
-    epochs_s: list[float] = []
-
-    def run(loader_class: type[Any]) -> tuple[float, float]:
-        waits, begun, cpu = [], time.perf_counter(), time.process_time()
-        iterator = iter(loader_class(Waits(160 * 16), batch_size=16, num_workers=2))
-        while True:
-            asked = time.perf_counter()
-            if next(iterator, None) is None:
-                break
-            waits.append(time.perf_counter() - asked)
-            time.sleep(0.012)
-        epochs_s.append(time.perf_counter() - begun)
-        return statistics.median(waits) * 1e6, (time.process_time() - cpu) / 160 * 1e6
-
-    pairs = paired(rounds, lambda: run(AutoLoader), lambda: run(DataLoader))
-    waits, cpus = ([ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1))
-    plain, batch_us = statistics.median(theirs[0] for _, theirs in pairs), statistics.median(epochs_s) / 160 * 1e6
-    return (
-        f"receipt {spread(waits)} us beyond DataLoader's {plain:.0f}: {100 * statistics.median(waits) / batch_us:+.2f} %; "
-        f"CPU {spread(cpus)} us: {100 * statistics.median(cpus) / batch_us:+.2f} %"
-    )
-
-
 def paired(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> list[tuple[Any, Any]]:
     """Each once a round, in an order that is drawn."""
     rng, pairs = random.Random(0), []
@@ -284,7 +154,7 @@ class Killer(threading.Thread):
 
 def kills(count: int, seed: int) -> str:
     """Workers killed at random moments of training, also while pools change."""
-    logging_off()
+    logging.getLogger("autotune_loader.live").setLevel(logging.ERROR)
     rng, killer = random.Random(seed), Killer(count, seed)
     before = orphans()
     begun, epochs, bad, losses, raised = time.monotonic(), 0, 0, 0, 0
@@ -325,40 +195,6 @@ def orphans() -> set[str]:
     """Torch's segments of processes that have ended."""
     names = {path.name for path in Path("/dev/shm").glob("torch_*")}
     return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
-
-
-def memory(batches: int, changes: int, seed: int) -> str:
-    """Growth of the parent over many batches and changes, after a tenth of them."""
-    rng, process = random.Random(seed), psutil.Process()
-    every, warm = max(1, batches // changes), batches // 10
-    loader = AutoLoader(Numbers(500 * 8), batch_size=8, shuffle=True)
-    seen, made, at = 0, 0, 0
-    while seen < batches:
-        for _ in loader:
-            seen += 1
-            if seen % every == 0:
-                faulthandler.dump_traceback_later(HANG_S, exit=True)
-                loader.change_to(draw_config(rng))
-                made += 1
-            if seen == warm:
-                gc.collect()
-                at = process.memory_info().rss
-            if seen == batches:
-                break
-    faulthandler.cancel_dump_traceback_later()
-    gc.collect()
-    grown = (process.memory_info().rss - at) / 2**20
-    fds, threads = process.num_fds(), threading.active_count()
-    pools = len(loader.traces.changes)
-    return (
-        f"{grown:+.1f} MiB over {batches} batches, {made} changes, {pools} pools; {fds} descriptors, {threads} threads"
-    )
-
-
-def logging_off() -> None:
-    import logging
-
-    logging.getLogger("autotune_loader.live").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """What does each part of AutoLoader's deciding bring, on simulated machines whose best configuration is known?
 
     python -m studies.live.simulated                 # 40 machines of 2 to 16 cores, about five minutes of one core
-    python -m studies.live.simulated --neighbours    # beside neighbours that come and go, steps on the CPU
-    python -m studies.live.simulated --hours 8       # an hour of as many steady jobs: changes after they have settled
 
 Each machine trains for a simulated minute, from 2 workers. "rule" tries what the plain rule says and no workers where these are
 not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
@@ -11,7 +9,6 @@ not ruled out; "+ twin" goes on with what the policy of `decision` proposes.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 from collections.abc import Iterator
@@ -55,24 +52,16 @@ class Outcome:
     """By how much what it holds at the end is slower than the best of what it observed, by their true rates."""
     whole: float
     settled_s: float | None
-    changes: int
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hours", type=int, default=0)
-    parser.add_argument("--neighbours", action="store_true")
     options = parser.parse_args()
-    if options.hours:
-        hours(options.hours, options.seed)
-        return 0
     outcomes: dict[str, list[Outcome]] = {arm: [] for arm in ARMS}
     for seed in range(options.seed, options.seed + options.machines):
         kind, machine = random_machine(seed, CORES)
-        if options.neighbours:
-            machine = beside_neighbours(machine, seed)
         truth = Truth(machine)
         for arm, proposals in ARMS.items():
             with mock.patch.object(Prospects, "_proposals", proposals):
@@ -84,17 +73,11 @@ def main() -> int:
     return 0
 
 
-def beside_neighbours(machine: SimulatedMachine, seed: int) -> SimulatedMachine:
-    """The machine, half of the time beside others who want up to twice its cores; the step is on the CPU, too."""
-    wanted = machine.cores * random.Random(seed).uniform(0.5, 2.0)
-    return replace(machine, step_cores=max(1.0, machine.step_cores), neighbours=wanted, neighbours_share=0.5)
-
-
 class Truth:
     """The long-run rates of a machine."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine, self._probe = machine, SimulatedProbe(machine, FakeClock())
+        self._probe = SimulatedProbe(machine, FakeClock())
         most = min(64, max(4, round(8 * machine.cores)))
         wall = (machine.cpu_s + machine.wait_s) / machine.step_s
         most = max(2, min(most, round(2 * wall) + 3))
@@ -103,16 +86,12 @@ class Truth:
         self.best, self.name = self.rate(best), str(best)
 
     def rate(self, config: LoaderConfig) -> float:
-        alone = self._probe.truth(config.key(), batches=TRUTH_BATCHES)
-        if not self._machine.neighbours:
-            return alone
-        beside = self._probe.truth(config.key(), batches=TRUTH_BATCHES, neighbours=self._machine.neighbours)
-        return alone + self._machine.neighbours_share * (beside - alone)
+        return self._probe.truth(config.key(), batches=TRUTH_BATCHES)
 
 
-def begun(machine: SimulatedMachine, seed: int) -> tuple[FakeClock, SimulatedTraining, Tuner]:
-    """A training run that begins with two workers, and its tuner."""
-    clock = FakeClock()
+def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
+    """A training run of so many seconds that begins with two workers."""
+    machine, clock = replace(machine, drift_per_hour=0.0), FakeClock()
     training = SimulatedTraining(machine, clock, START, seed=seed)
     tuner = Tuner(
         training,
@@ -121,26 +100,19 @@ def begun(machine: SimulatedMachine, seed: int) -> tuple[FakeClock, SimulatedTra
         clock=clock,
         cpu_clock=lambda: clock() * machine.step_cores,
     )
-    return clock, training, tuner
-
-
-def run(machine: SimulatedMachine, truth: Truth, seconds: float, seed: int) -> Outcome:
-    clock, training, tuner = begun(replace(machine, drift_per_hour=0.0), seed)
     wake, samples = 0.0, 0
     while clock() < seconds:
         if clock() >= wake:
             wake = tuner.look(clock())
         samples += training.train().samples
     settled = [event.seconds for event in tuner.history if event.kind == "settled"]
-    first = settled[0] if settled else None
     observed = [truth.rate(event.config) for event in tuner.history if event.kind == "block"]
     final = truth.rate(training.config)
     return Outcome(
         final=final / truth.best,
         missed=max(0.0, 1.0 - final / max(observed, default=final)),
         whole=samples / clock() / truth.best,
-        settled_s=first,
-        changes=sum(when > (first or seconds) + 10 for when, _ in training.changes),
+        settled_s=settled[0] if settled else None,
     )
 
 
@@ -153,18 +125,6 @@ def row(arm: str, outcomes: list[Outcome]) -> str:
         f"{settled[int(0.9 * len(settled))]:.0f} s | {max(each.missed for each in outcomes):.0%} missed at most, "
         f"{sum(each.missed > MISSED for each in outcomes)} over {MISSED:.0%} |"
     )
-
-
-def hours(count: int, seed: int) -> None:
-    """Changes in an hour of a steady job."""
-    for number in range(seed, seed + count):
-        kind, machine = random_machine(number, CORES)
-        slower = max(1.0, 0.02 / machine.step_s)  # an hour of quick batches takes an hour to simulate
-        machine = replace(
-            machine, cpu_s=machine.cpu_s * slower, wait_s=machine.wait_s * slower, step_s=machine.step_s * slower
-        )
-        outcome = run(machine, Truth(machine), 3600.0, number)
-        print(f"{number:4} {kind:10} {outcome.changes} changes after it settled, final {outcome.final:.3f}", flush=True)
 
 
 if __name__ == "__main__":

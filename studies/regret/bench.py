@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 # A steady window opens after so many times what the queues hold, or after so many seconds, whichever is first. While queues
 # fill, what quicker workers make ahead of the others is not consumed yet: 5 workers with a prefetch of 8 on cores that are
-# not equally fast read 8 % low from their third round on (`studies.fidelity.compare settling`).
+# not equally fast read 8 % low from their third round on.
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
@@ -41,8 +41,8 @@ SHORT_EPOCHS = ("short_epoch", "tutorial")
 class Timing:
     """How to time one configuration."""
 
-    clock: Literal["start", "first_batch", "steady"]
-    """When it starts: before the loader's iterator is made, at the first batch, or when the queues have settled.
+    clock: Literal["start", "steady"]
+    """When it starts: before the loader's iterator is made, or when the queues have settled.
 
     Where epochs are short (`SHORT_EPOCHS`) "steady" is whole epochs, from the second on.
     """
@@ -209,14 +209,12 @@ class TimedJob(StudyJob):
         """Batches of the window, and its seconds."""
         from autotune_loader.probe.burst import as_configured
 
-        if timing.clock == "steady" and self._has_short_epochs:
-            with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
+        with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
+            if timing.clock == "steady" and self._has_short_epochs:
                 return self._run_epochs(config, timing.seconds)
-        started, ends = self.run(config, timing)
+            started, ends = self._run(config, timing)
         if timing.clock == "start":
             return len(ends), ends[-1] - started
-        if timing.clock == "first_batch":
-            return max(1, len(ends) - 1), ends[-1] - (ends[0] if len(ends) > 1 else started)
         return between_smooth_ends(ends, config.num_workers)
 
     def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
@@ -231,14 +229,8 @@ class TimedJob(StudyJob):
                 batches += 1
         return batches, time.perf_counter() - started
 
-    def run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
-        """When the run began, and when each batch of the window was trained on."""
-        from autotune_loader.probe.burst import as_configured
-
-        with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
-            return self._run(config, timing)
-
     def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
+        """When the run began, and when each batch of the window was trained on."""
         loader = self._loader(config)
         started = opened = time.perf_counter()
         skip = batches_until_settled(config) if timing.clock == "steady" else 0
@@ -251,8 +243,6 @@ class TimedJob(StudyJob):
                 opened = now
                 continue
             ends.append(now)
-            if timing.clock == "first_batch" and len(ends) == 1:
-                opened = now
             # The ends are averaged over as many batches as there are workers, so there must be more than that.
             enough = timing.clock != "steady" or len(ends) > 2 * config.num_workers + 2
             if now - opened > timing.seconds and enough:
@@ -270,9 +260,9 @@ class TimedJob(StudyJob):
         return self.loader(DataLoader, **config.to_kwargs())
 
 
-def batches_until_settled(config: LoaderConfig, fills: int = FILLS) -> int:
+def batches_until_settled(config: LoaderConfig) -> int:
     """Batches before a steady window: two rounds of the workers, and so many times what their queues hold."""
-    return config.num_workers * (2 + fills * (config.prefetch_factor or 0)) + 2
+    return config.num_workers * (2 + FILLS * (config.prefetch_factor or 0)) + 2
 
 
 def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float]:

@@ -18,11 +18,7 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
-
-
 CORES = (4, 4, 8, 8, 16, 32, 64, 128)
-SMALL_TOO = (2, 2, 4, 4, 8, 8, 16, 32, 64, 128)
-"""Machines with two cores among them."""
 FEW = (1, 2, 4)
 """Small machines and containers."""
 MOST_FEEDING = 24.0

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.decision.space import Space
-from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.burst_source import SEARCH_BURST
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.session import TuningSession
@@ -81,26 +80,17 @@ Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
 """Of a machine, its space, its kind, a seed, and the seconds that the strategy may take."""
 
 
-def by_search(
-    search: str,
-    budget_s: float,
-    seen_by: Callable[[Probe], Probe] = lambda probe: probe,
-    epoch_batches: int | None = None,
-) -> Strategy:
-    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would.
-
-    `seen_by` may put something between the search and its probe, which sees every burst. With `epoch_batches` epochs that
-    are short are run whole.
-    """
+def by_search(search: str, budget_s: float) -> Strategy:
+    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would."""
 
     def run(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
         clock = FakeClock()
-        probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
+        probe = SimulatedProbe(machine, clock, seed=seed)
         watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
         found = TuningSession(
-            seen_by(probe),
-            simulated_run(machine, space, epoch_batches=epoch_batches, on_cpu=kind == "cpu step"),
+            probe,
+            simulated_run(machine, space, on_cpu=kind == "cpu step"),
             TuneOptions(budget_s=budget_s, search=search, seed=seed),
             clock=clock,
             started=0.0,

@@ -64,13 +64,6 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough():
     assert np.median(paths[:, 0] - paths[:, 2]) < np.log(0.6)
 
 
-def test_every_prefetch_shares_what_was_seen_of_the_workers_but_other_threads_do_not():
-    shallow, threads = replace(ENOUGH, prefetch_factor=1), replace(ENOUGH, consumer_threads=2)
-    configs = (ENOUGH, shallow, threads)
-    seen = fed(configs, [observed(ENOUGH)], (1.0, 1.0, 1.0))
-    assert {(each.position, each.larger) for each in seen} == {(0, (1,)), (1, (0,))}
-
-
 @pytest.mark.parametrize(
     ("bursts", "use", "are_enough"),
     [

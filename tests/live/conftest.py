@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune_loader.live import workers
@@ -15,12 +16,26 @@ from autotune_loader.live import workers
 END_S = 5.0
 
 
-def children_left() -> list[multiprocessing.Process]:
+def children_left() -> list[psutil.Process]:
     deadline = time.monotonic() + END_S
-    while (left := multiprocessing.active_children()) and time.monotonic() < deadline:
+    while (left := _forked()) and time.monotonic() < deadline:
         gc.collect()  # an exception's frames may hold an iterator, torch's own, too
         time.sleep(0.02)
     return left
+
+
+def _forked() -> list[psutil.Process]:
+    """Those of `multiprocessing`, and workers that nobody asked for, which it does not know of."""
+    multiprocessing.active_children()  # the dead are buried
+    this = psutil.Process()
+    return [each for each in this.children() if _command(each) == this.cmdline()]
+
+
+def _command(process: psutil.Process) -> list[str] | None:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return None
 
 
 @pytest.fixture
@@ -32,7 +47,7 @@ def close_pools() -> Callable[[], None]:
             pool.close()
         for child in children_left():
             child.kill()
-            child.join()
+            child.wait()
 
     return close
 

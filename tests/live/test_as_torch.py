@@ -496,6 +496,38 @@ def daemonic(base: Any, workers: int) -> Any:
     return told
 
 
+def attributes_set_later(base: Any, workers: int) -> Any:
+    loader = base(Asking(16), batch_size=4, num_workers=workers)
+    seen = rows(loader)
+    loader.num_workers, loader.prefetch_factor = (0, None) if workers else (2, 2)
+    seen += rows(loader)
+    loader.collate_fn = lambda samples: torch.stack(samples) + 1
+    loader._DataLoader__initialized = False
+    loader.dataset = Asking(8)
+    loader.batch_sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
+    loader._DataLoader__initialized = True
+    return seen + rows(loader)
+
+
+def handler_of_children(base: Any, workers: int) -> Any:
+    def own(*_: Any) -> None: ...
+
+    old = signal.signal(signal.SIGCHLD, own)
+    try:
+        seen = rows(base(Timed(16), batch_size=4, num_workers=workers))
+        return seen, workers > 0 or signal.getsignal(signal.SIGCHLD) is own
+    finally:
+        signal.signal(signal.SIGCHLD, old)
+
+
+def timeout(base: Any, workers: int) -> Any:
+    loader = base(Timed(8, 0.5), batch_size=8, num_workers=workers, timeout=1)
+    try:
+        next(iter(loader))
+    except Exception as error:
+        return type(error), str(error)
+
+
 SCENARIOS = [
     labels_between_epochs,
     attribute_between_epochs,
@@ -529,6 +561,9 @@ SCENARIOS = [
     worker_info,
     shared_memory,
     daemonic,
+    attributes_set_later,
+    handler_of_children,
+    timeout,
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from autotune_loader import AutoLoader as TunedLoader
+from autotune_loader.machine.sandbox import channels, cut
 from autotune_loader.values.config import LoaderConfig
 from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
 from studies.live.schedules import FixedLoader as AutoLoader
@@ -64,6 +68,13 @@ def test_torchs_seeds_are_to_be_had() -> None:
     torch.manual_seed(0)
 
     assert [b.tolist() for b in AutoLoader(Noise(12), batch_size=2, num_workers=2, worker_seeds="torch")] == plain
+
+
+class Labelled(Numbers):
+    label = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, self.label])
 
 
 class Where(Numbers):
@@ -343,6 +354,66 @@ def test_no_thread_is_left() -> None:
         time.sleep(0.01)
 
     assert threading.active_count() == before
+
+
+def test_workers_that_nobody_asked_for_draw_the_order_when_the_loop_would() -> None:
+    runs = []
+    for base in (DataLoader, AutoLoader):
+        torch.manual_seed(0)
+        loaders: list[Any] = [base(Numbers(24), batch_size=4, shuffle=True) for _ in range(2)]
+        if base is AutoLoader:
+            [loader.change_to(TWO) for loader in loaders]
+        runs.append([indices(pair) for pair in zip(*loaders, strict=True)])
+
+    assert runs[0] == runs[1]
+
+
+def test_workers_that_nobody_asked_for_hold_no_pipe_that_somebody_waits_for() -> None:
+    read_end, write_end = os.pipe()
+    for number, _ in enumerate(changed(AutoLoader(Numbers(200), batch_size=2), [TWO])):
+        if number == 20:
+            os.close(write_end)
+            assert select.select([read_end], [], [], 5)[0]
+    os.close(read_end)
+
+
+def test_a_descriptor_that_has_become_another_pipe_is_not_cut() -> None:
+    ends = os.pipe()
+    noted = {number: what for number, what in channels().items() if number in ends}
+    for end in ends:
+        os.close(end)
+    again = os.pipe()
+    assert set(again) == set(noted)
+
+    cut(noted)
+
+    assert os.write(again[1], b"x") == len(os.read(again[0], 1))
+    for end in again:
+        os.close(end)
+
+
+def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None:
+    loader, seen, child = AutoLoader(Numbers(80), batch_size=2), list[Any](), -1
+    for number, batch in enumerate(changed(loader, [TWO])):
+        seen += indices([batch])
+        if number == 10:
+            child = os.fork()
+    gc.collect()
+    good = seen == [[index, index + 1] for index in range(0, 80, 2)] and loader.losses == 0
+    if not child:
+        os._exit(0 if good else 1)
+
+    assert good
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_kept_workers_stay_where_new_ones_would_see_another_dataset() -> None:
+    data = Labelled(16)
+    loader = TunedLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
+    for label, workers in ((0, 2), (1, 3)):
+        data.label = label
+        loader._state.change_to(LoaderConfig(num_workers=workers, persistent_workers=True))
+        assert {int(batch[0, 1]) for batch in loader} == {0}
 
 
 def test_spawned_workers_deliver_the_same() -> None:

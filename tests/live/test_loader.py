@@ -129,6 +129,15 @@ def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any
         AutoLoader(Numbers(4), **arguments)
 
 
+def test_a_loader_with_iterators_of_its_own_is_refused_as_they_would_be_left_out() -> None:
+    class Doubled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch * 2 for batch in super().__iter__())
+
+    with pytest.raises(TypeError, match="AutoLoader as the base class of Doubled"):
+        AutoLoader(Doubled(Numbers(4)))
+
+
 @pytest.mark.parametrize(("asked", "wanted"), [("auto", 1), (None, 3)])
 def test_the_steps_threads_are_set_only_where_that_was_asked_for(asked: Any, wanted: int) -> None:
     # GIVEN a process that computes with three threads, and a configuration with one

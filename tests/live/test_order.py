@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -163,8 +164,14 @@ def test_the_loops_own_random_state_is_put_back() -> None:
         drawn()
         seeds.end()
         seeds.end()
-
     assert states() == before
+
+    # WHEN another thread fetches, beside which the training draws THEN nothing is seeded
+    noted: list[Any] = []
+    other = threading.Thread(target=lambda: (seeds.begin(7, 0), noted.append(states()), seeds.end()))
+    other.start()
+    other.join()
+    assert noted == [before]
 
 
 def test_seeds_of_batches_stay_what_they_are_from_version_to_version() -> None:

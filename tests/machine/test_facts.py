@@ -59,17 +59,10 @@ SILENT: dict[str, Any] = {
 }
 
 
-def test_the_same_machine_has_no_differences() -> None:
-    assert differences(TUNED, TUNED) == []
-
-
 @pytest.mark.parametrize("name", MATTERS)
 def test_a_difference_that_matters_is_told_with_both_values(name: str) -> None:
-    # GIVEN a machine that differs in one way
     value, then, now = MATTERS[name]
-    # WHEN compared
     (difference,) = differences(TUNED, replace(TUNED, **{name: value}))
-    # THEN it matters, and the sentence has both values
     assert (difference.field, difference.matters) == (name, True)
     assert then in difference.sentence
     assert now in difference.sentence
@@ -81,14 +74,10 @@ def test_a_harmless_difference_is_told_but_does_not_matter(name: str) -> None:
     assert (difference.field, difference.matters) == (name, False)
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_what_is_not_known_or_hardly_differs_is_no_difference(name: str) -> None:
-    assert differences(TUNED, replace(TUNED, **{name: SILENT[name]})) == []
-
-
-def test_a_missing_gpu_matters() -> None:
-    (difference,) = differences(TUNED, replace(TUNED, gpus=()))
-    assert difference.sentence == "GPU: NVIDIA H100 then, none here; the step takes another time"
+def test_what_is_the_same_or_not_known_or_hardly_differs_is_no_difference() -> None:
+    assert differences(TUNED, TUNED) == []
+    for name, value in SILENT.items():
+        assert differences(TUNED, replace(TUNED, **{name: value})) == []
 
 
 def test_a_fingerprint_survives_json_and_unknown_keys() -> None:
@@ -96,28 +85,21 @@ def test_a_fingerprint_survives_json_and_unknown_keys() -> None:
     assert from_plain(json.loads(text), Fingerprint) == TUNED
 
 
-def test_this_machine_can_be_inspected() -> None:
+def test_two_looks_at_this_machine_have_the_same_fingerprint() -> None:
     machine = inspect_machine()
     assert machine.usable_cores >= 1
-    assert machine.memory_budget_bytes is None or machine.memory_budget_bytes > 0
-
-
-def test_two_looks_at_one_machine_have_the_same_fingerprint() -> None:
-    looks = [inspect_machine().fingerprint(dataset="d") for _ in range(2)]
-    assert looks[0] == looks[1]
+    assert machine.fingerprint(dataset="d") == inspect_machine().fingerprint(dataset="d")
 
 
 def test_memory_is_shared_among_the_ranks(tmp_path: Path) -> None:
-    # GIVEN four ranks on this node
     machine = inspect_machine(root=tmp_path, environ={"LOCAL_WORLD_SIZE": "4"})
-    # THEN each may take a quarter of what is left
     assert machine.memory.available_bytes is not None
     assert machine.memory_budget_bytes == machine.memory.available_bytes // 4
 
 
 def test_gpus_and_thread_settings_are_in_the_fingerprint(tmp_path: Path) -> None:
     gpus = Gpus(FakeGpus([FakeGpu(uuid="GPU-1", name="Fake")]), environ={})
-    machine = inspect_machine(root=tmp_path, environ={"OMP_NUM_THREADS": "2"}, gpus=gpus)
+    machine = inspect_machine(root=tmp_path, environ={"OMP_NUM_THREADS": "2", "HOME": "/root"}, gpus=gpus)
     fingerprint = machine.fingerprint()
     assert (fingerprint.gpus, fingerprint.driver) == (("Fake",), "570.00")
     assert fingerprint.thread_env == {"OMP_NUM_THREADS": "2"}
@@ -125,19 +107,9 @@ def test_gpus_and_thread_settings_are_in_the_fingerprint(tmp_path: Path) -> None
 
 @pytest.mark.process
 def test_inspecting_imports_no_torch_and_settles_no_start_method() -> None:
-    # GIVEN a fresh interpreter WHEN it takes its fingerprint THEN torch is not loaded, and the program may still choose
     script = (
         "import sys, multiprocessing; from autotune_loader.machine.facts import inspect_machine;"
         "before = 'torch' in sys.modules; inspect_machine().fingerprint(); assert before == ('torch' in sys.modules);"
         "multiprocessing.set_start_method('spawn')"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == ""
-
-
-def test_the_thread_environment_is_recorded_and_a_change_is_told() -> None:
-    # GIVEN a machine that was tuned under torchrun, which sets one thread
-    tuned = inspect_machine(environ={"OMP_NUM_THREADS": "1"}).fingerprint()
-    here = inspect_machine(environ={}).fingerprint()
-    # WHEN its file is used without, THEN that is a difference
-    assert tuned.thread_env == {"OMP_NUM_THREADS": "1"}
-    assert any("OMP_NUM_THREADS" in difference.sentence for difference in differences(tuned, here))

@@ -1,6 +1,9 @@
+"""Trees and groups of processes as the system tells of them, and the shared memory that they leave."""
+
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -11,96 +14,99 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.machine import processes
+from autotune_loader.machine import processes, shm
+from autotune_loader.machine.shm import remove_segments_of, segments
 
-pytestmark = pytest.mark.process
-
-DEADLINE_S = 20.0
-
-# Starts `sleep` below itself, says so, and stays.
-PARENT = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
-# Burns CPU in a child that has ended and was waited for, says so, and stays.
-BURNER = """
+OURS = 4_000_001
+# Burns CPU in a child that has ended and was waited for, starts `sleep` below itself, says so, and stays.
+PARENT = """
 import subprocess, sys
 burn = "import time; end = time.process_time() + 0.3\\nwhile time.process_time() < end: pass"
 subprocess.run([sys.executable, "-c", burn])
-print("done", flush=True)
+print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
 sys.stdin.read()
 """
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition came true in time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Runs a script in a session of its own until it has printed a line; ends what is left of it afterwards."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(script: str) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline().strip()
-
-    yield run
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def parent() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """It, and the process ID of its child, in a session of their own."""
+    command = [sys.executable, "-c", PARENT]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    yield process, int(process.stdout.readline())
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
-def test_a_tree_counts_its_children(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
-    # GIVEN a process with one child
-    parent, _ = start(PARENT)
-    # WHEN the tree is looked at
-    use = processes.tree_use(processes.tree(parent.pid))
-    # THEN both are in it
+def comes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.process
+def test_a_tree_counts_its_children_those_that_have_ended_and_shared_pages_once(
+    parent: tuple[subprocess.Popen[str], int],
+) -> None:
+    members = processes.tree(parent[0].pid)
+    use, pss = processes.tree_use(members), processes.tree_pss(members)
     assert use is not None
     assert use.processes == 2
-    assert use.rss_bytes > 0
-
-
-def test_cpu_time_of_children_that_have_ended_counts(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]],
-) -> None:
-    parent, _ = start(BURNER)
-    use = processes.tree_use(processes.tree(parent.pid))
-    assert use is not None
     assert use.cpu_s >= 0.25
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell PSS")
-def test_pss_is_below_rss_where_pages_are_shared(start: Callable[[str], tuple[subprocess.Popen[str], str]]) -> None:
-    parent, _ = start(PARENT)
-    members = processes.tree(parent.pid)
-    pss, use = processes.tree_pss(members), processes.tree_use(members)
     assert pss is not None
-    assert use is not None
     assert 0 < pss < use.rss_bytes
+    nobody = processes.tree(2**22 + 1)
+    assert (nobody, processes.tree_use(nobody), processes.tree_pss(nobody)) == ([], None, None)
 
 
-def test_the_start_of_a_process_is_its_own_and_does_not_change(
-    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+@pytest.mark.process
+def test_the_start_of_a_process_is_its_own_and_its_group_outlives_it(
+    parent: tuple[subprocess.Popen[str], int],
 ) -> None:
-    process, _ = start(PARENT)
-
+    process, child = parent
     began = processes.process_start(process.pid)
 
     assert began is not None
     assert processes.process_start(process.pid) == began
     process.kill()
-    assert wait_until(lambda: processes.process_start(process.pid) is None), "a zombie has ended"
+    assert comes_true(lambda: processes.process_start(process.pid) is None), "a zombie has ended"
+    process.wait()
+    assert processes.process_group_members(process.pid) == (child,)
+
+
+def segment(root: Path, pid: int, number: int = 0) -> Path:
+    path = root / f"torch_{pid}_123_{number}"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    return path
+
+
+def test_segments_that_our_dead_processes_left_are_removed_and_no_others(tmp_path: Path) -> None:
+    # GIVEN one of a process that had the same ID, in another container or long ago
+    old = segment(tmp_path, OURS)
+    before = segments(tmp_path)
+    left, other = segment(tmp_path, OURS, 1), segment(tmp_path, OURS + 1)
+
+    assert remove_segments_of([OURS], before, tmp_path) == 1
+    assert not left.exists()
+    assert other.exists()
+    assert old.exists()
+
+
+def test_a_segment_that_somebody_has_open_or_mapped_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "PATIENCE_S", 0.0)
+    before = segments(tmp_path)
+    opened, mapped = segment(tmp_path, OURS, 1), segment(tmp_path, OURS, 2)
+
+    with opened.open("rb"), mapped.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+        file.close()
+        assert remove_segments_of([OURS], before, tmp_path) == 0
+        memory.close()
+
+    assert opened.exists()
+    assert mapped.exists()

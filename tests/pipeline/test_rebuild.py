@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from autotune_loader.pipeline.build import rebuild
+from autotune_loader.pipeline.build import build_loader, rebuild
 from autotune_loader.values.config import LoaderConfig
 
 ROWS = TensorDataset(torch.arange(10))
@@ -30,15 +32,6 @@ class NeighborLoader(DataLoader[Any]):
     def __init__(self, data: Any, num_neighbors: int, **kwargs: Any) -> None:
         self.sampler_of_nodes = (data, num_neighbors)
         super().__init__(data, **kwargs)
-
-
-class ThreadLoader(DataLoader[Any]):
-    """As MONAI's: one of its arguments is used up in `__init__`."""
-
-    def __init__(self, dataset: Any, use_threads: bool = False, **kwargs: Any) -> None:
-        if use_threads:
-            self.mode = "threads"
-        super().__init__(dataset, **kwargs)
 
 
 class Repeated:
@@ -80,7 +73,6 @@ def test_a_loader_that_is_running_is_not_shared() -> None:
     [
         (FollowLoader(ROWS, batch_size=4, follow_batch=["x"]), ("follow_batch", ["x"])),
         (NeighborLoader(ROWS, 5, batch_size=4), ("sampler_of_nodes", (ROWS, 5))),
-        (ThreadLoader(ROWS, True, batch_size=4), ("mode", "threads")),
     ],
 )
 def test_a_class_of_a_library_keeps_its_own_arguments(own: Any, kept: tuple[str, Any]) -> None:
@@ -93,13 +85,18 @@ def test_a_class_of_a_library_keeps_its_own_arguments(own: Any, kept: tuple[str,
     assert len(list(rebuild(own, LoaderConfig()))) == len(own) == 3
 
 
-@pytest.mark.parametrize("size", [None, 2])
-def test_a_tuned_batch_size_and_a_batch_sampler_go_where_they_belong(size: int | None) -> None:
+def test_a_tuned_batch_size_and_a_batch_sampler_go_where_they_belong() -> None:
     own = NeighborLoader(ROWS, 5, batch_sampler=BatchSampler(SequentialSampler(ROWS), 5, False))
-    config = LoaderConfig(batch_size=size)
-    if size is None:
-        assert rebuild(own, config).batch_sampler is own.batch_sampler
-    else:
-        with pytest.raises(ValueError, match="a batch_sampler decides it"):
-            rebuild(own, config)
-        assert [len(batch[0]) for batch in rebuild(NeighborLoader(ROWS, 5, batch_size=4), config)] == [2] * 5
+    assert rebuild(own, LoaderConfig()).batch_sampler is own.batch_sampler
+    with pytest.raises(ValueError, match="a batch_sampler decides it"):
+        rebuild(own, LoaderConfig(batch_size=2))
+    sized = rebuild(NeighborLoader(ROWS, 5, batch_size=4), LoaderConfig(batch_size=2))
+    assert [len(batch[0]) for batch in sized] == [2] * 5
+
+
+def test_more_workers_than_cores_were_measured_so_torch_does_not_warn() -> None:
+    beyond = len(os.sched_getaffinity(0)) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = build_loader([0, 1, 2, 3], LoaderConfig(num_workers=beyond))
+    assert loader.num_workers == beyond

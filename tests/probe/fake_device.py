@@ -28,12 +28,8 @@ class FakeTimeline:
         copy_s: float = 0.0,
         malloc_s: float = 0.0,
     ) -> None:
-        self.malloc_s = malloc_s
-        self.has_memory = False
-        self.is_cold = False
-        self.clock = clock
-        self.sleep = sleep
-        self.copy_s = copy_s
+        self.clock, self.sleep, self.copy_s, self.malloc_s = clock, sleep, copy_s, malloc_s
+        self.has_memory = self.is_cold = False
         self.busy_until = 0.0
         self.events: list[str] = []
         self.peak = 0
@@ -105,10 +101,7 @@ class FakeStep:
     """A training step on a `FakeTimeline`: the host spends `host_s` on handing it over, the device `step_s` on doing it."""
 
     def __init__(self, timeline: FakeTimeline, *, step_s: float, copy_s: float = 0.0, host_s: float = 0.0) -> None:
-        self.timeline = timeline
-        self.step_s = step_s
-        self.copy_s = copy_s
-        self.host_s = host_s
+        self.timeline, self.step_s, self.copy_s, self.host_s = timeline, step_s, copy_s, host_s
 
     def move(self, batch: Any) -> Any:
         self.timeline.launch(self.copy_s)

@@ -15,17 +15,12 @@ import torch
 from autotune_loader.probe.archive import Archive, TooLargeError, size_of
 
 MIB = 1 << 20
-ROOM = 256 * MIB
 
 
-def written(value: Any, max_bytes: int = ROOM) -> Archive:
+def written(value: Any, max_bytes: int = 256 * MIB) -> Archive:
     archive = Archive()
     archive.write(value, max_bytes)
     return archive
-
-
-def sent(value: Any, max_bytes: int = ROOM) -> Any:
-    return written(value, max_bytes).read()
 
 
 def bytes_of(archive: Archive) -> int:
@@ -37,84 +32,40 @@ def rows_of_a_tensor() -> tuple[list[Any], int]:
     return list(data), data.nbytes
 
 
-def rows_of_an_array() -> tuple[list[Any], int]:
-    data = np.random.default_rng(0).random((1000, 512))
-    return list(data), data.nbytes
-
-
 def windows_of_a_series() -> tuple[list[Any], int]:
     series = np.arange(50_000, dtype=np.float32)
     return [series[begin : begin + 4096] for begin in range(0, 45_000, 10)], series.nbytes
 
 
-@pytest.mark.parametrize(
-    "make",
-    [rows_of_a_tensor, rows_of_an_array, windows_of_a_series],
-    ids=lambda make: make.__name__,
-)
+@pytest.mark.parametrize("make", [rows_of_a_tensor, windows_of_a_series])
 def test_memory_that_values_share_is_in_the_file_once(make: Any) -> None:
     values, own_bytes = make()
 
-    archive = written(values, ROOM)
+    archive = written(values)
 
     assert bytes_of(archive) < own_bytes + MIB
     assert size_of(values) < own_bytes + MIB
-    back = archive.read()
-    assert all(np.array_equal(a, b) and type(a) is type(b) for a, b in zip(values, back, strict=True))
-
-
-def test_views_of_one_memory_are_views_of_one_memory_afterwards() -> None:
-    whole = torch.zeros(1000, 1000)
-    back, row = sent((whole, whole[3]))
-
-    back[3, 0] = 1.0
-
-    assert row[0] == 1.0
-    assert whole[3, 0] == 0.0
-
-
-def test_each_reading_has_memory_of_its_own() -> None:
-    archive = written(torch.zeros(MIB), ROOM)
-    first, second = archive.read(), archive.read()
-
-    first += 1
-
-    assert first.sum() == MIB
-    assert second.sum() == 0
-    assert archive.read().sum() == 0
-
-
-@pytest.mark.parametrize(
-    "held",
-    [torch.zeros(0), torch.zeros(3), torch.zeros(30, 30).T, torch.zeros(9, 9, dtype=torch.bfloat16)[::2], np.zeros(0),
-     np.zeros((99, 99))[:, ::2], np.array(["a", None], dtype=object), torch.empty(3, device="meta")],
-    ids=lambda held: f"{type(held).__name__}{tuple(held.shape)}",
-)  # fmt: skip
-def test_unusual_tensors_and_arrays_travel(held: Any) -> None:
-    back = sent(held)
-
-    assert (back.shape, back.dtype) == (held.shape, held.dtype)
-    assert getattr(held, "is_meta", False) or np.array_equal(
-        np.asarray(back.float() if back.dtype == torch.bfloat16 else back),
-        np.asarray(held.float() if held.dtype == torch.bfloat16 else held),
-    )
+    assert all(np.array_equal(a, b) and type(a) is type(b) for a, b in zip(values, archive.read(), strict=True))
 
 
 @pytest.mark.parametrize(
     "held",
     [
+        torch.zeros(0),
+        torch.rand(30, 30).T,
+        torch.ones(9, 9, dtype=torch.bfloat16)[::2],
         torch.nn.Parameter(torch.rand(99)),
         torch.rand(99, requires_grad=True),
         torch.rand(99, dtype=torch.complex64).conj(),
         torch.rand(9, 9).to_sparse(),
     ],
-    ids=["parameter", "leaf", "conjugate", "sparse"],
 )
-def test_what_a_tensor_is_besides_its_memory_travels(held: torch.Tensor) -> None:
-    back = sent(held)
+def test_unusual_tensors_travel(held: torch.Tensor) -> None:
+    back = written(held).read()
 
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
-    assert (type(back), back.requires_grad, back.layout) == (type(held), held.requires_grad, held.layout)
+    for name in ("dtype", "requires_grad", "layout", "__class__"):
+        assert getattr(back, name) == getattr(held, name)
 
 
 @hypothesis.given(
@@ -127,22 +78,12 @@ def test_any_slices_come_back_as_they_were(slices: list[tuple[int, int, bool]]) 
         for begin, size, is_tensor in slices
     ]
 
-    assert all(np.array_equal(a, b) for a, b in zip(values, sent(values), strict=True))
-
-
-def test_the_users_tensors_stay_as_they_are() -> None:
-    data = torch.rand(MIB)
-    address = data.data_ptr()
-
-    sent(list(data.split(1024)))
-
-    assert data.data_ptr() == address
-    assert not data.is_shared()
+    assert all(np.array_equal(a, b) for a, b in zip(values, written(values).read(), strict=True))
 
 
 def test_a_model_and_its_optimizer_still_belong_together() -> None:
     model = torch.nn.Linear(100, 100)
-    model, optimizer = sent((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+    model, optimizer = written((model, torch.optim.SGD(model.parameters(), lr=1.0))).read()
 
     model(torch.ones(1, 100)).sum().backward()
     before = model.weight.detach().clone()
@@ -156,7 +97,7 @@ def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path: Path) -
     np.arange(MIB, dtype=np.int64).tofile(path)
     tokens = np.memmap(path, dtype=np.int64, mode="r+")
 
-    archive = written([tokens, tokens[1000:2000]], ROOM)
+    archive = written([tokens, tokens[1000:2000]])
 
     assert bytes_of(archive) < MIB // 8
     whole, part = archive.read()
@@ -164,19 +105,6 @@ def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path: Path) -
     assert np.array_equal(part, tokens[1000:2000])
     whole[0] = 7
     assert np.fromfile(path, dtype=np.int64)[0] == 0
-
-
-def test_what_is_in_no_file_any_more_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    np.arange(MIB, dtype=np.int64).tofile(path)
-    changed = np.memmap(path, dtype=np.int64, mode="c")
-    changed[0] = 7
-    deleted = np.memmap(path, dtype=np.int64, mode="r")
-    path.unlink()
-
-    back = sent([changed, deleted])
-
-    assert (back[0][0], back[1][0]) == (7, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,20 +115,3 @@ def test_what_is_too_large_is_refused_with_its_limit(held: Any) -> None:
         written(held, MIB)
     with pytest.raises(TooLargeError):
         size_of(held, MIB)
-
-
-def test_the_file_is_closed_when_it_is_done_with() -> None:
-    archive = written(torch.zeros(MIB), ROOM)
-    value, fd = archive.read(), archive.fd
-    archive.close()
-    archive.close()
-
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    assert value.sum() == 0
-
-    dropped = written(torch.zeros(3), ROOM)
-    fd = dropped.fd
-    del dropped
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from preloaded import PreloadedPython
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.failures import failure_of
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
+from tests.support.bursts import ONE_WORKER, measured, opened, workload
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-QUICK = BurstPlan(max_s=0.1, min_s=0.02, relative_error=0.5, deadline_s=60.0)
 
 
 class Checked(Dataset[torch.Tensor]):
@@ -42,7 +36,7 @@ class Checked(Dataset[torch.Tensor]):
 
 
 def counts_its_epoch() -> bool:
-    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset: Any = get_worker_info().dataset
     dataset._epoch += 1
     return bool(dataset._epoch > 0) and (dataset._inner, dataset._ends) == ("mine", "mine too")
 
@@ -51,41 +45,38 @@ def hands_over_by_file_system() -> bool:
     return torch.multiprocessing.get_sharing_strategy() == "file_system"
 
 
-BY_FILE_SYSTEM = LoaderConfig(num_workers=1, sharing_strategy="file_system")
+BY_FILE_SYSTEM = LoaderConfig(num_workers=1, sharing_strategy="file_system", multiprocessing_context="spawn")
 
 
 @pytest.mark.parametrize(
-    ("holds", "configs"),
-    [
-        (counts_its_epoch, [LoaderConfig(num_workers=1)]),
-        (
-            hands_over_by_file_system,
-            [replace(BY_FILE_SYSTEM, multiprocessing_context=method) for method in ("spawn", "forkserver")],
-        ),
-    ],
+    ("holds", "config"),
+    [(counts_its_epoch, ONE_WORKER), (hands_over_by_file_system, BY_FILE_SYSTEM)],
     ids=["attributes of the dataset", "sharing strategy"],
 )
-def test_a_worker_is_as_in_training(holds: Callable[[], bool], configs: list[LoaderConfig]) -> None:
-    data = DataSide.from_loader(DataLoader(Checked(holds), batch_size=4))
-    with open_probe(Workload(data=data, training=TrainingSide()), inspect_machine(), "process", None) as opened:
-        for config in configs:
-            outcome = opened.probe.burst(config, QUICK)
-            assert isinstance(outcome, Measurement), outcome
-            assert outcome.bad_samples == ()
+def test_a_worker_is_as_in_training(holds: Callable[[], bool], config: LoaderConfig) -> None:
+    with opened(workload(Checked(holds))) as probe:
+        assert measured(probe.probe, config).bad_samples == ()
+
+
+SHM = "raise /dev/shm"
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("error", "kind", "says"),
     [
-        (OSError(28, "No space left on device", "/tmp/cache/x"), "user_exception"),
-        (OSError(28, "No space left on device", "/dev/shm/torch_1"), "shared_memory"),
-        (RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"), "shared_memory"),
+        (OSError(28, "No space left on device", "/tmp/cache/x"), "user_exception", "a disk is full"),
+        (OSError(28, "No space left on device", "/dev/shm/torch_1"), "shared_memory", SHM),
+        (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "shared_memory", SHM),
+        # a second process does not fit the GPU
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "device_memory", "train_step=0.05"),
+        (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
     ],
 )
-def test_a_full_disk_is_no_full_shared_memory(error: Exception, kind: str) -> None:
+def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error: Exception, kind: str, says: str) -> None:
     failure = failure_of(error, "batches")
     assert failure.kind == kind
-    assert ("raise /dev/shm" in failure.message) == (kind == "shared_memory")
+    assert says in failure.message
+    assert kind == "shared_memory" or SHM not in failure.message
 
 
 SIGNALLED = """

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from shelves import Failing, RecordingStep, Sleepy
+from torch.utils.data import Dataset, get_worker_info
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
@@ -19,169 +20,134 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.bursts import ALONE, ONE_WORKER, QUICK, failed, measured, workload
 
 # Python 3.12+ warns of fork in a process with threads; the DataLoader of the inline probe forks by default until 3.14.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
-QUICK = BurstPlan(max_s=0.2, min_s=0.1, relative_error=0.1, deadline_s=30.0)
+
+class Sleepy(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is i, after a nap."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.0005)
+        return torch.full((4,), float(index)), index % 2
 
 
-class ProbeContract:
-    """Inherit, and give the fixtures `probe` and `failing_probe`."""
+class Failing(Sleepy):
+    """Works in the main process, where the probe warms up, and raises in a worker."""
 
-    def test_a_burst_returns_a_measurement_whose_fields_agree(self, probe: Any) -> None:
-        measured = probe.burst(LoaderConfig(num_workers=2), QUICK)
-
-        assert isinstance(measured, Measurement)
-        rate = measured.samples_per_s
-        assert 0 <= rate.low <= rate.value <= rate.high
-        assert rate.value == pytest.approx(measured.samples / measured.window_s, rel=0.5)
-        assert 0 <= measured.wait_share <= 1
-        assert measured.first_batch_s > 0
-        assert measured.batch_bytes > 0
-        assert {trace.worker for trace in measured.traces} == {0, 1}
-        assert all(t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end for t in measured.traces)
-
-    def test_zero_workers_work(self, probe: Any) -> None:
-        measured = probe.burst(LoaderConfig(), QUICK)
-
-        assert isinstance(measured, Measurement)
-        assert {trace.worker for trace in measured.traces} == {-1}
-
-    def test_the_step_ceiling_is_a_rate_without_loading(self, probe: Any) -> None:
-        measured = probe.step_ceiling(1, QUICK)
-
-        assert isinstance(measured, Measurement)
-        assert measured.samples_per_s.value > 0
-        assert measured.wait_share < 0.5
-
-    def test_a_failing_configuration_is_an_answer_and_the_next_one_works(self, failing_probe: Any) -> None:
-        failure = failing_probe.burst(LoaderConfig(num_workers=1), QUICK)
-
-        assert isinstance(failure, Failure)
-        assert failure.kind == "user_exception"
-        assert "shelf" in failure.message
-        assert isinstance(failing_probe.burst(LoaderConfig(), QUICK), Measurement)
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if get_worker_info() is not None:
+            raise LookupError(f"no sample {index} on this shelf")
+        return super().__getitem__(index)
 
 
-class TestSimulatedProbe(ProbeContract):
-    @pytest.fixture
-    def probe(self) -> SimulatedProbe:
-        return SimulatedProbe(SimulatedMachine(), FakeClock())
+class RecordingStep:
+    """Notes the samples it saw, so that a test can ask for them afterwards."""
 
-    @pytest.fixture
-    def failing_probe(self) -> SimulatedProbe:
-        def fails(config: LoaderConfig) -> Failure | None:
-            broken = Failure(kind="user_exception", phase="first_batch", message="no sample on this shelf")
-            return broken if config.num_workers else None
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-        return SimulatedProbe(SimulatedMachine(fails=fails), FakeClock())
+    def __call__(self, model: object, batch: list[torch.Tensor]) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{batch[0][:, 0].tolist()}\n")
 
 
-Open = Callable[..., Any]
+Make = Callable[..., Any]
 
 
-class RealProbeContract(ProbeContract):
-    """What only a probe of real processes can promise; also give `open_probe(dataset, **training)`."""
+def simulated(dataset: Any, **training: Any) -> Any:
+    def fails(config: LoaderConfig) -> Failure | None:
+        broken = Failure(kind="user_exception", phase="first_batch", message="no sample on this shelf")
+        return broken if config.num_workers and isinstance(dataset, Failing) else None
 
-    def test_a_failure_carries_the_users_traceback_and_no_frame_of_ours(self, failing_probe: Any) -> None:
-        failure = failing_probe.burst(LoaderConfig(num_workers=1), QUICK)
+    return SimulatedProbe(SimulatedMachine(fails=fails), FakeClock())
 
-        assert isinstance(failure, Failure)
-        assert failure.traceback is not None
-        assert "shelves.py" in failure.traceback
-        assert "LookupError: no sample" in failure.traceback
-        assert "autotune_loader/" not in failure.traceback
 
-    def test_equal_seeds_read_the_same_samples_and_closing_twice_is_fine(
-        self, open_probe: Open, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "samples"
-        probe = open_probe(Sleepy(), train_step=RecordingStep(str(path)))
+def inline(dataset: Any, **training: Any) -> Any:
+    return InlineProbe(workload(dataset, training=TrainingSide(**training)), inspect_machine())
+
+
+def in_process(dataset: Any, **training: Any) -> Any:
+    payload = Payload.of(workload(dataset, training=TrainingSide(**training)), 1 << 30)
+    return ProcessProbe(payload, inspect_machine())
+
+
+REAL = [pytest.param(make, marks=pytest.mark.process) for make in (inline, in_process)]
+
+
+@pytest.fixture(scope="module", params=[simulated, *REAL])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes probes of one kind; each may be closed twice."""
+    made: list[Any] = []
+
+    def make_it(dataset: Any, **training: Any) -> Any:
+        probe = request.param(dataset, **training)
+        if not isinstance(probe, SimulatedProbe):
+            made.append(probe)
+            probe.start()
+        return probe
+
+    yield make_it
+    for probe in (*made, *made):
+        probe.close()
+
+
+@pytest.fixture(scope="module")
+def probe(make: Make) -> Any:
+    return make(Sleepy(), model=torch.nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_burst_returns_a_measurement_whose_fields_agree(probe: Any, workers: int) -> None:
+    found = measured(probe, LoaderConfig(num_workers=workers))
+
+    rate = found.samples_per_s
+    assert 0 <= rate.low <= rate.value <= rate.high
+    assert rate.value == pytest.approx(found.samples / found.window_s, rel=0.5)
+    assert 0 <= found.wait_share <= 1
+    assert found.first_batch_s > 0
+    assert found.batch_bytes > 0
+    assert {trace.worker for trace in found.traces} == (set(range(workers)) or {-1})
+    assert all(t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end for t in found.traces)
+
+
+def test_the_step_ceiling_is_a_rate_without_loading(probe: Any) -> None:
+    found = probe.step_ceiling(1, QUICK)
+
+    assert isinstance(found, Measurement)
+    assert found.samples_per_s.value > 0
+    assert found.wait_share < 0.5
+
+
+def test_a_failing_configuration_is_an_answer_with_the_users_traceback_and_the_next_one_works(make: Make) -> None:
+    probe = make(Failing())
+
+    failure = failed(probe, "user_exception", ONE_WORKER)
+
+    assert "shelf" in failure.message
+    if not isinstance(probe, SimulatedProbe):
+        assert "LookupError: no sample" in str(failure.traceback)
+        assert "autotune_loader/" not in str(failure.traceback)
+    measured(probe)
+
+
+@pytest.mark.parametrize("make_real", REAL)
+def test_equal_seeds_read_the_same_samples(make_real: Make, tmp_path: Path) -> None:
+    path = tmp_path / "samples"
+    probe = make_real(Sleepy(), train_step=RecordingStep(path))
+    try:
         probe.start()
         seen = []
-        for config, seed in [(LoaderConfig(), 1), (LoaderConfig(num_workers=1), 1), (LoaderConfig(), 2)]:
+        for config, seed in [(ALONE, 1), (ONE_WORKER, 1), (ALONE, 2)]:
             path.unlink()
-            probe.burst(config, BurstPlan(max_s=0.1, min_s=0.01, seed=seed))
+            measured(probe, config, BurstPlan(max_s=0.1, min_s=0.01, seed=seed))
             seen.append(path.read_text().splitlines()[:4])
-
-        assert seen[0] == seen[1]
-        assert seen[0] != seen[2]
+    finally:
         probe.close()
-        probe.close()
-
-
-def workload(dataset: Any, **training: Any) -> Workload:
-    return Workload(data=DataSide.from_dataset(dataset, batch_size=4), training=TrainingSide(**training))
-
-
-def open_inline(dataset: Any, **training: Any) -> InlineProbe:
-    return InlineProbe(workload(dataset, **training), inspect_machine())
-
-
-def open_process(dataset: Any, **training: Any) -> ProcessProbe:
-    return ProcessProbe(Payload.of(workload(dataset, **training), 1 << 30), inspect_machine())
-
-
-def opener(open_one: Open) -> Iterator[Open]:
-    opened: list[Any] = []
-
-    def open_it(dataset: Any, **training: Any) -> Any:
-        opened.append(open_one(dataset, **training))
-        return opened[-1]
-
-    yield open_it
-    for probe in opened:
-        probe.close()
-
-
-def started(open_probe: Open, dataset: Any) -> Any:
-    probe = open_probe(dataset, model=torch.nn.Linear(4, 2))
-    probe.start()
-    return probe
-
-
-@pytest.mark.process
-class TestInlineProbe(RealProbeContract):
-    @pytest.fixture
-    def open_probe(self) -> Iterator[Open]:
-        yield from opener(open_inline)
-
-    @pytest.fixture
-    def probe(self, open_probe: Open) -> Any:
-        return started(open_probe, Sleepy())
-
-    @pytest.fixture
-    def failing_probe(self, open_probe: Open) -> Any:
-        return started(open_probe, Failing())
-
-
-# One process for all tests that need no fresh one: starting it means importing torch.
-@pytest.fixture(scope="module")
-def shared_opener() -> Iterator[Open]:
-    yield from opener(open_process)
-
-
-@pytest.fixture(scope="module")
-def shared_probe(shared_opener: Open) -> Any:
-    return started(shared_opener, Sleepy())
-
-
-@pytest.fixture(scope="module")
-def shared_failing_probe(shared_opener: Open) -> Any:
-    return started(shared_opener, Failing())
-
-
-@pytest.mark.process
-class TestProcessProbe(RealProbeContract):
-    @pytest.fixture
-    def open_probe(self) -> Iterator[Open]:
-        yield from opener(open_process)
-
-    @pytest.fixture
-    def probe(self, shared_probe: Any) -> Any:
-        return shared_probe
-
-    @pytest.fixture
-    def failing_probe(self, shared_failing_probe: Any) -> Any:
-        return shared_failing_probe
+    assert seen[0] == seen[1]
+    assert seen[0] != seen[2]

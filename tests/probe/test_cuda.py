@@ -6,32 +6,25 @@ The logic is tested on any machine with a fake device (tests/probe/test_device.p
 from __future__ import annotations
 
 import gc
-import multiprocessing
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from autotune_loader import tune
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.prefetch import DevicePrefetcher
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.bench import Bench, WarmupReport
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.device import timeline_of
-from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.payload import Payload
-from autotune_loader.probe.runner import ProcessProbe
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, warm_bench, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
-QUICK = BurstPlan(max_s=0.5, min_s=0.2, relative_error=0.05, deadline_s=60.0)
+PLAN = BurstPlan(max_s=0.5, min_s=0.2, relative_error=0.05, deadline_s=60.0)
+PINNED = LoaderConfig(num_workers=2, pin_memory=True)
 # About 10 ms on a GPU of 1 to 2 GHz.
 STEP_CYCLES = 15_000_000
 
@@ -58,29 +51,9 @@ def train(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def workload(dataset: Any = None, **training: Any) -> Workload:
-    data = DataSide.from_dataset(dataset or Rows(), batch_size=8)
-    return Workload(data=data, training=TrainingSide(**{"device": "cuda", "train_step": train, **training}))
-
-
-@pytest.fixture
-def open_probe() -> Iterator[Callable[[Workload], ProcessProbe]]:
-    opened: list[ProcessProbe] = []
-
-    def open_it(what: Workload) -> ProcessProbe:
-        opened.append(ProcessProbe(Payload.of(what, 1 << 30), inspect_machine()))
-        opened[-1].start()
-        return opened[-1]
-
-    yield open_it
-    for probe in opened:
-        probe.close()
-
-
-def allocated_bytes() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+def on_gpu(dataset: Any = None, isolation: str = "process", **training: Any) -> Any:
+    side = TrainingSide(**{"device": "cuda", "train_step": train, **training})
+    return opened(workload(dataset or Rows(), 8, side), isolation)
 
 
 def test_a_mark_is_passed_when_the_device_has_come_there_and_not_before() -> None:
@@ -101,14 +74,13 @@ def test_a_mark_is_passed_when_the_device_has_come_there_and_not_before() -> Non
     assert handed_over < passed < timeline.now() + 0.001
 
 
-def test_a_burst_is_timed_by_the_device_and_knows_its_memory(open_probe: Callable[[Workload], ProcessProbe]) -> None:
+def test_a_burst_is_timed_by_the_device_and_knows_its_memory() -> None:
     # GIVEN a step of which the host sees only the launch
-    probe = open_probe(workload(train_step=slow_step))
-    # WHEN the ceiling and a burst are measured
-    ceiling, burst = probe.step_ceiling(None, QUICK), probe.burst(LoaderConfig(num_workers=2, pin_memory=True), QUICK)
-    # THEN both have the device's time, and the burst the copy's
+    with on_gpu(train_step=slow_step) as probe:
+        ceiling = probe.probe.step_ceiling(None, PLAN)
+        burst = measured(probe.probe, PINNED, PLAN)
+    # THEN ceiling and burst have the device's time, and the burst the copy's
     assert isinstance(ceiling, Measurement)
-    assert isinstance(burst, Measurement)
     assert burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
     assert burst.step_s > 0.002
     assert burst.gpu.copy_s is not None
@@ -120,48 +92,38 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory(open_probe: Callabl
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_copying_ahead_hides_the_copy_in_a_burst(ahead: int, open_probe: Callable[[Workload], ProcessProbe]) -> None:
+def test_copying_ahead_hides_the_copy_in_a_burst(ahead: int) -> None:
     # GIVEN batches of 32 MiB, whose copy takes a good part of the step
-    probe = open_probe(workload(Rows(1 << 20), train_step=slow_step))
-    # WHEN they are copied in the loop, and ahead of it
-    plain = probe.burst(LoaderConfig(num_workers=2, pin_memory=True), QUICK)
-    hidden = probe.burst(LoaderConfig(num_workers=2, pin_memory=True, device_prefetch=ahead), QUICK)
-    # THEN the copy is known in both, and the step as long
-    assert isinstance(plain, Measurement)
-    assert isinstance(hidden, Measurement)
+    with on_gpu(Rows(1 << 20), train_step=slow_step) as probe:
+        plain = measured(probe.probe, PINNED, PLAN)
+        config = LoaderConfig(num_workers=2, pin_memory=True, device_prefetch=ahead)
+        hidden = measured(probe.probe, config, PLAN)
+    # THEN the copy is known in the loop and ahead of it, and the step as long
     assert plain.gpu.copy_s is not None
     assert hidden.gpu.copy_s is not None
     assert hidden.gpu.copy_s > 0.0
     assert hidden.step_s == pytest.approx(plain.step_s, rel=0.3)
 
 
-def test_a_parent_on_the_gpu_keeps_its_model_and_its_memory(open_probe: Callable[[Workload], ProcessProbe]) -> None:
+def allocated_bytes() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("isolation", ["process", "inline"])
+def test_a_parent_on_the_gpu_keeps_its_model_and_its_memory(isolation: str) -> None:
     # GIVEN a parent whose model has trained on the GPU already
-    model = torch.nn.Linear(16, 16).cuda()
+    model = torch.nn.Linear(1024, 1024).cuda()
     optimizer = torch.optim.Adam(model.parameters())
-    train(model, torch.ones(8, 16, device="cuda")).backward()
+    train(model, torch.ones(8, 1024, device="cuda")).backward()
     optimizer.step()
     weights, before = model.weight.detach().clone(), allocated_bytes()
-    # WHEN a burst trains it in the probe process
-    probe = open_probe(workload(model=model, optimizer=optimizer))
-    burst = probe.burst(LoaderConfig(num_workers=1), QUICK)
-    # THEN it was measured, and here nothing changed
-    assert isinstance(burst, Measurement)
-    assert torch.equal(model.weight, weights)
-    assert allocated_bytes() == before
-
-
-def test_inline_leaves_no_copy_of_the_model_on_the_gpu() -> None:
-    # GIVEN a model on the GPU
-    model = torch.nn.Linear(1024, 1024).cuda()
-    weights, before = model.weight.detach().clone(), allocated_bytes()
-    # WHEN it is burst in this process
-    probe = InlineProbe(workload(Rows(1024), model=model), inspect_machine())
-    probe.start()
-    burst = probe.burst(LoaderConfig(), QUICK)
-    probe.close()
-    # THEN the copy is gone
-    assert isinstance(burst, Measurement)
+    # WHEN a burst trains it
+    with on_gpu(Rows(1024), isolation, model=model, optimizer=optimizer) as probe:
+        measured(probe.probe, ONE_WORKER, PLAN)
+    del probe
+    # THEN here nothing changed, and no copy is left
     assert torch.equal(model.weight, weights)
     assert allocated_bytes() == before
 
@@ -172,14 +134,13 @@ def test_a_model_and_an_optimizer_from_the_host_are_both_moved() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     train(model, torch.ones(2, 16)).backward()
     optimizer.step()
-    side = workload(model=model, optimizer=optimizer)
     # WHEN they are warmed up on the GPU THEN the step works there
-    bench = Bench(lambda: side.data, lambda: side.data, side.training)
-    assert isinstance(bench.prepare(), WarmupReport)
+    data = DataSide.from_dataset(Rows(), batch_size=8)
+    bench, _ = warm_bench(data, model=model, optimizer=optimizer, train_step=train, device="cuda")
     bench.close()
 
 
-class OutOfMemoryOnDemand:
+class OutOfMemory:
     """Asks for far more than there is while a file exists."""
 
     def __init__(self, demand: Path) -> None:
@@ -187,61 +148,43 @@ class OutOfMemoryOnDemand:
 
     def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
         if self.demand.exists():
-            torch.empty(1 << 42, device="cuda")
+            self.trouble()
         return train(model, batch)
 
+    def trouble(self) -> None:
+        torch.empty(1 << 42, device="cuda")
 
-def test_running_out_of_device_memory_costs_one_burst(
-    tmp_path: Path, open_probe: Callable[[Workload], ProcessProbe]
-) -> None:
-    # GIVEN a step that runs out of memory while a file exists
+
+class FailingKernel(OutOfMemory):
+    """After it every CUDA call of the process fails."""
+
+    def trouble(self) -> None:
+        index = torch.full((4,), 99, device="cuda")
+        torch.zeros(4, device="cuda")[index].sum().item()
+
+
+@pytest.mark.parametrize(("kind", "told"), [(OutOfMemory, ("device_memory", "step")), (FailingKernel, None)])
+def test_trouble_on_the_device_costs_one_burst(kind: Any, told: Any, tmp_path: Path) -> None:
     demand = tmp_path / "demand"
-    probe = open_probe(workload(model=torch.nn.Linear(16, 4), train_step=OutOfMemoryOnDemand(demand)))
-    # WHEN a burst runs with it, and one without
-    demand.touch()
-    failure = probe.burst(LoaderConfig(num_workers=1), QUICK)
-    demand.unlink()
-    after = probe.burst(LoaderConfig(num_workers=1), QUICK)
-    # THEN
-    assert isinstance(failure, Failure)
-    assert (failure.kind, failure.phase) == ("device_memory", "step")
-    assert isinstance(after, Measurement)
+    with on_gpu(model=torch.nn.Linear(16, 4), train_step=kind(demand)) as probe:
+        demand.touch()
+        failure = probe.probe.burst(ONE_WORKER, PLAN)
+        demand.unlink()
+        assert isinstance(failure, Failure)
+        assert told in (None, (failure.kind, failure.phase))
+        measured(probe.probe, ONE_WORKER, PLAN)
 
 
-class FailingKernelOnDemand(OutOfMemoryOnDemand):
-    def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
-        if self.demand.exists():
-            index = torch.full((4,), 99, device="cuda")
-            torch.zeros(4, device="cuda")[index].sum().item()
-        return train(model, batch)
-
-
-def test_a_failed_kernel_costs_the_process_and_not_the_study(
-    tmp_path: Path, open_probe: Callable[[Workload], ProcessProbe]
-) -> None:
-    demand = tmp_path / "demand"
-    probe = open_probe(workload(model=torch.nn.Linear(16, 4), train_step=FailingKernelOnDemand(demand)))
-    demand.touch()
-    failure = probe.burst(LoaderConfig(), QUICK)
-    demand.unlink()
-    assert isinstance(failure, Failure)
-    assert isinstance(probe.burst(LoaderConfig(), QUICK), Measurement)
-
-
-def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst(
-    open_probe: Callable[[Workload], ProcessProbe],
-) -> None:
+def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst() -> None:
     # GIVEN a model that compiles at its first step, under autocast
     def in_half(model: Any, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return train(model, batch)
 
     model = torch.compile(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)))
-    probe = open_probe(workload(model=model, train_step=in_half))
-    # WHEN bursts follow THEN none of their steps stands out as a compilation would
-    burst = probe.burst(LoaderConfig(), QUICK)
-    assert isinstance(burst, Measurement)
-    assert max(trace.step_s for trace in burst.traces) < 1.0
+    # THEN none of the steps of a burst stands out as a compilation would
+    with on_gpu(model=model, train_step=in_half) as probe:
+        assert max(trace.step_s for trace in measured(probe.probe, ALONE, PLAN).traces) < 1.0
 
 
 def test_tune_searches_the_roads_to_the_device_and_makes_the_loader() -> None:
@@ -257,19 +200,3 @@ def test_tune_searches_the_roads_to_the_device_and_makes_the_loader() -> None:
     # THEN the loader that it makes delivers
     batch = next(iter(result.make_loader(Rows(), device="cuda")))
     assert batch.shape == (8, 16)
-
-
-def test_a_loader_made_for_a_device_copies_ahead_as_tuned() -> None:
-    best = LoaderConfig(pin_memory=True, device_prefetch=2)
-    result = TuningResult(best=best, status="complete", baseline=LoaderConfig())
-    loader = result.make_loader(torch.arange(4), batch_size=2, device="cuda")
-    assert isinstance(loader, DevicePrefetcher)
-    assert [(batch.device.type, batch.tolist()) for batch in loader] == [("cuda", [0, 1]), ("cuda", [2, 3])]
-
-
-def test_a_child_that_was_forked_from_a_process_with_cuda_can_still_load() -> None:
-    # GIVEN CUDA in use here
-    torch.ones(1, device="cuda")
-    assert multiprocessing.get_start_method(allow_none=False)
-    # WHEN workers are started THEN they deliver, since they do not touch it
-    assert len(list(DataLoader(Rows(), batch_size=64, num_workers=2, pin_memory=True))) == 4

@@ -1,11 +1,13 @@
+"""A burst and its step: on a device that works behind the host, by its own time; and on the CPU."""
+
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
-import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe.bench import Bench, WarmupReport, warm_up
+from autotune_loader.probe.bench import warm_up
 from autotune_loader.probe.burst import Cached, run_burst, run_epochs
 from autotune_loader.probe.burst_loop import Run
 from autotune_loader.probe.device import Timeline, timeline_of
@@ -27,20 +29,14 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from tests.support import FakeClock
+from tests.support.bursts import ALONE, ONE_WORKER, QUICK, measured, warm_bench
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
-QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2)
 HOST_S = 0.001
 
 
-def measured(
-    *,
-    fetch_s: float,
-    step_s: float,
-    copy_s: float = 0.0,
-    ahead: int = 0,
-    host_s: float = HOST_S,
-    workers: int = 1,
+def run_of(
+    *, fetch_s: float, step_s: float, copy_s: float = 0.0, ahead: int = 0, host_s: float = HOST_S, workers: int = 1
 ) -> tuple[Measurement, FakeTimeline]:
     """A run on a device that works behind the host, on a clock that moves only when told to."""
     clock = FakeClock()
@@ -77,26 +73,22 @@ def measured(
 def test_a_run_on_a_device_has_the_devices_times(
     times: dict[str, Any], period_s: float, step_s: float, wait_share: float
 ) -> None:
-    found, _ = measured(**times)
+    found, timeline = run_of(**times)
     assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
     assert found.step_s == pytest.approx(step_s, rel=0.01)
     assert found.wait_share == pytest.approx(wait_share, abs=0.03)
-    # what a copy takes is known also where it is hidden
+    # what a copy takes is known also where it is hidden; it is no work, nor is waiting
     assert found.gpu.copy_s == pytest.approx(times.get("copy_s", 0.0))
-
-
-def test_the_twin_learns_the_copy_that_was_hidden() -> None:
-    found, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.006, ahead=2)
-    seen = Observation.from_measurement(LoaderConfig(num_workers=1, device_prefetch=2), found)
-    assert (float(seen.receive_s.mean()), float(seen.step_s.mean())) == (pytest.approx(0.006), pytest.approx(0.010))
+    assert found.gpu.busy_share == pytest.approx(step_s / period_s, abs=0.03)
+    # the device is waited for at the edges of the window only
+    assert [event for event in timeline.events if event != "lane"] == ["open", "synchronize"]
 
 
 def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring() -> None:
     # GIVEN copies of 12 ms, 3 ms from pinned memory, and a step of 10 ms
-    pageable, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.012)
-    pinned, _ = measured(fetch_s=0.002, step_s=0.010, copy_s=0.003)
-    loop = LoaderConfig(num_workers=1)
-    configs = [replace(loop, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
+    pageable, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.012)
+    pinned, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.003)
+    configs = [replace(ONE_WORKER, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
 
     def periods_ms(*seen: tuple[LoaderConfig, Measurement]) -> list[float]:
         observations = [Observation.from_measurement(config, found) for config, found in seen]
@@ -104,9 +96,9 @@ def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring() -> N
         return [4e3 / prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
 
     # THEN of a pageable burst it knows what copying ahead hides, and expects that pinning is worth a try
-    assert periods_ms((loop, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
+    assert periods_ms((ONE_WORKER, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
     # THEN of a pinned burst it knows the rest
-    both = periods_ms((loop, pageable), (replace(loop, pin_memory=True), pinned))
+    both = periods_ms((ONE_WORKER, pageable), (replace(ONE_WORKER, pin_memory=True), pinned))
     assert both == pytest.approx([22, 12, 13, 10], rel=0.1)
 
 
@@ -116,7 +108,7 @@ def test_what_the_main_process_fetches_while_the_device_steps_costs_nothing(
     fetch_s: float, step_s: float, ahead: int
 ) -> None:
     # GIVEN no workers: the loop's own process fetches, and the device steps meanwhile
-    found, _ = measured(fetch_s=fetch_s, step_s=step_s, host_s=0.0001, workers=0, ahead=ahead)
+    found, _ = run_of(fetch_s=fetch_s, step_s=step_s, host_s=0.0001, workers=0, ahead=ahead)
     # THEN the slower of the two sets the rate, and the twin predicts that
     period_s = max(fetch_s + 0.0001, step_s)
     assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
@@ -126,13 +118,6 @@ def test_what_the_main_process_fetches_while_the_device_steps_costs_nothing(
     # THEN every history is in order
     for trace in found.traces:
         assert trace.requested <= trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
-
-
-@pytest.mark.parametrize(("fetch_s", "share"), [(0.002, 10 / 12), (0.040, 0.25)])
-def test_the_share_of_time_in_which_the_device_worked_is_known_to_the_step(fetch_s: float, share: float) -> None:
-    # GIVEN steps of 10 ms, behind copies of 2 ms or behind a slow loader WHEN measured THEN copies and waits are no work
-    found, _ = measured(fetch_s=fetch_s, step_s=0.010, copy_s=0.002 if fetch_s < 0.01 else 0.0)
-    assert found.gpu.busy_share == pytest.approx(share, rel=0.01)
 
 
 class Epochs:
@@ -153,7 +138,7 @@ def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_ha
     clock = FakeClock()
     timeline = FakeTimeline(clock, clock.sleep)
     step: Any = FakeStep(timeline, step_s=0.050, host_s=HOST_S)
-    holder = Epochs(clock)
+    holder: Any = Epochs(clock)
     holder.open(holder)
     timeline.open()
     run = Run(PLAN, 1, clock(), timeline=timeline)
@@ -166,102 +151,49 @@ def test_whole_epochs_end_when_the_device_has_done_them_and_not_when_the_host_ha
     assert found.window_s == pytest.approx(found.samples / 80)
 
 
+def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
+    # GIVEN a device that takes 100 ms for what costs the host next to nothing, on a window of a second
+    found, timeline = run_of(fetch_s=1e-4, step_s=0.1, host_s=1e-4)
+    # THEN little more is left to wait for than the window was long
+    assert timeline.busy_until < 1.0 + 2.0
+    assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
+
+
 @pytest.mark.process
 def test_a_device_without_events_is_timed_by_the_host_and_says_so() -> None:
-    # GIVEN a device whose time torch cannot tell WHEN a bench is warm THEN there is a note, and none for a CPU
-    step = functools.partial(TrainingSide, train_step=lambda model, batch: None)
-    notes = []
-    for device in ("meta", "cpu"):
-        warmup = Bench(rows, rows, step(device=device)).prepare()
-        assert isinstance(warmup, WarmupReport)
-        notes.append([note for note in warmup.notes if "timed by the host's clock" in note])
-    assert [len(found) for found in notes] == [1, 0]
-    assert notes[0][0].startswith("meta has no events")
-
-
-class FakeEvent:
-    """An event of a kind of device that does at once what it is given."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.at = time.monotonic()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return (later.at - self.at) * 1e3
-
-
-def test_other_accelerators_are_timed_by_their_events_and_may_lack_the_rest() -> None:
-    # GIVEN a torch for XPU, and one of a kind that has events and little else, as MPS does
-    little = SimpleNamespace(Event=FakeEvent, synchronize=lambda: None, empty_cache=lambda: None)
-    assert isinstance(timeline_of(torch.device("xpu:0")), Timeline)
-    timeline = Timeline(torch.device("mps:0"), little)
-    # WHEN the latter times a burst
-    timeline.open()
-    begun = timeline.now()
-    mark = timeline.mark()
-    timeline.synchronize()
-    # THEN its marks are on the host's clock, and what it cannot tell is None
-    passed = timeline.passed(mark)
-    assert passed is not None
-    assert begun - 0.01 < passed < timeline.now() + 0.01
-    assert timeline.peak_bytes() is None
-    timeline.release()
-    assert timeline.is_cold
+    for device, count in (("meta", 1), ("cpu", 0)):
+        _, report = warm_bench(rows(), device=device, train_step=lambda model, batch: None)
+        assert sum("timed by the host's clock" in note for note in report.notes) == count
+        assert timeline_of(torch.device(device)) is None
+    assert isinstance(timeline_of(torch.device("xpu:0")), Timeline)  # other accelerators have events
 
 
 @pytest.mark.process
 def test_after_a_burst_that_gave_memory_back_the_next_is_not_slower() -> None:
     # GIVEN a device on which the first step takes 0.3 s longer once memory was given back
-    timeline = FakeTimeline(malloc_s=0.3)
-
-    def train(model: Any, batch: Any) -> None:
-        timeline.launch(0.002)
-
-    bench = Bench(rows, rows, TrainingSide(train_step=train))
-    assert isinstance(bench.prepare(), WarmupReport)
+    timeline: Any = FakeTimeline(malloc_s=0.3)
+    bench, _ = warm_bench(rows(), train_step=lambda model, batch: timeline.launch(0.002))
     bench._timeline = timeline
     timeline.is_cold = True
     # WHEN a burst of other batches, which took more, is followed by two
-    outcomes = [bench.burst(config, QUICK) for config in (LoaderConfig(batch_size=8), LoaderConfig(), LoaderConfig())]
+    outcomes = [measured(bench, config) for config in (LoaderConfig(batch_size=8), ALONE, ALONE)]
     # THEN only that one gave its memory back, and no window has the driver's time in it
     assert timeline.events.count("release") == 1
-    for outcome in outcomes:
-        assert isinstance(outcome, Measurement)
-        assert max(trace.step_s for trace in outcome.traces) < 0.15
-
-
-def test_the_device_is_waited_for_at_the_edges_of_the_window_only() -> None:
-    _, timeline = measured(fetch_s=0.002, step_s=0.010)
-    assert timeline.events == ["open", "synchronize"]
-
-
-def test_a_host_is_held_before_it_is_seconds_ahead() -> None:
-    # GIVEN a device that takes 100 ms for what costs the host next to nothing, on a window of a second
-    found, timeline = measured(fetch_s=1e-4, step_s=0.1, host_s=1e-4)
-    # THEN little more is left to wait for than the window was long
-    assert timeline.busy_until < 1.0 + 2.0
-    assert found.samples_per_s.value == pytest.approx(40, rel=1e-3)
+    assert max(trace.step_s for found in outcomes for trace in found.traces) < 0.15
 
 
 def rows() -> DataSide:
     return DataSide.from_dataset(TensorDataset(torch.arange(64.0)), batch_size=4)
 
 
-def step_of(train: Any) -> TrainingStep:
-    return TrainingStep(train, "a step", torch.device("cpu"))
+def step_of(train: Any, device: str = "cpu") -> TrainingStep:
+    return TrainingStep(train, "a step", torch.device(device))
 
 
 @pytest.mark.process
 def test_a_burst_measures_on_the_device_and_keeps_its_memory_for_the_next() -> None:
     # GIVEN a device that takes 5 ms for a step and tells its peak
-    timeline = FakeTimeline()
+    timeline: Any = FakeTimeline()
 
     def train(batch: Any) -> None:
         timeline.launch(0.005)
@@ -276,82 +208,59 @@ def test_a_burst_measures_on_the_device_and_keeps_its_memory_for_the_next() -> N
     assert timeline.events == ["open", "lane", "synchronize"]
 
 
-def test_without_tuned_prefetch_no_lane_is_opened() -> None:
-    timeline = FakeTimeline()
-    run_burst(rows(), step_of(lambda batch: timeline.launch(0.001)), LoaderConfig(), QUICK, timeline=timeline)
-    assert "lane" not in timeline.events
-
-
 def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
 
 
-@pytest.mark.process
-def test_a_step_that_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_the_next_burst_works() -> None:
-    # GIVEN a step that runs out of memory on its third batch
-    timeline, steps = FakeTimeline(), iter([None, None, out_of_memory])
-
-    def train(batch: Any) -> None:
-        timeline.launch(0.001)
-        trouble = next(steps, None)
-        if trouble:
-            trouble()
-
-    # WHEN two bursts run
-    first = run_burst(rows(), step_of(train), LoaderConfig(num_workers=1), QUICK, timeline=timeline)
-    second = run_burst(rows(), step_of(train), LoaderConfig(num_workers=1), QUICK, timeline=timeline)
-    # THEN the first says what to do, its memory was released, and the second is measured
-    assert isinstance(first, Failure)
-    assert (first.kind, first.phase) == ("device_memory", "step")
-    assert "smaller batch" in first.message
-    assert timeline.events[:3] == ["open", "release", "open"]
-    assert isinstance(second, Measurement)
-
-
-def test_a_copy_ahead_that_runs_out_of_device_memory_is_one_too() -> None:
-    timeline = FakeTimeline()
+@pytest.mark.parametrize(
+    ("data", "train", "config"),
+    [
+        (rows(), out_of_memory, ALONE),
+        (rows(), lambda batch: None, LoaderConfig(device_prefetch=1)),
+        (Cached(torch.ones(4), 4), out_of_memory, ALONE),
+    ],
+    ids=["step", "copy ahead", "ceiling"],
+)
+def test_what_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_gives_it_back(
+    data: Any, train: Any, config: LoaderConfig
+) -> None:
+    timeline: Any = FakeTimeline()
     lane = FakeLane(timeline)
-    lane.send = out_of_memory  # type: ignore[method-assign]
-    timeline.make_lane = lambda: lane  # type: ignore[method-assign]
-    failure = run_burst(rows(), step_of(lambda batch: None), LoaderConfig(device_prefetch=1), QUICK, timeline=timeline)
+    lane.send = out_of_memory
+    timeline.make_lane = lambda: lane
+    failure = run_burst(data, step_of(train), config, QUICK, timeline=timeline)
     assert isinstance(failure, Failure)
     assert failure.kind == "device_memory"
+    assert "smaller batch" in failure.message
     assert timeline.events[-1] == "release"
+    # the next burst is measured
+    assert isinstance(run_burst(rows(), step_of(lambda batch: None), ALONE, QUICK, timeline=timeline), Measurement)
 
 
 def test_ctrl_c_releases_the_devices_memory_too() -> None:
-    timeline = FakeTimeline()
+    timeline: Any = FakeTimeline()
 
     def interrupted(batch: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_burst(rows(), step_of(interrupted), LoaderConfig(), QUICK, timeline=timeline)
+        run_burst(rows(), step_of(interrupted), ALONE, QUICK, timeline=timeline)
     assert timeline.events == ["open", "release"]
 
 
 def test_the_ceilings_batch_lies_on_the_device_beforehand() -> None:
-    # GIVEN a device other than the host's
-    timeline, seen = FakeTimeline(), []
+    timeline: Any = FakeTimeline()
+    seen: list[torch.Tensor] = []
 
     def train(batch: torch.Tensor) -> None:
         seen.append(batch)
         timeline.launch(0.002)
 
-    step = TrainingStep(train, "a step", torch.device("meta"))
-    # WHEN the ceiling is measured
-    found = run_burst(Cached(torch.ones(4), 4), step, LoaderConfig(), QUICK, timeline=timeline)
+    # WHEN the ceiling is measured on a device other than the host's
+    run_burst(Cached(torch.ones(4), 4), step_of(train, "meta"), ALONE, QUICK, timeline=timeline)
     # THEN every step had the very same tensor: it was copied once, outside the window
-    assert isinstance(found, Measurement)
     assert {id(batch) for batch in seen} == {id(seen[0])}
     assert seen[0].device.type == "meta"
-
-
-def test_a_ceiling_that_does_not_fit_the_device_is_a_failure_and_releases() -> None:
-    timeline = FakeTimeline()
-    failure = run_burst(Cached(torch.ones(4), 4), step_of(out_of_memory), LoaderConfig(), QUICK, timeline=timeline)
-    assert isinstance(failure, Failure)
-    assert (failure.kind, failure.phase, timeline.events[-1]) == ("device_memory", "step", "release")
 
 
 @pytest.mark.parametrize(
@@ -365,15 +274,14 @@ def test_a_ceiling_that_does_not_fit_the_device_is_a_failure_and_releases() -> N
     ],
 )
 def test_the_step_is_warmed_up_until_it_has_settled(seconds: list[float], steps: int) -> None:
-    # GIVEN steps that take so long, in turn
     clock = FakeClock()
-    timeline, ran = FakeTimeline(clock, clock.sleep), []
+    timeline: Any = FakeTimeline(clock, clock.sleep)
+    ran: list[Any] = []
 
     def train(batch: Any) -> None:
         timeline.launch(seconds[len(ran)])
         ran.append(batch)
 
-    # WHEN warmed up THEN that many were run
     warm_up(step_of(train), torch.ones(1), timeline)
     assert len(ran) == steps
 
@@ -393,20 +301,14 @@ def test_an_optimizer_with_a_state_follows_its_model_to_the_device() -> None:
 
 @pytest.mark.process
 def test_a_closed_bench_holds_neither_model_nor_batch() -> None:
-    # GIVEN a warm bench
-    import gc
-    import weakref
+    def bench_of_a_model() -> tuple[Any, Any]:
+        model = torch.nn.Linear(1, 1)
+        bench, _ = warm_bench(rows(), model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())
+        return bench, weakref.ref(model)
 
-    model = torch.nn.Linear(1, 1)
-    watched = weakref.ref(model)
-    sides = [TrainingSide(model=model, train_step=lambda model, batch: model(batch[0][:, None]).sum())]
-    bench = Bench(rows, rows, sides.pop())
-    assert isinstance(bench.prepare(), WarmupReport)
-    # WHEN it is closed and the caller's own model is gone
+    bench, watched = bench_of_a_model()
     bench.close()
-    del model
     gc.collect()
-    # THEN nothing keeps a copy alive
     assert watched() is None
 
 
@@ -418,23 +320,12 @@ def test_nvml_is_asked_for_the_window_alone(
     monkeypatch.setattr("autotune_loader.probe.device.use_of_current_device", lambda: [(since_s, 1.0), (0.0, 0.5)])
     timeline = Timeline(torch.device("cuda"), torch.cuda)
     monkeypatch.setattr(timeline, "now", lambda: 10.0)
-    # WHEN a window of three seconds is asked for THEN it is that half, if most of the window is known
+    # THEN a window of three seconds has that half, if most of the window is known
     assert timeline.util(7.0, 10.0) == share
 
 
 def test_a_failed_kernel_breaks_the_process_and_full_memory_does_not() -> None:
-    broken = Failure(
-        kind="user_exception", phase="step", message="RuntimeError: CUDA error: device-side assert triggered"
-    )
-    full = Failure(
-        kind="device_memory", phase="step", message="OutOfMemoryError: CUDA out of memory. Tried to allocate"
-    )
+    failure = functools.partial(Failure, kind="user_exception", phase="step")
+    broken = failure(message="RuntimeError: CUDA error: device-side assert triggered")
+    full = failure(message="OutOfMemoryError: CUDA out of memory. Tried to allocate")
     assert [is_device_broken(each) for each in (broken, full, None)] == [True, False, False]
-
-
-@pytest.mark.process
-def test_a_step_on_the_cpu_has_no_timeline_and_no_gpu_and_says_so() -> None:
-    bench = Bench(rows, rows, TrainingSide())
-    warmup = bench.prepare()
-    assert isinstance(warmup, WarmupReport)
-    assert timeline_of(torch.device("cpu")) is None

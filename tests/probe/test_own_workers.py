@@ -5,31 +5,39 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune_loader import tune
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.burst import run_burst
 from autotune_loader.probe.step import build_step
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
+from tests.support.bursts import ALONE, QUICK
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
-QUICK = BurstPlan(max_s=0.2, min_s=0.1, relative_error=0.5)
 
+class WithHelper(Dataset[Any]):
+    """As dataset and as sampler it starts a process on first use, in the main process alone."""
 
-class Helper:
-    """A process that is started on first use, in the main process alone."""
+    process: Any = None
 
-    def __init__(self) -> None:
-        self.process: Any = None
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        self.use()
+        return torch.tensor([float(index)])
+
+    def __iter__(self) -> Iterator[int]:
+        self.use()
+        return iter(range(16))
 
     def use(self) -> None:
         if self.process is None and get_worker_info() is None:
@@ -37,48 +45,24 @@ class Helper:
             self.process.start()
 
 
-class WithHelper(Dataset[Any]):
-    def __init__(self, helper: Helper) -> None:
-        self.helper = helper
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Any:
-        self.helper.use()
-        return torch.tensor([float(index)])
-
-
-class OrderWithHelper(Sampler[int]):
-    def __init__(self, helper: Helper) -> None:
-        self.helper = helper
-
-    def __iter__(self) -> Iterator[int]:
-        self.helper.use()
-        return iter(range(16))
-
-    def __len__(self) -> int:
-        return 16
-
-
+# fork also where it is no default: the helper must not be started by a server of multiprocessing's
 @pytest.mark.parametrize("whole_epochs", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_process_of_the_users_outlives_a_burst_and_the_workers_do_not(workers: int, whole_epochs: bool) -> None:
-    helper = Helper()
-    data = DataSide.from_dataset(WithHelper(helper), batch_size=4, sampler=OrderWithHelper(helper))
+@pytest.mark.parametrize("config", [ALONE, LoaderConfig(num_workers=1, multiprocessing_context="fork")])
+def test_a_process_of_the_users_outlives_a_burst_and_the_workers_do_not(
+    config: LoaderConfig, whole_epochs: bool
+) -> None:
+    helped = WithHelper()
+    data = DataSide.from_dataset(helped, batch_size=4, sampler=helped)
     step = build_step(TrainingSide(), torch.zeros(4, 1))
-    plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=0.5, whole_epochs=whole_epochs)
     try:
-        # fork also where it is no default: the helper must not be started by a server of multiprocessing's
-        context = "fork" if workers else None
-        outcome = run_burst(data, step, LoaderConfig(num_workers=workers, multiprocessing_context=context), plan)
+        outcome = run_burst(data, step, config, replace(QUICK, whole_epochs=whole_epochs))
 
         assert isinstance(outcome, Measurement)
-        assert helper.process.is_alive()
-        assert multiprocessing.active_children() == [helper.process]
+        assert helped.process.is_alive()
+        assert multiprocessing.active_children() == [helped.process]
     finally:
-        helper.process.kill()
-        helper.process.join()
+        helped.process.kill()
+        helped.process.join()
 
 
 class Queue(Dataset[Any]):
@@ -94,17 +78,10 @@ class Queue(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if self.ahead is None:
             context = "fork" if self.workers else None
-            loader = DataLoader(Zeros(), num_workers=self.workers, batch_size=1, multiprocessing_context=context)
+            zeros: Any = torch.zeros(1).expand(1 << 20, 1)
+            loader = DataLoader(zeros, num_workers=self.workers, batch_size=1, multiprocessing_context=context)
             self.ahead = iter(loader)
         return next(self.ahead)
-
-
-class Zeros(Dataset[Any]):
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(1)
 
 
 def test_a_loader_that_the_users_dataset_runs_goes_on_after_tuning() -> None:
@@ -116,13 +93,5 @@ def test_a_loader_that_the_users_dataset_runs_goes_on_after_tuning() -> None:
     # THEN it was without other workers, and its own still work
     assert result.status == "complete"
     assert result.best.num_workers == 0
+    assert any("num_workers=0" in warning for warning in result.warnings)
     assert all(queue[index] is not None for index in range(100))
-
-
-@pytest.mark.parametrize("dataset", [Queue(), TensorDataset(torch.zeros(16, 1))])
-def test_a_dataset_that_reads_by_a_loader_of_its_own_is_told_from_others(dataset: Any) -> None:
-    data = DataSide.from_dataset(dataset, batch_size=4, sampler=range(16))
-    report = Bench(lambda: data, lambda: data, TrainingSide()).prepare()
-    assert isinstance(report, WarmupReport)
-    assert report.reads_by_itself == isinstance(dataset, Queue)
-    assert any("num_workers=0" in note for note in report.notes) == report.reads_by_itself

@@ -11,16 +11,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Subset
 
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.opening import open_probe
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
+from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-
-QUICK = BurstPlan(max_s=0.05, min_s=0.02, relative_error=0.5)
 
 
 class Drawing(Dataset[Any]):
@@ -36,13 +29,9 @@ class Drawing(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> float:
-        own = (
-            torch.rand((), generator=self.torch).item()
-            + self.numpy.random()
-            + self.legacy.rand()
-            + self.python.random()
-        )
-        return float(own + torch.rand(()).item() + np.random.rand() + random.random())  # noqa: NPY002
+        own = self.numpy.random() + self.legacy.rand() + self.python.random()
+        drawn = torch.rand((), generator=self.torch) + torch.rand(())
+        return float(drawn) + own + np.random.rand() + random.random()  # noqa: NPY002
 
 
 class Stream(Drawing, IterableDataset[Any]):
@@ -75,39 +64,34 @@ def states(generators: list[Any]) -> list[str]:
     return [*map(state_of, generators), *map(repr, global_ones)]
 
 
-def held_by(dataset: Drawing) -> list[Any]:
-    return [dataset.torch, dataset.numpy, dataset.legacy, dataset.python]
-
-
 def parts_of_order(order: str, dataset: Any) -> tuple[dict[str, Any], list[Any]]:
     """Arguments of the data side, and the generators in them."""
     generator = torch.Generator().manual_seed(21)
     if order == "generator":
-        return {"batch_size": 4, "generator": generator}, [generator]
-    if order == "sampler":
-        return {"batch_size": 4, "sampler": RandomSampler(dataset, generator=generator)}, [generator]
+        return {"generator": generator}, [generator]
     batches = Batches(dataset, generator)
     return {"batch_size": None, "batch_sampler": batches}, [generator, batches.generator, batches.numpy]
 
 
-CASES = [
-    *(("inline", kind, order) for kind in ("drawing", "subset") for order in ("generator", "sampler", "batch_sampler")),
-    ("inline", "stream", "generator"),  # it has no order of indices
-    ("process", "drawing", "batch_sampler"),
-]
-
-
-@pytest.mark.parametrize(("isolation", "kind", "order"), CASES)
-def test_every_random_state_is_as_it_was(kind: str, order: str, isolation: Any) -> None:
+@pytest.mark.parametrize(
+    ("isolation", "kind", "order"),
+    [
+        ("inline", "drawing", "generator"),
+        ("inline", "subset", "batch_sampler"),
+        ("inline", "stream", "generator"),
+        ("process", "drawing", "batch_sampler"),
+    ],
+)
+def test_every_random_state_is_as_it_was(kind: str, order: str, isolation: str) -> None:
     # GIVEN generators wherever a user may keep them
     drawing = Stream() if kind == "stream" else Drawing()
     dataset: Any = Subset(drawing, range(32)) if kind == "subset" else drawing
     parts, generators = parts_of_order(order, dataset)
-    workload = Workload(data=DataSide.from_dataset(dataset, **parts), training=TrainingSide())
-    before = states([*generators, *held_by(drawing)])
+    generators += [drawing.torch, drawing.numpy, drawing.legacy, drawing.python]
+    before = states(generators)
     # WHEN bursts run without and with a worker
-    with open_probe(workload, inspect_machine(), isolation, None) as opened:
-        for workers in (0, 1):
-            assert isinstance(opened.probe.burst(LoaderConfig(num_workers=workers), QUICK), Measurement)
+    with opened(workload(dataset, **parts), isolation) as probe:
+        for config in (ALONE, ONE_WORKER):
+            measured(probe.probe, config)
     # THEN
-    assert states([*generators, *held_by(drawing)]) == before
+    assert states(generators) == before

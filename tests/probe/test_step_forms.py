@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,14 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.batches import tensors_in
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.inference import StepInferenceError
-from autotune_loader.probe.losses import customary_loss
-from autotune_loader.probe.opening import open_probe
+from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.step import TrainingStep, build_step
 from autotune_loader.values.errors import WorkloadError
+from tests.support.bursts import workload
 
 N, IN, CLASSES = 6, 4, 3
 X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
@@ -43,165 +39,62 @@ def linear(out: int = CLASSES) -> nn.Linear:
     return nn.Linear(IN, out)
 
 
-# --- 1. What the user's step does itself ------------------------------------------------------------------------------
+def own_step(body: str) -> Callable[..., Any]:
+    """The step of a training loop that goes on so once it has a loss."""
+    text = f"""def step(model, optimizer, batch):
+        x = batch[0].clone().requires_grad_()
+        loss = cross_entropy(model(x), batch[1])
+        {body}"""
+    names: dict[str, Any] = {"torch": torch, "cross_entropy": functional.cross_entropy}
+    exec(text, names)
+    return names["step"]
 
 
-def returns_loss(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def whole_loop(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    optimizer.zero_grad()
-    loss = returns_loss(model, optimizer, batch)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def whole_loop_item(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return whole_loop(model, optimizer, batch).item()
-
-
-def without_zeroing(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    loss = returns_loss(model, optimizer, batch)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def zeroes_last(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    without_zeroing(model, optimizer, batch)
-    model.zero_grad()
-
-
-def backward_only(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    loss = returns_loss(model, optimizer, batch)
-    loss.backward()
-    return loss.detach()
-
-
-def scaled(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    optimizer.zero_grad(set_to_none=True)
-    loss = returns_loss(model, optimizer, batch)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return {"loss": loss.item()}
-
-
-def returns_item(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return returns_loss(model, optimizer, batch).item()
-
-
-def returns_pair(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return model(batch[0]), returns_loss(model, optimizer, batch)
-
-
-def steps_by_hand(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    loss = returns_loss(model, optimizer, batch)
-    gradients = torch.autograd.grad(loss, model.parameters())
-    with torch.no_grad():
-        for weight, gradient in zip(model.parameters(), gradients, strict=True):
-            weight -= 0.1 * gradient
-    return loss
-
-
-def penalises_gradients(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    x = batch[0].clone().requires_grad_()
-    loss = functional.cross_entropy(model(x), batch[1])
-    return loss + torch.autograd.grad(loss, x, retain_graph=True)[0].square().sum()
-
-
-def returns_dict(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return {"loss": returns_loss(model, optimizer, batch), "log": 1}
-
-
-def returns_score_first(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-    return torch.tensor(0.5), returns_loss(model, optimizer, batch)
-
-
+SCALED = (
+    "scaler = torch.amp.GradScaler('cpu', enabled=False); optimizer.zero_grad(set_to_none=True); "
+    "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); return {'loss': loss.item()}"
+)
+LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
+PENALTY = "return loss + torch.autograd.grad(loss, x, retain_graph=True)[0].square().sum()"
+BY_HAND = "g = torch.autograd.grad(loss, model.weight)[0]; model.weight.data -= 0.1 * g"
 BACKWARD_ONLY = ", which runs backward itself; no optimizer stepped on the first batch"
 ITSELF = ", which steps the optimizer itself"
-OWN_STEPS = [
-    # the step,      is an optimizer given, what is said,                                                  is it trained
-    (returns_loss, True, "", True),
-    (returns_loss, False, "", False),  # SGD at a rate of zero takes the time of a step, and changes nothing
-    (returns_pair, True, "", True),
-    (returns_dict, True, "", True),
-    (whole_loop, False, ITSELF, True),
-    (whole_loop, True, ITSELF, True),
-    (whole_loop_item, False, ITSELF, True),
-    (zeroes_last, False, ITSELF, True),
-    (scaled, False, ITSELF, True),
-    (without_zeroing, False, ITSELF + "; gradients are zeroed here", True),
-    (backward_only, True, ", which runs backward itself, then SGD.step()", True),
-    (backward_only, False, BACKWARD_ONLY, False),
-    (penalises_gradients, True, "", True),
-    (returns_score_first, True, "", True),
-    (returns_item, True, ", forward only", False),
-    (returns_item, False, ", forward only", False),
-]
 
 
 @pytest.mark.parametrize(
-    ("body", "is_given", "says", "trains"), OWN_STEPS, ids=[f"{s[0].__name__}-{s[1]}" for s in OWN_STEPS]
+    ("body", "is_given", "says", "steps"),
+    [
+        ("return loss", True, "", 3),
+        ("return loss", False, "", 0),  # SGD at a rate of zero takes the time of a step, and changes nothing
+        ("return model(x), loss", True, "", 3),
+        ("return {'loss': loss, 'log': 1}", True, "", 3),
+        (LOOP, False, ITSELF, 3),
+        (f"{LOOP}; return loss", True, ITSELF, 3),
+        (SCALED, False, ITSELF, 3),
+        ("loss.backward(); optimizer.step(); return loss", False, ITSELF + "; gradients are zeroed here", 3),
+        ("loss.backward(); return loss.detach()", True, ", which runs backward itself, then SGD.step()", 3),
+        ("loss.backward(); return loss.detach()", False, BACKWARD_ONLY, 0),
+        (BY_HAND, False, BACKWARD_ONLY, 0),
+        (PENALTY, True, "", 3),
+        ("return loss.item()", True, ", forward only", 0),
+    ],
 )
-def test_a_step_is_done_once_and_what_it_does_itself_is_said(
-    body: Callable[..., Any], is_given: bool, says: str, trains: bool
-) -> None:
-    # GIVEN a step as it stands in a training loop, with an optimizer of its own, and perhaps one given to tune() as well
+def test_a_step_is_done_once_and_what_it_does_itself_is_said(body: str, is_given: bool, says: str, steps: int) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    before = model.weight.detach().clone()
-    # WHEN it is run three times
-    step = trained(
-        (X, Y),
-        model=model,
-        train_step=functools.partial(lambda model, batch, body: body(model, optimizer, batch), body=body),
-        optimizer=optimizer if is_given else None,
-    )
+    stepped: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    before, run = model.weight.detach().clone(), own_step(body)
+    # WHEN it is run three times, and perhaps its optimizer was given to tune() as well
+    given = optimizer if is_given else None
+    step = trained((X, Y), model=model, train_step=lambda m, b: run(m, optimizer, b), optimizer=given)
     # THEN its name says who does what, the optimizer has stepped once for each batch or never, and weights have moved
     assert step.description == f"train_step(model, batch){says}"
-    assert len(steps) == (3 if trains else 0)
-    assert (model.weight - before).abs().max().item() > 0 or not trains
+    assert len(stepped) == steps
+    assert torch.equal(model.weight, before) is not (steps > 0 or body == BY_HAND)
+    assert "zeroed here" not in says or model.weight.grad is None
     # THEN only a step that trains nothing is warned of
-    assert [("return loss" in note, "times" in note or "time the forward" in note) for note in step.notes] == (
-        [(True, True)] if "forward only" in says else []
-    )
-
-
-def test_weights_that_are_stepped_by_hand_are_seen_to_be_trained() -> None:
-    model = linear()
-    before = model.weight.detach().clone()
-
-    step = trained((X, Y), model=model, train_step=lambda model, batch: steps_by_hand(model, None, batch))
-
-    assert (step.description, step.notes) == (f"train_step(model, batch){BACKWARD_ONLY}", [])
-    assert not torch.equal(model.weight, before)
-
-
-def test_gradients_do_not_pile_up_where_the_step_leaves_zeroing_to_the_loop() -> None:
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    trained((X, Y), model=model, train_step=lambda model, batch: without_zeroing(model, optimizer, batch))
-
-    assert model.weight.grad is None
-
-
-def test_a_step_that_is_dropped_frees_its_model_at_once() -> None:
-    model = linear()
-    step, alive = trained((X, Y), model=model), weakref.ref(model)
-    gc.collect()
-    gc.disable()
-    try:
-        del step, model
-        assert alive() is None
-    finally:
-        gc.enable()
+    assert ["return loss" in note for note in step.notes] == ([True] if "forward only" in says else [])
 
 
 def test_watching_leaves_nothing_behind() -> None:
@@ -212,16 +105,6 @@ def test_watching_leaves_nothing_behind() -> None:
         trained((X, Y), model=linear(), train_step=lambda model, batch: 1 / 0)
 
     assert (torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad) == before
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
-def test_an_optimizer_may_be_a_class_or_a_function(optimizer: Any) -> None:
-    model = linear()
-    before = model.weight.detach().clone()
-
-    trained((X, Y), model=model, optimizer=optimizer)
-
-    assert not torch.equal(model.weight, before)
 
 
 def test_an_optimizer_that_needs_more_than_parameters_is_named() -> None:
@@ -250,27 +133,22 @@ def test_where_the_cpu_trains_no_time_of_the_step_is_spent_on_moving_its_batch()
     trained(Unmovable(), model=linear(), train_step=lambda model, batch: model(X).sum())
 
 
-# --- 2. What is customary ---------------------------------------------------------------------------------------------
-
-
-class WithTargets(nn.Module):
-    """minGPT's and nanoGPT's form: logits, and a loss where there are targets."""
-
+class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = linear()
+
+
+class WithTargets(Model):
+    """minGPT's and nanoGPT's form: logits, and a loss where there are targets."""
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         logits = self.layer(idx)
         return logits, (None if targets is None else functional.cross_entropy(logits, targets))
 
 
-class WithLoss(nn.Module):
+class WithLoss(Model):
     """A transformer's form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
         logits = self.layer(inputs)
@@ -290,12 +168,8 @@ class Parts(nn.Module):
         return self.wrap(self.body(image))
 
 
-class Detector(nn.Module):
+class Detector(Model):
     """torchvision's form: a list of images, and in training a dict of losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear(4)
 
     def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None) -> Any:
         assert targets is not None
@@ -303,17 +177,13 @@ class Detector(nn.Module):
         return {"loss_box": (boxes - boxes.detach()).abs().mean(), "loss_class": boxes.square().mean()}
 
 
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
+class Graph(Model):
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         return self.layer(x + x[edge_index[0]].mean())
 
 
 class WholeGraph(Graph):
-    def forward(self, data: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, data: Any) -> torch.Tensor:
         return super().forward(data.x, data.edge_index)
 
 
@@ -374,10 +244,6 @@ MSE = nn.MSELoss()
 SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
 
 
-def own_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(output["out"], y)
-
-
 CLASSIFIES = "cross_entropy(model(batch[0]), batch[1])"
 # fmt: off
 FORMS: list[tuple[str, Any, Any, Any, str]] = [
@@ -385,22 +251,16 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("classes", linear(), (X, Y), None, CLASSIFIES),
     ("a wrapper that takes anything", nn.DataParallel(linear()), (X, Y), None, CLASSIFIES),
     ("classes as a list", linear(), [X, Y.tolist()], None, "cross_entropy(model(batch[0]), torch.as_tensor(batch[1]))"),
-    ("int32 classes", linear(), (X, Y.int()), None, "cross_entropy(model(batch[0]), batch[1].long())"),
     ("uint8 classes", linear(), (X, Y.byte()), None, "cross_entropy(model(batch[0]), batch[1].long())"),
-    ("bool classes", linear(2), (X, Y > 1), None, "cross_entropy(model(batch[0]), batch[1].long())"),
     ("classes (N, 1)", linear(), (X, Y[:, None]), None, "cross_entropy(model(batch[0]), batch[1].squeeze(1))"),
     ("one logit", linear(1), (X, Y > 1), None,
      "binary_cross_entropy_with_logits(model(batch[0]), batch[1].reshape(-1, 1).float())"),
-    ("one logit, (N, 1)", linear(1), (X, (Y > 1).long()[:, None]), None,
-     "binary_cross_entropy_with_logits(model(batch[0]), batch[1].float())"),
     ("several labels", linear(), (X, torch.ones(N, CLASSES).int()), None,
      "binary_cross_entropy_with_logits(model(batch[0]), batch[1].float())"),
     ("soft labels", linear(), (X, torch.rand(N, CLASSES).softmax(1)), None, CLASSIFIES),
     ("regression", linear(), (X, torch.rand(N, CLASSES)), None, "mse_loss(model(batch[0]), batch[1])"),
     ("regression (N,)", linear(1), (X, torch.rand(N)), None, "mse_loss(model(batch[0]), batch[1].reshape(-1, 1))"),
     ("masks", CONV, (IMAGES, MASKS), None, "cross_entropy(model(batch[0]), batch[1], ignore_index=255)"),
-    ("masks with nothing (255)", CONV, (IMAGES, MASKS.masked_fill(MASKS == 0, 255)), None,
-     "cross_entropy(model(batch[0]), batch[1], ignore_index=255)"),
     ("masks (N, 1, H, W)", CONV, (IMAGES, MASKS[:, None]), None,
      "cross_entropy(model(batch[0]), batch[1].squeeze(1), ignore_index=255)"),
     ("one-logit masks", nn.Conv2d(2, 1, 1), (IMAGES, MASKS[:, None] > 0), None,
@@ -412,7 +272,6 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
      "CrossEntropyLoss(model(batch[0])[0], batch[1])"),
     ("segmentation", Parts(lambda o: {"out": o, "aux": o}, CONV), (IMAGES, MASKS), None,
      "cross_entropy(model(batch[0])['out'], batch[1], ignore_index=255)"),
-    ("segmentation; own loss", Parts(lambda o: {"out": o}), (X, Y), own_loss, "own_loss(model(batch[0]), batch[1])"),
     ("segmentation; torch's loss", Parts(lambda o: {"out": o}), (X, Y), nn.CrossEntropyLoss(),
      "CrossEntropyLoss(model(batch[0])['out'], batch[1])"),
     ("first of a tuple", Parts(lambda o: (o, o)), (X, Y), None, "cross_entropy(model(batch[0])[0], batch[1])"),
@@ -430,7 +289,6 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("autoencoder, 1-tuple", nn.Linear(IN, IN), [X], MSE, "MSELoss(model(batch[0]), batch[0])"),
     ("loss of the output", linear(), X, lambda output: output.square().mean(), "loss_fn(model(batch))"),
     ("no target", linear(), X, None, "model(batch).float().mean()"),
-    ("transformer without labels", WithLoss(), {"inputs": X}, None, "model(**batch).logits.float().mean()"),
     ("several heads", Parts(lambda o: {"a": o, "b": o}), (X, {"a": Y, "b": Y}), None,
      "cross_entropy((out := model(batch[0]))['a'], batch[1]['a']) + cross_entropy(out['b'], batch[1]['b'])"),
     ("two targets", Parts(lambda o: (o, o)), (X, [Y, Y]), None,
@@ -471,17 +329,13 @@ def test_a_customary_batch_and_model_are_trained_by_the_line_that_is_shown(
     assert [note for note in step.notes if "stands in for the loss" not in note] == []
     assert bool(step.notes) == says.endswith(".mean()")
     # THEN a `train_step` of that line trains in the same way
-    names = (
-        {**vars(functional), "torch": torch, says.split("(")[0]: loss_fn}
-        if loss_fn
-        else vars(functional) | {"torch": torch}
-    )
+    names = vars(functional) | {"torch": torch} | ({says.split("(")[0]: loss_fn} if loss_fn else {})
     trained(batch, model=twin, train_step=eval(f"lambda model, batch: {says}", names), optimizer=sgd)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["class", "a b", "x, __import__('os').abort()", "é"])
+@pytest.mark.parametrize("name", ["class", "x, __import__('os').abort()"])
 def test_no_name_in_a_batch_becomes_code(name: str) -> None:
     # GIVEN fields of any name, in an object and in a mapping, and a model that takes each
     of_object, of_mapping = (
@@ -489,47 +343,23 @@ def test_no_name_in_a_batch_becomes_code(name: str) -> None:
     )
     # WHEN the step is inferred THEN the name is quoted, and it trains
     assert of_mapping.description == "cross_entropy(model(**batch), batch['y'])"
-    assert f"getattr(batch, {name!r})" in of_object.description or name == "é"
+    assert f"getattr(batch, {name!r})" in of_object.description
 
 
-class TakesAnything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
+class TakesAnything(Model):
     def forward(self, **parts: torch.Tensor) -> torch.Tensor:
         return self.layer(next(part for part in parts.values() if part.is_floating_point()))
 
 
-@pytest.mark.parametrize("batch", [GRAPH, TensorDict({"image": X}), {"a": {"b": X}}, Sample(X, Y)])
-def test_the_tensors_of_any_batch_object_are_found(batch: Any) -> None:
-    assert sum(tensor.nbytes for tensor in tensors_in(batch)) >= X.nbytes
-
-
-def test_soft_labels_are_told_from_a_regression_by_their_rows() -> None:
-    soft = torch.rand(N, CLASSES).softmax(1)
-
-    assert customary_loss(torch.rand(N, CLASSES), soft, "y", "x") == "cross_entropy(x, y)"
-    assert customary_loss(torch.rand(N, CLASSES), soft + 0.1, "y", "x") == "mse_loss(x, y)"
-
-
-# --- 3. What does not work is explained -------------------------------------------------------------------------------
-
-
-class Refusing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, **parts: Any) -> Any:
-        raise KeyError("volume")
+def refuses(output: torch.Tensor) -> torch.Tensor:
+    raise KeyError("volume")
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "says"),
+    ("side", "batch", "says"),
     [
         (
-            nn.Linear(9, 2),
+            {"model": nn.Linear(9, 2)},
             {"image": X, "label": Y},
             [
                 "a dict with keys image, label",
@@ -537,36 +367,32 @@ class Refusing(nn.Module):
                 "train_step=lambda model, batch: cross_entropy(model(batch['image']), batch['label'])",
             ],
         ),
-        (nn.Linear(9, 2), (X, Y), [f"a tuple of 2: tensor [{N}, {IN}]", "model(batch[0]), batch[1])"]),
-        (Refusing(), {"image": X, "label": Y}, ["inferred `", "KeyError: 'volume'", "pass train_step="]),
-        (linear(), object(), ["no step can be inferred from a batch of type object", "pass train_step="]),
-        (linear(), {"a": X, "b": X}, ["a dict with keys a, b", "failed with TypeError", "pass train_step="]),
+        ({"model": nn.Linear(9, 2)}, (X, Y), [f"a tuple of 2: tensor [{N}, {IN}]", "model(batch[0]), batch[1])"]),
+        ({"model": Parts(refuses)}, {"image": X, "label": Y}, ["inferred `", "KeyError: 'volume'"]),
+        ({"model": linear()}, object(), ["no step can be inferred from a batch of type object"]),
+        ({"model": linear()}, {"a": X, "b": X}, ["a dict with keys a, b", "failed with TypeError"]),
+        (
+            {"model": linear(), "loss_fn": nn.TripletMarginLoss()},
+            (X, X, X),
+            ["TripletMarginLoss(model(batch[0]), batch[1])` from a tuple of 3"],
+        ),
     ],
 )
 def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
-    model: nn.Module, batch: Any, says: list[str]
+    side: dict[str, Any], batch: Any, says: list[str]
 ) -> None:
     with pytest.raises(StepInferenceError) as caught:
-        trained(batch, model=model)
+        trained(batch, **side)
 
     told = str(caught.value)
     assert told.startswith("train_step=None")
     assert "\n" not in told
-    assert [part for part in says if part not in told] == []
+    assert [part for part in ("pass train_step=", *says) if part not in told] == []
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "batch", "says"),
-    [
-        (nn.TripletMarginLoss(), (X, X, X), "TripletMarginLoss(model(batch[0]), batch[1])` from a tuple of 3"),
-        (nn.CrossEntropyLoss(reduction="none"), (X, Y), f"a loss of shape [{N}]"),
-    ],
-)
-def test_a_loss_that_takes_or_gives_something_else_is_named(loss_fn: Any, batch: Any, says: str) -> None:
-    with pytest.raises(StepInferenceError) as caught:
-        trained(batch, model=linear(), loss_fn=loss_fn)
-
-    assert says in str(caught.value)
+def test_a_loss_that_is_not_one_number_is_named() -> None:
+    with pytest.raises(StepInferenceError, match=rf"a loss of shape \[{N}\]"):
+        trained((X, Y), model=linear(), loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 
 def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
@@ -596,10 +422,7 @@ def test_a_step_that_trains_nothing_is_said_to(side: dict[str, Any], batch: Any,
 
     assert step.description.endswith("forward only")
     assert [says in note for note in step.notes] == [True]
-
-
-def test_a_step_without_anything_to_train_is_not_warned_of() -> None:
-    assert trained((X, Y), model=None, train_step=lambda model, batch: None).notes == []
+    assert trained(batch, model=None, train_step=lambda model, batch: None).notes == []  # there is nothing to train
 
 
 def test_a_loss_that_has_no_part_is_said_to() -> None:
@@ -608,38 +431,18 @@ def test_a_loss_that_has_no_part_is_said_to() -> None:
     assert step.notes == ["loss_fn=MSELoss is not used: train_step returns the loss; loss_fn=None says the same"]
 
 
-def test_a_loss_that_the_batch_has_no_target_for_is_said_to_be_unused() -> None:
-    class WithOwnLoss(Parts):
-        def forward(self, image: torch.Tensor) -> Any:
-            return {"loss": self.body(image).square().mean()}
-
-    step = trained({"image": X}, model=WithOwnLoss(None), loss_fn=MSE)
-
-    assert step.description == "model(**batch)['loss']"
-    assert ["loss_fn=None says the same" in note for note in step.notes] == [True]
-
-
-# --- 5. The model as it trains in the job -----------------------------------------------------------------------------
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(IN), linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.norm(x))
+def normed() -> Any:
+    return nn.Sequential(nn.BatchNorm1d(IN), linear())
 
 
 def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() -> None:
     # GIVEN a model in training with a part that is not, and one that is in evaluation as a whole
-    frozen_norm, evaluated = Normed(), Normed().eval()
-    frozen_norm.norm.eval()
+    frozen_norm, evaluated = normed(), normed().eval()
+    frozen_norm[0].eval()
     # WHEN they are trained THEN the part stays as it is, and the whole trains
-    trained((X, Y), model=frozen_norm)
+    trained((X, Y), model=frozen_norm, optimizer=torch.optim.Adam)
     trained((X, Y), model=evaluated)
-    assert (frozen_norm.norm.training, frozen_norm.layer.training) == (False, True)
-    assert (evaluated.norm.training, evaluated.training) == (True, True)
+    assert [each.training for each in (*frozen_norm, evaluated, *evaluated)] == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -648,8 +451,8 @@ def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() ->
     ids=lambda marks: next(iter(marks)),
 )
 def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
-    model = Normed()
-    vars(model if "_hf_hook" not in marks else model.layer).update(marks)
+    model = normed()
+    vars(model if "_hf_hook" not in marks else model[1]).update(marks)
 
     build_step(TrainingSide(model=model, device="meta"), (X, Y))
 
@@ -659,37 +462,11 @@ def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -
 def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    model = Normed()
+    model = normed()
 
-    build_step(TrainingSide(model=model, compiled=("", "layer")), (X, Y))
+    build_step(TrainingSide(model=model, compiled=("", "1")), (X, Y))
 
-    assert compiled == [model, model.layer]
-
-
-# --- Through the probe, and in the result -----------------------------------------------------------------------------
-
-ROWS = [(torch.rand(IN), i % CLASSES) for i in range(64)]
-
-
-def warm(dataset: Any, isolation: Any, **side: Any) -> WarmupReport:
-    data = DataSide.from_dataset(dataset, batch_size=8)
-    workload = Workload(data=data, training=TrainingSide(**side))
-    with open_probe(workload, inspect_machine(), isolation, None) as opened:
-        return opened.warmup
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("isolation", ["process", "inline"])
-def test_a_loop_body_over_an_optimizer_of_its_own_trains_a_copy(isolation: str) -> None:
-    # GIVEN a step that reaches its optimizer by a closure
-    model = linear()
-    optimizer = torch.optim.Adam(model.parameters())
-    before = model.weight.detach().clone()
-    # WHEN the probe warms it up THEN it is known to step by itself, and the model here is as it was
-    warmup = warm(ROWS, isolation, model=model, train_step=lambda model, batch: whole_loop(model, optimizer, batch))
-    assert (warmup.step, warmup.notes) == ("train_step(model, batch)" + ITSELF, ())
-    assert torch.equal(model.weight, before)
-    assert not optimizer.state
+    assert compiled == [model, model[1]]
 
 
 @pytest.mark.parametrize(
@@ -699,17 +476,16 @@ def test_a_loop_body_over_an_optimizer_of_its_own_trains_a_copy(isolation: str) 
 )
 def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset: Any) -> None:
     with pytest.raises(WorkloadError, match=r"\(pass collate_fn=, or the loader that your library makes: tune\(loader"):
-        warm(dataset, "inline", model=linear())
+        InlineProbe(workload(dataset, 8), inspect_machine()).start()
 
 
 def test_the_line_to_pass_survives_a_long_error() -> None:
-    class Fails(Parts):
-        def forward(self, image: torch.Tensor) -> Any:
-            raise RuntimeError("shapes do not match " * 100)
+    def fails(output: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("shapes do not match " * 100)
 
     rows = [{"an_image_of_it": torch.rand(IN), "label": i % CLASSES, "source": str(i)} for i in range(16)]
     line = (
         r"pass train_step=lambda model, batch: cross_entropy\(model\(batch\['an_image_of_it'\]\), batch\['label'\]\)\n"
     )
     with pytest.raises(WorkloadError, match=line):
-        warm(rows, "inline", model=Fails(None))
+        InlineProbe(workload(rows, 8, TrainingSide(model=Parts(fails))), inspect_machine()).start()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.inline import untouched_state
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.probe.step import build_step
 from autotune_loader.probe.torch_state import note_of, read_torch_state, set_torch_state
 from autotune_loader.values.errors import WorkloadError
+from tests.support.bursts import opened, workload
 
 CHANGES: dict[str, Any] = {
     "float32_matmul_precision": "high",
@@ -39,14 +38,10 @@ def as_it_was() -> Iterator[None]:
     assert read_torch_state() == state
 
 
-def test_a_fresh_process_has_nothing_to_tell() -> None:
-    assert note_of(read_torch_state()) == []
-
-
 @pytest.mark.parametrize(("name", "value"), [*CHANGES.items(), ("default_device", "meta")])
 def test_each_setting_is_read_set_and_listed(name: str, value: Any) -> None:
-    # GIVEN a setting that is not torch's default
     before = read_torch_state()
+    assert note_of(before) == []
     assert before[name] != value
     # WHEN it is set THEN it is read, and the note names it
     set_torch_state({name: value})
@@ -100,12 +95,8 @@ def test_the_probe_process_trains_with_what_this_process_has_set() -> None:
     # GIVEN settings of this process
     set_torch_state(CHANGES)
     # WHEN a step in the probe process tells its own
-    data = DataSide.from_dataset([torch.ones(2)] * 8, batch_size=4)
-    workload = Workload(data=data, training=TrainingSide(train_step=tell_state))
-    with (
-        pytest.raises(WorkloadError, match="seen: ") as caught,
-        open_probe(workload, inspect_machine(), "process", None),
-    ):
+    what = workload([torch.ones(2)] * 8, training=TrainingSide(train_step=tell_state))
+    with pytest.raises(WorkloadError, match="seen: ") as caught, opened(what):
         pass
     # THEN they are the same
     told = caught.value.user_traceback

@@ -6,16 +6,13 @@ import ctypes
 import os
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 FIRST_BATCHES_ARE_FINE = 20
-LOCK = threading.Lock()
 HOARD: list[bytearray] = []
 
 
@@ -37,10 +34,6 @@ class Trouble(Dataset[torch.Tensor]):
         if what and index >= FIRST_BATCHES_ARE_FINE and (where == "worker") == (get_worker_info() is not None):
             TROUBLES[what]()
         return torch.zeros(4)
-
-
-def collate(samples: list[Any]) -> torch.Tensor:
-    return torch.stack(samples)
 
 
 def _raise(error: BaseException) -> None:
@@ -68,5 +61,4 @@ TROUBLES = {
     "allocate": _allocate_too_much,
     "files": lambda: _raise(OSError(24, "Too many open files")),
     "hoard": _hold_memory,
-    "lock": LOCK.acquire,
 }

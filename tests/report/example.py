@@ -7,14 +7,7 @@ import math
 import random
 from dataclasses import replace
 
-from autotune_loader.results.loader_file import (
-    Advice,
-    BatchSizeChoice,
-    Finals,
-    Measured,
-    Spent,
-    Verdict,
-)
+from autotune_loader.results.loader_file import Advice, BatchSizeChoice, Finals, Measured, Spent, Verdict
 from autotune_loader.results.result import TuningResult
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -23,7 +16,7 @@ from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, Round, mean_interval, mean_of_selected
 from autotune_loader.values.trial import Trial
-from tests.support import SimulatedMachine, SimulatedProbe
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BASELINE = LoaderConfig()
 BEST = LoaderConfig(num_workers=4, prefetch_factor=4, consumer_threads=1)
@@ -48,17 +41,6 @@ STAGES = (
 KILLED = Failure(
     kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5", retryable=True
 )
-
-
-class SimulatedClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def _grid() -> list[LoaderConfig]:
@@ -101,19 +83,10 @@ def _failures(first: int) -> tuple[Trial, ...]:
 def synthetic_result() -> TuningResult:
     """A complete run with every part a report can show."""
     machine = SimulatedMachine(
-        cores=4,
-        batch_size=32,
-        cpu_s=0.06,
-        service_cv=0.25,
-        tail_share=0.04,
-        tail_factor=4.0,
-        step_s=0.022,
-        step_cores=1.0,
-        alpha=0.06,
-        noise_sd=0.01,
-        batch_bytes=9 << 20,
-    )
-    probe = SimulatedProbe(machine, SimulatedClock(), seed=1)
+        cores=4, batch_size=32, cpu_s=0.06, service_cv=0.25, tail_share=0.04, tail_factor=4.0, step_s=0.022,
+        step_cores=1.0, alpha=0.06, noise_sd=0.01, batch_bytes=9 << 20,
+    )  # fmt: skip
+    probe = SimulatedProbe(machine, FakeClock(100.0), seed=1)
     trials = [_trial(number, config, probe) for number, config in enumerate([BASELINE, *_grid()])]
     trials += _failures(len(trials))
     noise = random.Random(3)

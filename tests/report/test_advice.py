@@ -31,41 +31,21 @@ def exactly(value):
 def measured(**changes):
     """A CPU-bound loader: 100 ms of CPU per batch in a worker, and a loop that waits half of its time."""
     values = {
-        "samples_per_s": exactly(1000.0),
-        "samples": 1000,
-        "window_s": 1.0,
-        "batch_size": 32.0,
-        "first_batch_s": 0.2,
-        "wait_share": 0.5,
-        "service_s": 0.11,
-        "service_cpu_s": 0.10,
-        "receive_s": 0.001,
-        "step_s": 0.015,
-        "batch_bytes": 4 << 20,
-        **changes,
-    }
+        "samples_per_s": exactly(1000.0), "samples": 1000, "window_s": 1.0, "batch_size": 32.0, "first_batch_s": 0.2,
+        "wait_share": 0.5, "service_s": 0.11, "service_cpu_s": 0.10, "receive_s": 0.001, "step_s": 0.015,
+        "batch_bytes": 4 << 20, **changes,
+    }  # fmt: skip
     return Measurement(**values)
 
 
 def evidence(measurement=None, **changes):
     measurement = measurement or measured()
     values = {
-        "best": BEST,
-        "measurement": measurement,
-        "rate": measurement.samples_per_s,
-        "ceiling": exactly(2000.0),
-        "usable_cores": 4,
-        "on_accelerator": False,
-        "epoch_batches": 10_000,
-        "trials": (),
-        "has_batched_fetch": False,
+        "best": BEST, "measurement": measurement, "rate": measurement.samples_per_s, "ceiling": exactly(2000.0),
+        "usable_cores": 4, "on_accelerator": False, "epoch_batches": 10_000, "trials": (), "has_batched_fetch": False,
         **changes,
-    }
+    }  # fmt: skip
     return Evidence(**values)
-
-
-def observed(trials):
-    return [(each.config, each.measurement) for each in trials if each.measurement is not None]
 
 
 def failed(workers, kind="oom_killed", **changes):
@@ -74,20 +54,9 @@ def failed(workers, kind="oom_killed", **changes):
 
 
 def traces(services):
-    return tuple(
-        BatchTrace(
-            worker=MAIN_PROCESS,
-            fetch_start=0.0,
-            fetch_end=service,
-            collate_end=service,
-            cpu_s=service,
-            requested=0.0,
-            received=service,
-            step_end=service,
-            samples=32,
-        )
-        for service in services
-    )
+    times = {"worker": MAIN_PROCESS, "fetch_start": 0.0, "requested": 0.0, "samples": 32}
+    ends = ("fetch_end", "collate_end", "cpu_s", "received", "step_end")
+    return tuple(BatchTrace(**times, **dict.fromkeys(ends, service)) for service in services)
 
 
 def simulated(best, others=(), *, limits=None, **machine):
@@ -109,7 +78,7 @@ def simulated(best, others=(), *, limits=None, **machine):
         ceiling=step.samples_per_s,
         on_accelerator=True,
         trials=trials,
-        twin=fit_twin(observed(trials), context),
+        twin=fit_twin([(each.config, each.measurement) for each in trials], context),
         space=None if limits is None else Space(max_workers=16, limits=limits),
     )
 
@@ -156,42 +125,30 @@ CASES = {
     "the CPU": ("cpu", evidence(), "100 ms of CPU", "transforms cheaper"),
     "the CPU beside a step": ("cpu", evidence(measured(wait_share=0.01, step_s=0.03)),
         "30 ms of step, and there are 4 cores", ""),
-    "all cores in use": ("cpu", evidence(measured(service_cpu_s=0.05, cpu_share=0.97)), "4 cores, 97 % in use", ""),
     "threads of a library": ("cpu", evidence(measured(service_cpu_s=0.25)), "", "a worker keeps 2.3 cores busy"),
     "a slow stage": ("cpu", evidence(stage_times=(READ, DECODE, CROP)),
         "; decode takes 60 % of a worker's CPU (a.py:2, convert); ", "Make 'crop' cheaper (a.py:3)"),
     "more cores": ("cpu", simulated(BEST, cpu_s=0.1, step_s=0.004), "", "is predicted for 8 cores"),
     "a heavy tail": ("cpu", evidence(measured(traces=traces([0.1] * 48 + [1.0] * 2))), "", "allow=('in_order',)"),
     "a list that is copied": ("cpu", evidence(held=LIST), "", "self.paths = np.array(self.paths)"),
-    "no ceiling": ("cpu", evidence(ceiling=None), "", ""),
-    "fewer workers failed": ("cpu", evidence(trials=(failed(2),)), "", ""),
     "what failed is no faster": ("cpu", evidence(trials=(failed(6, predicted_samples_per_s=1001.0),)), "", ""),
     "workers are kept": ("cpu",
         evidence(measured(first_batch_s=5.0), epoch_batches=100, best=replace(BEST, persistent_workers=True)),
         "", ""),
-    "an endless stream": ("cpu", evidence(measured(first_batch_s=500.0), epoch_batches=None), "", ""),
     "the step": ("step", evidence(measured(wait_share=0.02), ceiling=exactly(1020.0)),
         "reaches 1,000/s where the step alone", "Speed up the step"),
-    "the step, slowed a little": ("step", evidence(measured(wait_share=0.01, cpu_share=0.2), ceiling=exactly(1100.0)),
-        "waits for data 1 % of the time", ""),
     "the step without a ceiling": ("step", evidence(measured(wait_share=0.01), ceiling=None),
         "waits for data 1 % of the time; the loader is not the place to gain.", ""),
-    "the loop's own clock": ("step", evidence(measured(**SLEEPS | {"wait_share": 0.09}), ceiling=None),
-        "another loader would gain 10 % at most.", ""),
     "fetches sleep, and are in time": ("step", evidence(measured(**SLEEPS), ceiling=exactly(1090.0)),
         "waits for data 8 % of the time, and it reaches 1,000/s", ""),
     "waiting": ("wait", evidence(measured(service_cpu_s=0.01)),
         "of 110 ms per batch a fetch computes 10 ms", "Read larger pieces"),
-    "waiting beside neighbours": ("wait", evidence(measured(service_cpu_s=0.01, cpu_share=0.45, foreign_cpu_share=0.5)),
-        "computes 10 ms; the loop waits", ""),
     "waiting in a stage": ("wait", evidence(measured(service_cpu_s=0.01), stage_times=(READ, DECODE)),
         "; read takes 100 % of a worker's waiting (a.py:1, open); ", "most of it in 'read' (a.py:1, open)"),
-    "too few workers": ("wait", simulated(BEST, cpu_s=0.002, wait_s=0.1, step_s=0.004), "", ""),
     "too few workers allowed": ("wait",
         replace(simulated(BEST, cpu_s=0.002, wait_s=0.1, step_s=0.004), space=Space(max_workers=4)),
         "", "max_workers=8"),
     "twelve are faster": ("wait", simulated(SIX, [TWELVE], wait_s=0.12, **KEEPS_UP), "", ""),
-    "room for more": ("wait", waiting(Limits(memory_bytes=64 * GIB), worker_bytes=500 << 20), "", ""),
     "transport": ("transport", evidence(measured(receive_s=0.02)), "receiving one takes 20 ms for 4 MiB", "uint8"),
     "a toy": ("transport", evidence(TOY, ceiling=exactly(1.4e6)),
         "; the step takes next to nothing", "Hand over less often"),
@@ -219,8 +176,6 @@ CASES = {
         "waits for data 8 % of the time, yet it reaches 1,000/s", None),
     "never waits, yet slow": ("unknown", evidence(measured(wait_share=0.01, cpu_share=0.2)),
         "yet it reaches 1,000/s where the step alone reaches 2,000/s", None),
-    "the same on a GPU": ("unknown", evidence(measured(wait_share=0.01), on_accelerator=True),
-        "yet it reaches 1,000/s where the step alone reaches 2,000/s", None),
     "neighbours": ("unknown", evidence(measured(wait_share=0.01, foreign_cpu_share=0.5)),
         "other processes kept 50 % of the cores busy", None),
     "waits at the ceiling": ("unknown", evidence(ceiling=exactly(1020.0)),
@@ -242,7 +197,7 @@ def test_a_verdict_names_what_binds_and_advice_follows(binding, found, words, ad
     assert verdict.binding == binding
     assert words in verdict.sentence
     assert advice == () if advised is None else advised in "\n".join(map(str, advice))
-    # Headroom is claimed where there is a ceiling, and no gain beyond it; start-up is a matter of epochs.
+    # Start-up is a matter of epochs, whose gain may lie beyond the ceiling of a burst.
     headroom = None if found.ceiling is None else found.ceiling.value / found.rate.value - 1
     assert verdict.headroom == (headroom if headroom is None else pytest.approx(max(0.0, headroom)))
     for each in advice:
@@ -251,14 +206,6 @@ def test_a_verdict_names_what_binds_and_advice_follows(binding, found, words, ad
         if each.expected_gain is not None:
             assert each.expected_gain > 0
             assert binding == "startup" or headroom is None or each.expected_gain <= headroom + 1e-9
-
-
-def test_nothing_is_said_that_was_not_measured():
-    quiet = evidence(replace(measured(), memory=None, traces=traces([0.1] * 50)))
-    told = "\n".join(map(str, advise(quiet, judge(quiet))))
-    assert "numpy" not in told
-    assert "in_order" not in told
-    assert "uint8" not in "\n".join(map(str, advise(CASES["a toy"][1], judge(CASES["a toy"][1]))))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +227,14 @@ def test_a_gain_is_what_the_measured_cost_or_the_twin_says(found, action, gain):
 
 def test_stages_come_in_the_order_of_what_they_would_bring():
     found = replace(CASES["more cores"][1], stage_times=(CROP, READ, DECODE))
-    actions = [each.action for each in advise(found, judge(found))]
-    assert "'decode'" in actions[0]
-    assert "'crop'" in actions[1]
-    assert not any("'read'" in each for each in actions)
+    first, second, *others = [each.action for each in advise(found, judge(found))]
+    assert "'decode'" in first
+    assert "'crop'" in second
+    assert not any("'read'" in each for each in others)
+
+
+def test_nothing_is_said_that_was_not_measured():
+    quiet = evidence(replace(measured(), memory=None, traces=traces([0.1] * 50)))
+    told = "\n".join(map(str, advise(quiet, judge(quiet))))
+    assert "numpy" not in told
+    assert "in_order" not in told

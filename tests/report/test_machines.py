@@ -8,6 +8,7 @@ from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.report.machines import render_machines
 
 TUNED_ON = Fingerprint(usable_cores=8, memory_bytes=32 << 30, gpus=("H100",), driver="550.1", torch="2.6.0")
+HERE = replace(TUNED_ON, usable_cores=4, driver="560.2")
 WORDS = "Tuned on: 8 cores, 32 GiB, H100, torch 2.6.0."
 
 
@@ -15,11 +16,7 @@ WORDS = "Tuned on: 8 cores, 32 GiB, H100, torch 2.6.0."
     ("tuned_on", "here", "begins"),
     [
         (TUNED_ON, TUNED_ON, [WORDS, "This machine is the same in all that matters."]),
-        (
-            TUNED_ON,
-            replace(TUNED_ON, usable_cores=4, driver="560.2"),
-            [WORDS, "! usable cores: 8 then, 4 here", "~ driver: 550.1 then, 560.2 here"],
-        ),
+        (TUNED_ON, HERE, [WORDS, "! usable cores: 8 then, 4 here", "~ driver: 550.1 then, 560.2 here"]),
         (None, TUNED_ON, ["The file does not say on which machine it was tuned."]),
     ],
     ids=["the same", "what matters comes first", "not said"],

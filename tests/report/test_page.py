@@ -7,9 +7,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 
-import pytest
-from report.example import synthetic_result
-
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.report.page import render_html
 from autotune_loader.results.result import TuningResult
@@ -48,37 +45,23 @@ def read(page: str) -> Reader:
     return reader
 
 
-@pytest.fixture(scope="module")
-def result() -> TuningResult:
-    return synthetic_result()
+def pictures(page: Reader) -> list[str]:
+    return [attrs["alt"].partition(":")[0] for tag, attrs in page.tags if tag == "img"]
 
 
-@pytest.fixture(scope="module")
-def page(result: TuningResult) -> Reader:
-    return read(render_html(result))
-
-
-def test_loads_nothing_from_elsewhere_and_runs_nothing(page: Reader) -> None:
-    links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href")]
-    assert links
-    assert all(link.startswith("data:image/svg+xml;base64,") for link in links)
-    assert "script" not in {tag for tag, _ in page.tags}
-
-
-def test_every_picture_is_there_with_a_text_for_those_who_do_not_see_it(page: Reader) -> None:
-    pictures = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(pictures) == 4
-    assert all(picture["alt"] for picture in pictures)
-    assert base64.b64decode(pictures[0]["src"].split(",", 1)[1]).startswith(b"<?xml")
-
-
-def test_shows_table_verdict_advice_and_configuration(page: Reader, result: TuningResult) -> None:
+def test_the_page_has_table_verdict_advice_configuration_and_pictures_and_loads_nothing(result: TuningResult) -> None:
+    page = read(render_html(result))
     text = "".join(page.blocks)
     assert "Verdict: Decoding binds" in text
     assert "Implement __getitems__" in text
     assert "> chosen   = equally fast" in text
     found = json.loads(re.search(r"\{\n.*\n\}", text, flags=re.S)[0])
     assert found["dataloader_kwargs"] == result.best.to_kwargs()
+    links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href")]
+    assert len(pictures(page)) == len(links) == 4
+    for link in links:
+        assert base64.b64decode(link.removeprefix("data:image/svg+xml;base64,")).startswith(b"<?xml")
+    assert "script" not in {tag for tag, _ in page.tags}
 
 
 def test_the_page_names_machine_dataset_date_and_version_says_nothing_twice_and_escapes(result: TuningResult) -> None:
@@ -95,20 +78,15 @@ def test_the_page_names_machine_dataset_date_and_version_says_nothing_twice_and_
     assert "alert(1)" in text
 
 
-def test_a_run_in_which_nothing_worked_has_a_page_too() -> None:
+def test_what_is_not_there_is_not_shown(result: TuningResult) -> None:
     empty = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
-    text = "".join(read(render_html(empty)).blocks)
-    assert "fallback: 0 workers" in text
-
-
-def test_what_is_not_there_has_no_picture(result: TuningResult) -> None:
-    # GIVEN a result from its file, without stages
-    reader = read(render_html(replace(TuningResult.from_dict(result.to_dict()), stage_times=())))
-    assert [attrs["alt"].partition(":")[0] for tag, attrs in reader.tags if tag == "img"] == ["workers", "speedup"]
+    assert "fallback: 0 workers" in "".join(read(render_html(empty)).blocks)
+    loaded = replace(TuningResult.from_dict(result.to_dict()), stage_times=())  # traces are not in the file
+    assert pictures(read(render_html(loaded))) == ["workers", "speedup"]
 
 
 def test_a_notebook_shows_what_was_found_the_table_and_two_pictures(result: TuningResult) -> None:
-    reader = read(result._repr_html_())
-    assert [attrs["alt"].partition(":")[0] for tag, attrs in reader.tags if tag == "img"] == ["workers", "stages"]
-    assert result.summary[0] in "".join(reader.blocks)
-    assert "> chosen   = equally fast" in "".join(reader.blocks)
+    page = read(result._repr_html_())
+    assert pictures(page) == ["workers", "stages"]
+    assert result.summary[0] in "".join(page.blocks)
+    assert "> chosen   = equally fast" in "".join(page.blocks)

@@ -3,15 +3,15 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from report.example import BASELINE, BEST, KILLED
+from report.example import BASELINE, BEST, KILLED, synthetic_result
 
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 
@@ -21,18 +21,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Tee:
-    """What scripts put in the place of stderr: it writes to a file, too, and has no isatty()."""
-
-    text = ""
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def _one_ordinary_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -40,19 +28,10 @@ def _one_ordinary_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(number: int, config: LoaderConfig, rate: float) -> Trial:
-    measurement = Measurement(
-        samples_per_s=Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20),
-        samples=640,
-        window_s=0.5,
-        batch_size=32,
-        first_batch_s=0.25,
-        wait_share=0.1,
-        service_s=0.08,
-        service_cpu_s=0.07,
-        receive_s=0.001,
-        step_s=0.02,
-    )
-    return Trial(number=number, config=config, role="search", measurement=measurement)
+    own = synthetic_result().trials[0].measurement
+    assert own is not None
+    seen = replace(own, samples_per_s=Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20))
+    return Trial(number=number, config=config, role="search", measurement=seen)
 
 
 FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), role="search", failure=KILLED)
@@ -83,36 +62,33 @@ def test_a_terminal_gets_the_lines_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "notebook", "rank", "printed", "logged"),
+    ("mode", "shell", "rank", "shown"),
     [
-        ("auto", False, None, False, True),
-        ("off", True, None, False, True),
-        ("on", False, None, True, False),
-        ("auto", True, None, True, False),
-        ("on", False, "1", False, False),
+        ("auto", "Terminal", None, "logged"),
+        ("off", "ZMQInteractiveShell", None, "logged"),
+        ("on", "Terminal", None, "printed"),
+        ("auto", "ZMQInteractiveShell", None, "printed"),  # as in a Jupyter kernel
+        ("on", "Terminal", "1", "nowhere"),
     ],
 )
 def test_who_gets_the_lines_where_stderr_is_no_terminal(
     mode: str,
-    notebook: bool,
+    shell: str,
     rank: str | None,
-    printed: bool,
-    logged: bool,
+    shown: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # GIVEN a Jupyter kernel or none, and a rank or none
-    shell = type("ZMQInteractiveShell" if notebook else "Terminal", (), {})()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    made = type(shell, (), {})()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: made))
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    stream: Any = Tee()
-    # WHEN a run reports
+    lines: list[str] = []
+    stream: Any = SimpleNamespace(write=lines.append, flush=lambda: None)  # all that a script may put in stderr's place
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         play(make_progress(mode, stream=stream))
-    # THEN its lines are printed, or are records of the log
-    assert stream.text == (LINES if printed else "")
-    assert [record.message for record in caplog.records] == (LINES.splitlines() if logged else [])
+    assert "".join(lines) == (LINES if shown == "printed" else "")
+    assert [record.message for record in caplog.records] == (LINES.splitlines() if shown == "logged" else [])
 
 
 def test_a_mistyped_mode_is_answered_with_one_that_works() -> None:

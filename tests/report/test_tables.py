@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report.example import BASELINE, synthetic_result
+from report.example import BASELINE
 
 from autotune_loader.report.plots.workers import plot_workers
 from autotune_loader.report.standings import standings
@@ -18,20 +18,12 @@ from autotune_loader.values.trial import Trial
 FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
 
 
-def measurement(rate: float, half: float = 10.0) -> Measurement:
+def measurement(rate: float) -> Measurement:
     return Measurement(
-        samples_per_s=Interval(value=rate, low=rate - half, high=rate + half, count=20),
-        samples=640,
-        window_s=0.5,
-        batch_size=32,
-        first_batch_s=0.25,
-        wait_share=0.125,
-        service_s=0.08,
-        service_cpu_s=0.07,
-        receive_s=0.001,
-        step_s=0.02,
+        samples_per_s=Interval(value=rate, low=rate - 10, high=rate + 10, count=20), samples=640, window_s=0.5, batch_size=32,
+        first_batch_s=0.25, wait_share=0.125, service_s=0.08, service_cpu_s=0.07, receive_s=0.001, step_s=0.02,
         memory=MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20),
-    )
+    )  # fmt: skip
 
 
 def trial(number: int, config: LoaderConfig, answer: Measurement | Failure) -> Trial:
@@ -82,13 +74,7 @@ def test_draws_the_table(small_result: TuningResult) -> None:
 
 
 def test_as_fast_is_who_the_rule_of_the_choice_called_so(small_result: TuningResult) -> None:
-    # GIVEN a rival with the same rates in every round
-    ties = [row.config.num_workers for row in standings(small_result) if row.ties_with_best]
-    assert ties == [3]
-    # WHEN the rule does not call it as fast
     told = replace(small_result, finals=replace(small_result.finals, as_fast=()))
-    # THEN neither does the table
-    assert not any(row.ties_with_best for row in standings(told))
     assert "=" not in render_trials(told).splitlines()[2]
 
 
@@ -97,61 +83,56 @@ def test_no_interval_is_made_up_of_one_round(small_result: TuningResult) -> None
     assert "1,000              -  1 round " in render_trials(replace(small_result, finals=finals))
 
 
-def test_says_speed_up_verdict_advice_and_warnings() -> None:
-    text = render_report(synthetic_result())
-    assert "Use 4 workers, prefetch 4, 1 step thread: 1,307 samples/s" in text
-    assert "It is 3.36x (3.31x to 3.41x) as fast as 0 workers (before tuning) in 9 paired rounds." in text
-    assert "Verdict: Decoding binds" in text
-    assert "- Implement __getitems__ to decode a batch at once (about +10 %): 10 % of a worker's time" in text
-    assert "! The dataset's order <was> not shuffled & read twice." in text
-
-
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_keeps_to_the_width_and_has_no_colour_codes(width: int) -> None:
-    text = render_report(synthetic_result(), width=width)
+def test_a_report_says_what_was_found_within_the_width(width: int, result: TuningResult) -> None:
+    text = render_report(result, width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text
+    told = " ".join(text.split())
+    assert "Use 4 workers, prefetch 4, 1 step thread: 1,307 samples/s" in told
+    assert "It is 3.36x (3.31x to 3.41x) as fast as 0 workers (before tuning) in 9 paired rounds." in told
+    assert "Verdict: Decoding binds" in told
+    assert "- Implement __getitems__ to decode a batch at once (about +10 %): 10 % of a worker's time" in told
+    assert "! The dataset's order <was> not shuffled & read twice." in told
 
 
 def test_many_trials_are_cut_but_never_the_chosen_one_and_the_baseline() -> None:
-    # GIVEN 40 configurations, of which the chosen one and the baseline are the slowest
     configs = [LoaderConfig(num_workers=workers) for workers in range(41)]
     trials = tuple(trial(n, config, measurement(100.0 * (1 + n))) for n, config in enumerate(configs))
     result = TuningResult(best=configs[1], status="partial", baseline=configs[0], trials=trials)
-    # WHEN the table is drawn
     text = render_trials(result)
-    # THEN both are there, and the others are counted
     assert "\n>        1 " in text
     assert "\nb        0 " in text
     assert "and 23 more configurations, all in result.to_dataframe()" in text
 
 
 def test_a_run_without_trials_says_so() -> None:
-    result = TuningResult(best=BASELINE, status="fallback", baseline=BASELINE)
-    text = render_report(result)
+    text = render_report(TuningResult(best=BASELINE, status="fallback", baseline=BASELINE))
     assert "No configuration was tried." in text
     assert "fallback: 0 workers" in text
 
 
-def test_a_finalist_that_never_ran_is_not_called_failed() -> None:
-    # GIVEN finals with one more entrant, which no burst and no round has seen
-    result = synthetic_result()
+def test_a_finalist_that_never_ran_is_not_called_failed(result: TuningResult) -> None:
     finals = result.finals
     more = Finals(
         configs=(*finals.configs, LoaderConfig(num_workers=31)), rounds=tuple((*rates, None) for rates in finals.rounds)
     )
-    # WHEN the table is drawn THEN it is the same without it
     assert render_trials(replace(result, finals=more)) == render_trials(result)
 
 
-def test_the_share_of_time_in_which_the_gpu_worked_is_told_and_nvmls_beside_it(small_result: TuningResult) -> None:
-    # GIVEN what the GPU's own clock says, alone and beside NVML
-    own = replace(small_result.measured, gpu_busy_share=0.931)
-    alone, both = (replace(small_result, measured=replace(own, gpu_util=util)) for util in (None, 0.95))
-    # THEN each is told where it is known
-    assert "GPU: at work on a step for 93 % of the time." in render_report(alone)
-    assert "GPU: at work on a step for 93 % of the time; NVML saw it busy for 95 %" in render_report(both)
+@pytest.mark.parametrize(
+    ("busy", "util", "line"),
+    [
+        (0.931, None, "GPU: at work on a step for 93 % of the time."),
+        (0.931, 0.95, "GPU: at work on a step for 93 % of the time; NVML saw it busy for 95 %"),
+    ],
+)
+def test_what_the_gpu_and_nvml_say_is_told_where_it_is_known(
+    busy: float, util: float | None, line: str, small_result: TuningResult
+) -> None:
     assert "GPU:" not in render_report(small_result)
+    measured = replace(small_result.measured, gpu_busy_share=busy, gpu_util=util)
+    assert line in render_report(replace(small_result, measured=measured))
 
 
 def test_rates_of_batches_are_called_so_everywhere(small_result: TuningResult) -> None:

@@ -28,12 +28,10 @@ def write(path: Path, workers: int) -> Path:
 
 
 def test_the_variable_comes_before_the_directory_and_the_user(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN all three
     write(user_file(), 1)
     write(Path("loader.json"), 2)
     monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", str(write(nowhere / "named.json", 3)))
-
-    # WHEN THEN one after the other is taken away, the next is found
+    # WHEN one after the other is taken away THEN the next is found
     assert load_config().num_workers == 3
     monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG")
     assert load_config().num_workers == 2
@@ -42,22 +40,14 @@ def test_the_variable_comes_before_the_directory_and_the_user(nowhere: Path, mon
 
 
 def test_nothing_found_names_every_place() -> None:
-    # GIVEN none WHEN it is looked for
     with pytest.raises(ConfigFileError) as caught:
         find_loader_file()
-
-    # THEN the message names all three places
-    text = str(caught.value)
-    assert "AUTOTUNE_LOADER_CONFIG" in text
-    assert str(Path("loader.json").absolute()) in text
-    assert str(user_file()) in text
+    for place in ("AUTOTUNE_LOADER_CONFIG", str(Path("loader.json").absolute()), str(user_file())):
+        assert place in str(caught.value)
 
 
 def test_a_variable_that_names_no_file_is_an_error_even_with_a_file_here() -> None:
-    # GIVEN a file here, and a variable that names another that is not there
     write(Path("loader.json"), 2)
-
-    # WHEN THEN silently using the wrong one is refused
     with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='gone\.json' names no file"):
         find_loader_file({"AUTOTUNE_LOADER_CONFIG": "gone.json"})
 

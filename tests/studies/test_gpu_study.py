@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from studies.gpu import __main__ as jobs
-from studies.gpu import uses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -23,24 +20,21 @@ def test_every_module_of_the_script_is_there_and_each_part_ends_within_eight_min
     assert modules == {"studies.gpu", "studies.gpu.uses"}
     assert all(importlib.util.find_spec(module) for module in modules)
     limits = {name: int(most) for name, most in re.findall(r"^(tests|uses)\(\) \{ limited (\d+)", SCRIPT, re.MULTILINE)}
-    parts = dict(re.findall(r"^(first|second|third|fourth)\(\) \{ (.+) \}$", SCRIPT, re.MULTILINE))
-    assert len(parts) == 4
+    parts = dict(re.findall(r"^(first|second|third)\(\) \{ (.+) \}$", SCRIPT, re.MULTILINE))
+    assert len(parts) == 3
     for part in parts.values():
         seconds = [int(most) for most in re.findall(r"study (\d+)", part)]
         seconds += [limits[name] for name in re.findall(r"\b(tests|uses)\b", part)]
         assert 0 < sum(seconds) < 8 * 60, part
 
 
-@pytest.mark.parametrize("main", [jobs.main, uses.main])
-def test_without_a_gpu_the_study_says_which_command_works(
-    main: Callable[[list[str]], Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_the_study_says_which_command_works(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     with pytest.raises(SystemExit) as ended:
-        main([])
+        jobs.main([])
     assert ended.value.code == 2
     assert "--device cpu --quick" in capsys.readouterr().err
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from autotune_loader.values.config import LoaderConfig
-from studies.fidelity import compare
 from studies.regret import real
 from studies.regret.bench import BenchError, Timed
 from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, ROUNDS, config_of, judge, key, race, survey
@@ -70,11 +69,6 @@ def test_the_survey_looks_at_deeper_queues_of_the_best() -> None:
     assert deep == {2, 3, 4, 6}
 
 
-def test_a_configuration_survives_its_key() -> None:
-    config = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
-    assert config_of(key(config)) == config
-
-
 def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
     runs = [
         real.Run(workload="jpeg", strategy="autotune_loader", seed=0, seconds=12.0, workers=4, ratio=(0.97, 0.9, 1.1),
@@ -85,38 +79,3 @@ def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
     assert "| autotune_loader | 1 of 1 | 0.0% | 0.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in table
     assert "| loadtune | 0 of 1 | 100.0% |" in table
     assert "failed: ValueError: no" in real.details(runs)
-
-
-def test_what_is_compared_takes_turns_and_is_held_against_its_own_round() -> None:
-    asked: list[str] = []
-
-    def arm(name: str, rate: float) -> Any:
-        def run(number: int) -> dict[tuple[str, str], float]:
-            asked.append(name)
-            return {("case", name): rate * (1 + number)}
-
-        return run
-
-    # GIVEN two arms on a machine that gets faster from round to round WHEN they take turns
-    rounds = list(compare.in_turns([arm("fast", 110.0), arm("plain", 100.0)], 7))
-    # THEN neither always runs first, and their ratio is known exactly
-    assert {asked[2 * number] for number in range(7)} == {"fast", "plain"}
-    told = compare.table(rounds, "plain").splitlines()
-    assert "| case | fast | 7 | 440 | 1.100 | 1.100 to 1.100 | 9.5% |" in told
-
-
-def test_a_window_is_compared_with_the_settled_rest_of_its_run() -> None:
-    # GIVEN a run at half speed until the queues of 4 workers with a prefetch of 8 could have filled once
-    config = LoaderConfig(num_workers=4, prefetch_factor=8)
-    slow = [0.02 * (batch + 1) for batch in range(42)]
-    ends = slow + [slow[-1] + 0.01 * (batch + 1) for batch in range(800)]
-    # WHEN windows are read after 0, 1, 2 and 3 fills THEN the first reads low, and the others what follows
-    shares = compare.window_shares(ends, config)
-    assert shares[0] < 0.9
-    assert shares[1:] == [pytest.approx(1.0, abs=0.01)] * 3
-
-
-def test_the_interval_of_a_median_goes_by_ranks() -> None:
-    assert compare.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    # Of nine, the second and the eighth: the median lies outside with a probability of 4 %.
-    assert compare.median_interval([float(value) for value in range(9)]) == (1.0, 7.0)

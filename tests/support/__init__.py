@@ -1,18 +1,11 @@
-"""Stand-ins for tests and studies: a simulated machine, a replayed record, fakes.
+"""Stand-ins for tests and studies: a simulated machine, fakes.
 
 Nothing here starts a process or sleeps.
 """
 
 from tests.support.clock import FakeClock
-from tests.support.gpus import (
-    FakeGpu,
-    FakeGpus,
-    NVMLError,
-    NVMLErrorLibraryNotFound,
-    NVMLErrorNotSupported,
-)
+from tests.support.gpus import FakeGpu, FakeGpus
 from tests.support.machine import SimulatedMachine
-from tests.support.replay import ReplayProbe
 from tests.support.searching import on_simulated_machines, simulated_result, simulated_run, simulated_search
 from tests.support.simulation import Clock, SimulatedProbe
 from tests.support.source import SimulatedSource
@@ -23,10 +16,6 @@ __all__ = [
     "FakeClock",
     "FakeGpu",
     "FakeGpus",
-    "NVMLError",
-    "NVMLErrorLibraryNotFound",
-    "NVMLErrorNotSupported",
-    "ReplayProbe",
     "SimulatedMachine",
     "SimulatedProbe",
     "SimulatedSource",

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 
 class NVMLError(Exception):
-    """NVML's base error, as `FakeGpus` raises it."""
+    """NVML's base error."""
 
 
-class NVMLErrorNotSupported(NVMLError):  # noqa: N818 - as in pynvml
+class NotSupported(NVMLError):  # noqa: N818 - as in pynvml
     """NVML's answer where a device cannot do what is asked."""
 
-    def __init__(self) -> None:
-        super().__init__("Not Supported")
 
-
-class NVMLErrorLibraryNotFound(NVMLError):  # noqa: N818
+class LibraryNotFound(NVMLError):  # noqa: N818
     """NVML's answer where there is no driver."""
-
-    def __init__(self) -> None:
-        super().__init__("NVML Shared Library Not Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +44,8 @@ class FakeGpus:
     """
 
     NVMLError = NVMLError
-    NVMLError_NotSupported = NVMLErrorNotSupported
-    NVMLError_LibraryNotFound = NVMLErrorLibraryNotFound
+    NVMLError_NotSupported = NotSupported
+    NVMLError_LibraryNotFound = LibraryNotFound
 
     def __init__(
         self, gpus: Sequence[FakeGpu] = (), *, has_driver: bool = True, unsupported: Sequence[str] = ()
@@ -58,67 +53,52 @@ class FakeGpus:
         self.gpus = tuple(gpus)
         self.calls: list[str] = []
         """Names of the functions called, in order."""
-        self._has_driver = has_driver
-        self._unsupported = frozenset(unsupported)
+        self._has_driver, self._unsupported = has_driver, frozenset(unsupported)
 
-    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
-        self.calls.append("nvmlInit")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+
+        def function(*arguments: Any) -> Any:
+            self.calls.append(name)
+            device = arguments[0] if arguments and isinstance(arguments[0], FakeGpu) else None
+            if name in self._unsupported or (device is not None and name in device.unsupported):
+                raise NotSupported("Not Supported")
+            return ANSWERS[name](self, *arguments)
+
+        return function
+
+    def _init(self) -> None:
         if not self._has_driver:
-            raise NVMLErrorLibraryNotFound
+            raise LibraryNotFound("NVML Shared Library Not Found")
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        self._check("nvmlSystemGetDriverVersion")
-        return "570.00"
+    def _by_uuid(self, uuid: str) -> FakeGpu:
+        everything = (*self.gpus, *(mig for whole in self.gpus for mig in whole.migs))
+        return _found([gpu for gpu in everything if gpu.uuid == uuid], 0)
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        self._check("nvmlDeviceGetCount")
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
-        self._check("nvmlDeviceGetHandleByIndex")
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:  # noqa: N802
-        self._check("nvmlDeviceGetHandleByUUID")
-        for gpu in (*self.gpus, *(mig for whole in self.gpus for mig in whole.migs)):
-            if gpu.uuid == uuid:
-                return gpu
-        raise NVMLError("Not Found")
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:  # noqa: N802
-        self._check("nvmlDeviceGetUUID", gpu)
-        return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:  # noqa: N802
-        self._check("nvmlDeviceGetName", gpu)
-        return gpu.name
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:  # noqa: N802
-        self._check("nvmlDeviceGetMigDeviceHandleByIndex", gpu)
-        if index >= len(gpu.migs):
-            raise NVMLError("Not Found")
-        return gpu.migs[index]
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
-        self._check("nvmlDeviceGetMemoryInfo", gpu)
-        return SimpleNamespace(total=gpu.memory_bytes)
-
-    def nvmlDeviceGetSamples(  # noqa: N802
-        self, gpu: FakeGpu, kind: int, since_us: int
-    ) -> tuple[int, list[SimpleNamespace]]:
-        self._check("nvmlDeviceGetSamples", gpu)
+    def _samples(self, gpu: FakeGpu, kind: int, since_us: int) -> tuple[int, list[SimpleNamespace]]:
         if kind != 1:
-            raise NVMLErrorNotSupported
-        stamped = [(int(moment * 1e6), percent) for moment, percent in gpu.samples()]
-        if not stamped:
-            raise NVMLError("Not Found")
-        return 1, [
-            SimpleNamespace(timeStamp=stamp, sampleValue=SimpleNamespace(uiVal=percent))
-            for stamp, percent in stamped
-            if stamp > since_us
-        ]
+            raise NotSupported("Not Supported")
+        stamped = [(int(moment * 1e6), SimpleNamespace(uiVal=percent)) for moment, percent in gpu.samples()]
+        _found(stamped, 0)
+        return 1, [SimpleNamespace(timeStamp=at, sampleValue=value) for at, value in stamped if at > since_us]
 
-    def _check(self, function: str, gpu: FakeGpu | None = None) -> None:
-        self.calls.append(function)
-        if function in self._unsupported or (gpu is not None and function in gpu.unsupported):
-            raise NVMLErrorNotSupported
+
+def _found(things: Sequence[Any], index: int) -> Any:
+    if index >= len(things):
+        raise NVMLError("Not Found")
+    return things[index]
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlInit": FakeGpus._init,
+    "nvmlSystemGetDriverVersion": lambda self: "570.00",
+    "nvmlDeviceGetCount": lambda self: len(self.gpus),
+    "nvmlDeviceGetHandleByIndex": lambda self, index: self.gpus[index],
+    "nvmlDeviceGetHandleByUUID": FakeGpus._by_uuid,
+    "nvmlDeviceGetUUID": lambda self, gpu: gpu.uuid,
+    "nvmlDeviceGetName": lambda self, gpu: gpu.name,
+    "nvmlDeviceGetMigDeviceHandleByIndex": lambda self, gpu, index: _found(gpu.migs, index),
+    "nvmlDeviceGetMemoryInfo": lambda self, gpu: SimpleNamespace(total=gpu.memory_bytes),
+    "nvmlDeviceGetSamples": FakeGpus._samples,
+}

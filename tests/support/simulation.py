@@ -44,7 +44,7 @@ class SimulatedProbe:
         """Every configuration that was asked for, in order."""
         self._clock = clock
         self._rng = random.Random(seed)
-        self._truths: dict[tuple[LoaderConfig, float], float] = {}
+        self._truths: dict[LoaderConfig, float] = {}
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment of simulated time, by which the clock moves on."""
@@ -126,34 +126,24 @@ class SimulatedProbe:
         self._clock.advance(now - begun)
         return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun, disturbed)
 
-    def truth(
-        self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None, neighbours: float = 0.0
-    ) -> float:
-        """Samples per second that `config` sustains in the long run, without noise, drift and spikes.
+    def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
+        """Samples per second that `config` sustains in the long run, without noise, drift, spikes and neighbours.
 
         Args:
             config: the configuration.
             batches: how many are timed, both ends averaged over a round of the workers, who deliver in waves.
             warm: how many go before; enough to fill every queue when None. The same for all configurations makes them
                 read the same batches.
-            neighbours: cores that others want all the while.
         """
-        if (config, neighbours) not in self._truths:
+        if config not in self._truths:
             if warm is None:
                 warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
-            run = _Events(_Disturbed(self.machine, 1.0, neighbours), config, self._order(0), 0.0)
+            run = _Events(_Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
             ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
             wave = min(max(config.num_workers, 1), batches // 2)
             begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
-            self._truths[config, neighbours] = self.machine.batch_size * (batches - wave) / (ended - begun)
-        return self._truths[config, neighbours]
-
-    def truth_of_epochs(self, config: LoaderConfig, *, epochs: int) -> float:
-        """The same over `epochs` whole epochs, after one that is not timed."""
-        undisturbed = _Disturbed(self.machine, 1.0)
-        runs = itertools.islice(self._epochs(undisturbed, config, 0, 0.0), epochs + 1)
-        ends = [epoch[-1].step_end for epoch in runs]
-        return self.machine.batch_size * (self.epoch_batches or 0) * epochs / (ends[-1] - ends[0])
+            self._truths[config] = self.machine.batch_size * (batches - wave) / (ended - begun)
+        return self._truths[config]
 
     def _disturbed(self) -> _Disturbed:
         machine = self.machine

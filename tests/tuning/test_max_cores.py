@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import tune
-from autotune_loader.decision.space import consumer_thread_counts
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
@@ -47,22 +46,21 @@ def on_one_core(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 @pytest.mark.process
 @pytest.mark.parametrize("isolation", ["process", "inline"])
 def test_a_burst_and_its_workers_run_on_as_many_cores_as_the_process_has(isolation: Any) -> None:
-    # GIVEN a job that fails on more than one core
     training = TrainingSide(model=torch.nn.Linear(4, 2), train_step=on_one_core)
     workload = Workload(data=DataSide.from_dataset(Cores(), batch_size=8), training=training)
-    # WHEN this process is confined to one THEN the probe and its workers are, too
     with confined_to(1), open_probe(workload, inspect_machine(), isolation, None) as opened:
         burst = opened.probe.burst(LoaderConfig(num_workers=1), BurstPlan(max_s=0.2, min_s=0.1))
     assert isinstance(burst, Measurement)
     assert sorted(os.sched_getaffinity(0)) == CORES
 
 
-def test_every_burst_of_a_search_runs_on_as_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnOneCore(SimulatedProbe):
-        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-            require_one_core()
-            return super().burst(config, plan)
+class OnOneCore(SimulatedProbe):
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        require_one_core()
+        return super().burst(config, plan)
 
+
+def test_every_burst_of_a_search_runs_on_as_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a step that binds
     machine = SimulatedMachine(cores=1, cpu_s=0.01, step_s=0.03, step_cores=1.0)
     on_simulated_machines(monkeypatch, lambda workload: machine, OnOneCore)
@@ -76,26 +74,13 @@ def test_every_burst_of_a_search_runs_on_as_many_cores(monkeypatch: pytest.Monke
     assert sorted(os.sched_getaffinity(0)) == CORES
 
 
-def test_the_cores_are_given_back_whatever_happens() -> None:
+@pytest.mark.parametrize("cores", [1, None, 10_000])
+def test_the_cores_are_given_back_whatever_happens(cores: int | None) -> None:
     def fail() -> None:
-        with confined_to(1):
-            assert sorted(os.sched_getaffinity(0)) == CORES[:1]
+        with confined_to(cores):
+            assert sorted(os.sched_getaffinity(0)) == CORES[:cores]
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert sorted(os.sched_getaffinity(0)) == CORES
-
-
-@pytest.mark.parametrize("cores", [None, len(CORES), 10_000])
-def test_as_many_as_there_are_change_nothing(cores: int | None) -> None:
-    with confined_to(cores):
-        assert sorted(os.sched_getaffinity(0)) == CORES
-
-
-@pytest.mark.parametrize(
-    ("cores", "most", "counts"),
-    [(8, float("inf"), (None, 4, 2, 1)), (8, 8, (None, 4, 2, 1)), (4, 4, (4, 2, 1)), (2, 2, (2, 1)), (1, 1, (1,))],
-)
-def test_the_steps_threads_fit_into_the_cores(cores: int, most: float, counts: tuple[int | None, ...]) -> None:
-    assert consumer_thread_counts(cores, 8, most) == counts

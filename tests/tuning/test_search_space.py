@@ -1,4 +1,5 @@
-"""What of the workload and of `allow=` makes the space that is searched."""
+"""What of the workload and of `allow=` makes the space that is searched, why there may be nothing to search, and what a
+choice changes in training."""
 
 from __future__ import annotations
 
@@ -7,97 +8,168 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from autotune_loader.decision.space import Space
-from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.facts import Machine, inspect_machine, start_method
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
-from autotune_loader.probe.bench import WarmupReport
+from autotune_loader.report.semantics import consequences, unmet
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import make_space
+from autotune_loader.values.config import LoaderConfig
+from tests.support import SimulatedMachine, simulated_run
 
-READY = WarmupReport(
-    step="nothing",
-    samples=8,
-    batch_bytes=2048,
-    batch_tensors=1,
-    on_accelerator=False,
-    first_fetch_s=0.01,
-    first_fetch_cpu_s=0.001,
-    default_threads=1,
+READY = simulated_run(SimulatedMachine()).warmup
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+class ToldItsEpoch(TensorDataset):
+    epoch = 0
+
+
+def rows(length: int = 100, kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
+    return kind(torch.zeros(length, 3))
+
+
+def data(dataset: Any = None, batch_size: int | None = 8, **parts: Any) -> DataSide:
+    return DataSide.from_dataset(rows() if dataset is None else dataset, batch_size=batch_size, **parts)
+
+
+OWN_BATCHES = data(batch_size=None, batch_sampler=BatchSampler(SequentialSampler(rows()), 8, False))
+
+
+def space_of(
+    side: DataSide | None = None,
+    *allow: str,
+    training: TrainingSide | None = None,
+    own: LoaderConfig | None = None,
+    machine: Machine | None = None,
+    max_workers: int | None = None,
+    **ready: Any,
+) -> Space:
+    workload = Workload(data=side or data(), training=training or TrainingSide(), own_config=own)
+    options = TuneOptions(allow=frozenset(allow), max_workers=max_workers)
+    return make_space(workload, replace(READY, **ready), machine or inspect_machine(), options)
+
+
+@pytest.mark.parametrize(
+    ("side", "sizes", "why"),
+    [
+        (data(), (None, 16, 32, 4), ""),
+        (data(rows(20)), (None, 16, 4), ""),
+        (data(batch_size=1), (None, 2, 4), ""),
+        (data(Stream()), (None, 16, 32, 4), ""),
+        (data(batch_size=None), (None,), "batch_size=None leaves the batches to the dataset"),
+        (OWN_BATCHES, (None,), "a batch_sampler makes the batches"),
+        (data(rows(1), batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
+    ],
+    ids=["map-style", "a small epoch", "single samples", "a stream", "no batches", "own batches", "one sample"],
 )
+def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(
+    side: DataSide, sizes: tuple[int | None, ...], why: str
+) -> None:
+    space = space_of(side, "batch_size")
+    assert space.batch_sizes == sizes
+    assert space_of(side).batch_sizes == (None,)
+    assert [each.startswith(f"batch_size is not tuned: {why}") for each in unmet(side, {"batch_size"}, space)] == (
+        [True] if why else []
+    )
 
 
-class Rows(Dataset[torch.Tensor]):
-    def __init__(self, length: int = 256) -> None:
-        self.length = length
+@pytest.mark.parametrize(
+    ("side", "why"),
+    [
+        (data(), None),
+        (data(rows(96)), "every batch of an epoch is full"),
+        (data(rows(5)), "only one of an epoch"),
+        (data(drop_last=True), "True already"),
+        (OWN_BATCHES, "not made by the DataLoader"),
+        (data(Stream()), "shows in no burst"),
+    ],
+    ids=["short last", "full last", "only one", "dropped already", "own batches", "a stream"],
+)
+def test_drop_last_is_searched_only_where_a_short_batch_costs_something(side: DataSide, why: str | None) -> None:
+    space = space_of(side, "drop_last")
+    assert space.drop_lasts == ((None, True) if why is None else (None,))
+    assert space_of(side).drop_lasts == (None,)
+    said = unmet(side, {"drop_last"}, space)
+    assert (said == []) if why is None else (why in said[0])
 
-    def __len__(self) -> int:
-        return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.zeros(64)
-
-
-class ToldItsEpoch(Rows):
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-def space_of(dataset: Any, *allow: str, training: TrainingSide | None = None) -> Space:
-    data = DataSide.from_dataset(dataset, batch_size=8)
-    workload = Workload(data=data, training=training or TrainingSide())
-    return make_space(workload, READY, inspect_machine(), TuneOptions(allow=frozenset(allow)))
+@pytest.mark.parametrize("own", [None, "spawn"])
+def test_start_methods_are_the_users_own_and_the_others_and_order_is_kept_unless_allowed(own: str | None) -> None:
+    config = LoaderConfig.from_loader(DataLoader(rows(), num_workers=1, multiprocessing_context=own)) if own else None
+    closed = space_of(own=config)
+    assert (closed.multiprocessing_contexts, closed.in_order) == ((own,), (True,))
+    found = space_of(None, "multiprocessing_context", "in_order", own=config)
+    assert found.multiprocessing_contexts[0] == own
+    assert set(found.multiprocessing_contexts[1:]) == {"fork", "forkserver"} - {own or start_method()}
+    assert found.in_order == (True, False)
 
 
 def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allowed() -> None:
     """`set_epoch` is called on the dataset of the main process; workers that live on keep the copy of the first epoch."""
-    assert space_of(Rows()).persistent_workers
-    assert not space_of(ToldItsEpoch()).persistent_workers
-    assert space_of(ToldItsEpoch(), "persistent_workers").persistent_workers
+    told = data(rows(kind=ToldItsEpoch))
+    assert space_of().persistent_workers
+    assert not space_of(told).persistent_workers
+    assert space_of(told, "persistent_workers").persistent_workers
 
 
 def test_workers_that_wait_may_be_many_on_few_cores() -> None:
     """128 ms of waiting before a step of 12 ms want 11 workers, whatever the cores; four a core were too few for two."""
-    waits = replace(READY, first_fetch_s=0.128, first_fetch_cpu_s=0.002, step_s=0.012)
-    machine = inspect_machine()
-    two_cores = replace(machine, cores=replace(machine.cores, usable=2))
-    workload = Workload(data=DataSide.from_dataset(Rows(4096), batch_size=8), training=TrainingSide())
-    assert make_space(workload, waits, two_cores, TuneOptions()).max_workers >= 20
-    assert make_space(workload, replace(waits, step_s=0.1), two_cores, TuneOptions()).max_workers <= 8
-    assert make_space(workload, waits, two_cores, TuneOptions(max_workers=6)).max_workers == 6
+    here = inspect_machine()
+    job: dict[str, Any] = {
+        "side": data(rows(4096)),
+        "machine": replace(here, cores=replace(here.cores, usable=2)),
+        "first_fetch_s": 0.128,
+        "first_fetch_cpu_s": 0.002,
+    }
+    assert space_of(**job, step_s=0.012).max_workers >= 20
+    assert space_of(**job, step_s=0.1).max_workers <= 8
+    assert space_of(**job, step_s=0.012, max_workers=6).max_workers == 6
 
 
 @pytest.mark.parametrize("said", [{"reads_by_itself": True}, {"on_accelerator": True}, {"same_in_workers": False}])
 def test_a_dataset_that_workers_cannot_read_gets_none(said: dict[str, bool]) -> None:
-    workload = Workload(data=DataSide.from_dataset(Rows(), batch_size=8), training=TrainingSide())
-    space = make_space(workload, replace(READY, **said), inspect_machine(), TuneOptions())  # type: ignore[arg-type]
-    assert space.max_workers == 0
-
-
-def test_batches_out_of_order_are_searched_only_when_allowed() -> None:
-    """Out of order, the same seed no longer gives the same training."""
-    assert space_of(Rows()).in_order == (True,)
-    assert space_of(Rows(), "in_order").in_order == (True, False)
+    assert space_of(**said).max_workers == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("device", "pins", "ahead"),
+    ("training", "pins", "ahead"),
     [
-        ("cuda:1", (False, True), (0, 1, 2)),
-        ("xpu", (False, True), (0,)),
-        ("mps", (False,), (0,)),
-        ("cpu", (False,), (0,)),
+        (TrainingSide(device="cuda:1"), (False, True), (0, 1, 2)),
+        (TrainingSide(device="xpu"), (False, True), (0,)),
+        (TrainingSide(device="mps"), (False,), (0,)),
+        (TrainingSide(train_step=StepTime(0.05)), (False,), (0,)),
     ],
+    ids=["cuda", "xpu", "mps", "a wait"],
 )
 def test_each_kind_of_device_has_the_roads_to_it_that_torch_has(
-    device: str, pins: tuple[bool, ...], ahead: tuple[int, ...]
+    training: TrainingSide, pins: tuple[bool, ...], ahead: tuple[int, ...]
 ) -> None:
-    """`DevicePrefetcher` copies ahead on CUDA alone, and torch pins nothing for MPS."""
-    space = space_of(Rows(), training=TrainingSide(device=device))
-    assert (space.pin_memory, space.device_prefetch) == (pins, ahead)
+    """`DevicePrefetcher` copies ahead on CUDA alone, and torch pins nothing for MPS; none of these steps has threads."""
+    space = space_of(training=training)
+    assert (space.pin_memory, space.device_prefetch, space.consumer_threads) == (pins, ahead, (None,))
 
 
-def test_a_wait_in_place_of_the_step_has_no_threads_to_tune() -> None:
-    space = space_of(Rows(), training=TrainingSide(train_step=StepTime(0.05)))
-    assert (space.consumer_threads, space.pin_memory) == ((None,), (False,))
+@pytest.mark.parametrize(
+    ("best", "side", "said"),
+    [
+        ({"batch_size": 32}, data(), "from 8 to 32: the learning rate and its schedule belong to it"),
+        ({"batch_size": 32}, data(), "4 times the learning rate is a common start for SGD, 2 times for Adam"),
+        ({"drop_last": True, "batch_size": 32}, data(), "leaves out the last 4 samples of every epoch"),
+        ({"num_workers": 1, "in_order": False}, data(), "order differs from run to run"),
+        ({"sharing_strategy": "file_system"}, data(), "config.apply()"),
+        ({"num_workers": 1, "multiprocessing_context": "fork"}, data(), "may hang in forked workers"),
+        ({"num_workers": 1, "persistent_workers": True}, data(rows(kind=ToldItsEpoch)), "set_epoch()"),
+        ({"num_workers": 1, "persistent_workers": True, "consumer_threads": 2}, data(), ""),
+    ],
+    ids=lambda value: None if isinstance(value, DataSide) else str(value),
+)
+def test_what_a_choice_changes_in_training_is_said(best: dict[str, Any], side: DataSide, said: str) -> None:
+    found = consequences(LoaderConfig(**best), side)
+    assert any(said in sentence for sentence in found) if said else found == []

@@ -26,6 +26,7 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
+from tests.support import SimulatedMachine, on_simulated_machines
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -129,7 +130,11 @@ def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
 
 @pytest.fixture(scope="module", autouse=True)
 def _everything_was_imported_and_used_once() -> None:
-    tune([(torch.zeros(3), torch.tensor(0))] * 8, net(), batch_size=4, budget=2, max_trials=1, isolation="inline")
+    data = [(torch.zeros(3), torch.tensor(0))] * 8
+    burst(data, net(), "process", batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        on_simulated_machines(patch, lambda workload: SimulatedMachine())
+        tune(data, net(), batch_size=4, max_trials=1, progress=False)
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -140,25 +145,21 @@ def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
     generator = torch.Generator().manual_seed(5)
     dataset = Caching()
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
-    trained, process, generated, left = (
-        training_state(model, optimizer),
-        process_state(),
-        generator.get_state().tolist(),
-        leftovers(),
-    )
+    before = training_state(model, optimizer), process_state(), generator.get_state().tolist()
+    left = leftovers()
 
-    result = tune(loader, model, budget=1, max_trials=2, max_workers=1, isolation=isolation, optimizer=optimizer)  # type: ignore[arg-type]
+    if isolation == "process":  # all of it, once
+        assert tune(loader, model, budget=1, max_trials=2, max_workers=1, optimizer=optimizer).trials
+    else:
+        burst(loader, model, isolation, optimizer=optimizer)
 
-    assert result.trials
-    assert training_state(model, optimizer) == trained
-    assert generator.get_state().tolist() == generated
+    assert (training_state(model, optimizer), process_state(), generator.get_state().tolist()) == before
     assert loader._iterator is None
     assert isolation == "inline" or dataset.cache == {}  # inline it is read itself: no copy of it is safe
-    assert process_state() == process
     assert settled(left) == left
 
 
-@pytest.mark.parametrize("isolation", ["process", "inline"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -169,9 +170,7 @@ def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: st
         optimizer.step()
 
     before = training_state(model, optimizer)
-
     burst(Caching(), model, isolation, batch_size=4, train_step=train_step)
-
     assert training_state(model, optimizer) == before
 
 
@@ -179,10 +178,8 @@ def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: st
 def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> None:
     model = net()
     process, left = process_state(), leftovers()
-
     with pytest.raises(WorkloadError, match="nothing here") as caught:
         burst(Caching(failing=True), model, isolation, batch_size=4)
-
     assert "in __getitem__" in caught.value.user_traceback
     assert "autotune_loader/" not in caught.value.user_traceback
     del caught
@@ -199,9 +196,7 @@ class Locked(Caching):
 @pytest.mark.parametrize("isolation", ["auto", "process"])
 def test_what_cannot_be_pickled_is_named_and_read_in_a_fork(isolation: str) -> None:
     dataset = Locked()
-
     opened = burst(dataset, net(), isolation, batch_size=4)
-
     assert any("dataset.shelf" in note and "in forks" in note for note in opened.notes)
     assert dataset.cache == {}
 

@@ -11,12 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autotune_loader.values.statistics import (
-    Interval,
     Round,
     correlated_mean_interval,
     mean_interval,
     mean_of_selected,
-    of_selected,
     paired_ratio,
     student_t_quantile,
     usable_rounds,
@@ -35,51 +33,19 @@ def rounds_of(values: list[tuple[float, float]]) -> list[Round]:
     ("probability", "freedom", "quantile"),
     [
         (0.975, 1, 12.7062),
-        (0.975, 2, 4.30265),
-        (0.975, 3, 3.18245),
         (0.975, 10, 2.22814),
-        (0.995, 5, 4.03214),
         (0.975, 200, 1.97190),
         (0.975, 1000, 1.96234),
-        (0.5, 4, 0.0),
     ],
 )
 def test_t_quantiles_are_those_of_the_tables(probability: float, freedom: int, quantile: float) -> None:
     assert student_t_quantile(probability, freedom) == pytest.approx(quantile, abs=1e-4)
 
 
-def test_t_quantiles_join_where_the_formula_changes() -> None:
-    assert student_t_quantile(0.999, 200) == pytest.approx(student_t_quantile(0.999, 201), rel=1e-3)
-
-
 def test_mean_interval_is_the_textbook_one() -> None:
     interval = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (interval.value, interval.count) == (3.0, 5)
     assert interval.high - 3.0 == pytest.approx(2.776445 * math.sqrt(2.5 / 5), rel=1e-5)
-
-
-def test_one_value_has_a_mean_and_no_error() -> None:
-    assert mean_interval([7.0]) == Interval(value=7.0, low=-math.inf, high=math.inf, count=1)
-
-
-@pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
-def test_confidence_is_a_share(confidence: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        mean_interval([1.0, 2.0], confidence)
-
-
-def test_means_of_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        mean_interval([])
-    with pytest.raises(ValueError, match="at least 1"):
-        correlated_mean_interval([])
-
-
-@given(series)
-def test_intervals_hold_their_value_and_widen_with_confidence(values: list[float]) -> None:
-    for interval in (mean_interval, lambda v, c: correlated_mean_interval(v, 2, c)):
-        narrow, wide = interval(values, 0.8), interval(values, 0.99)
-        assert wide.low <= narrow.low <= narrow.value <= narrow.high <= wide.high
 
 
 @given(st.integers(1, 8), st.integers(0, 7), st.integers(4, 9))
@@ -113,33 +79,22 @@ def test_intervals_of_correlated_series_cover() -> None:
     assert correlated >= 0.90 > independent
 
 
-@given(pairs)
-def test_the_ratio_the_other_way_round_is_the_inverse(values: list[tuple[float, float]]) -> None:
+@given(pairs, st.floats(1e-3, 1e3))
+def test_a_ratio_is_that_of_a_faster_machine_and_the_inverse_of_the_other_way_round(
+    values: list[tuple[float, float]], scale: float
+) -> None:
     forth, back = paired_ratio(rounds_of(values), "a", "b"), paired_ratio(rounds_of(values), "b", "a")
+    faster = paired_ratio(rounds_of([(a * scale, b * scale) for a, b in values]), "a", "b")
+    assert faster.value == pytest.approx(forth.value)
+    assert faster.low == pytest.approx(forth.low, rel=1e-4, abs=1e-300)
     assert forth.value * back.value == pytest.approx(1)
     assume(forth.high < 1e300 and back.high < 1e300)
     assert forth.low * back.high == pytest.approx(1)
 
 
-@given(pairs, st.floats(1e-3, 1e3))
-def test_a_machine_twice_as_fast_changes_no_ratio(values: list[tuple[float, float]], scale: float) -> None:
-    faster = [(a * scale, b * scale) for a, b in values]
-    before, after = (paired_ratio(rounds_of(each), "a", "b") for each in (values, faster))
-    assert after.value == pytest.approx(before.value)
-    assert after.low == pytest.approx(before.low, rel=1e-4, abs=1e-300)
-
-
-@given(pairs)
-def test_ratio_intervals_hold_their_value_and_widen_with_confidence(values: list[tuple[float, float]]) -> None:
-    narrow, wide = (paired_ratio(rounds_of(values), "a", "b", confidence) for confidence in (0.8, 0.99))
-    assert 0 <= wide.low <= narrow.low <= narrow.value * (1 + 1e-12)
-    assert narrow.value <= narrow.high * (1 + 1e-12) <= wide.high * (1 + 1e-11)
-
-
 def test_slow_rounds_cancel() -> None:
     # GIVEN rounds between which the machine's speed changes by a factor of three
     rounds = rounds_of([(102, 100), (306, 300), (51, 50)])
-    # WHEN paired THEN the ratio is exact
     ratio = paired_ratio(rounds, "a", "b")
     assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.02, 1.02, 1.02))
 
@@ -151,48 +106,22 @@ def test_rounds_that_miss_a_candidate_do_not_count_for_it() -> None:
         paired_ratio(rounds, "a", "c")
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("rate", [0.0, math.nan, math.inf])
 def test_a_failed_candidate_is_no_rate(rate: float) -> None:
     with pytest.raises(ValueError, match="leave a failed candidate out"):
         Round(rates={"a": rate})
 
 
-def test_busy_rounds_are_left_out() -> None:
-    # GIVEN six rounds, two beside a busy neighbour
-    clean = [Round(rates={"a": 1.0}, foreign_cpu_share=0.1) for _ in range(4)]
-    busy = [Round(rates={"a": 1.0}, foreign_cpu_share=share) for share in (0.6, 0.3)]
-    # WHEN selected
-    usable = usable_rounds([*clean, *busy])
-    # THEN they are gone and said to be
-    assert usable.rounds == tuple(clean)
-    assert usable.note == "Left out 2 of 6 rounds in which the machine was busy."
+def test_busy_rounds_are_left_out_but_never_more_than_a_third() -> None:
+    def usable(*shares: float | None) -> tuple[int, str | None]:
+        found = usable_rounds([Round(rates={"a": 1.0}, foreign_cpu_share=share) for share in shares])
+        return len(found.rounds), found.note
 
-
-def test_never_more_than_a_third_is_left_out() -> None:
-    # GIVEN a machine that is busy half of the time
-    rounds = [Round(rates={"a": 1.0}, foreign_cpu_share=share) for share in (0.0, 0.5, 0.0, 0.5)]
-    # WHEN selected THEN that is how the machine is, and all rounds count
-    usable = usable_rounds(rounds)
-    assert usable.rounds == tuple(rounds)
-    assert usable.note is not None
-    assert "all rounds were kept" in usable.note
-
-
-def test_unmeasured_noise_is_not_suspect() -> None:
-    assert usable_rounds([Round(rates={"a": 1.0})]).note is None
-
-
-def test_an_interval_of_the_one_that_was_chosen_allows_for_who_else_might_have_been() -> None:
-    # GIVEN four that are equally fast, one that is far slower, and one that ran once and looked as fast
-    table = {"a": (103, 98, 101), "b": (99, 103, 100), "c": (101, 97, 100), "d": (98, 101, 102), "slow": (50, 51, 49)}
-    rounds = [Round(rates={key: float(rates[number]) for key, rates in table.items()}) for number in range(3)]
-    once = [Round(rates={**rounds[0].rates, "once": 99.0}), *rounds[1:]]
-    # THEN the error is shared out among those that might have been chosen
-    assert of_selected(0.95, rounds, "a") == pytest.approx(1 - 0.05 / 4)
-    assert of_selected(0.95, once, "a") == pytest.approx(1 - 0.05 / 5)
-    # AND alone it is a plain mean
-    alone = [Round(rates={"a": rate}) for rate in (99.0, 100.0, 101.0)]
-    assert mean_of_selected(alone, "a") == mean_interval([99.0, 100.0, 101.0])
+    assert usable(0.1, 0.6, 0.1, 0.1, 0.3, 0.1) == (4, "Left out 2 of 6 rounds in which the machine was busy.")
+    # A machine that is busy half of the time: that is how it is, and all rounds count.
+    kept, note = usable(0.0, 0.5, 0.0, 0.5)
+    assert (kept, "all rounds were kept" in (note or "")) == (4, True)
+    assert usable(None) == (1, None)
 
 
 def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval() -> None:

@@ -25,7 +25,7 @@ PYTHON_SAMPLE_S = 200e-6
 """Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
 BATCHED_FETCH_COLLATES = 2.5
 """A batched fetch and its collating take this many times the collating alone: gathering copies the same bytes, and the rows
-are handed on one by one (studies/verdict: 2.6 and 3.5, in small and large batches)."""
+are handed on one by one (2.6 and 3.5, in small and large batches)."""
 MANY_TENSORS = 8
 """A segment and a descriptor for each tensor: more than this in a batch is worth fewer."""
 THREADED_CORES = 1.3

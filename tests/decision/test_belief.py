@@ -1,4 +1,4 @@
-"""What to do next, from beliefs alone: no clock, no process, no Optuna."""
+"""What is believed of a job, from what was observed of it: no clock, no process, no Optuna."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
-from autotune_loader.decision.policy import MOST_REPEATS, Explore, Goal, Stop, explore
 from autotune_loader.decision.space import Space
-from autotune_loader.decision.stopping import StopReason
-from autotune_loader.twin import Twin
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind
@@ -21,7 +18,6 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedSource
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 FIRST = [LoaderConfig(num_workers=count) for count in (0, 1, 4)]
-GOAL = Goal(tolerance=0.02, begin_with=FIRST)
 
 
 @pytest.fixture
@@ -33,17 +29,6 @@ def observe(beliefs: Beliefs, *configs: LoaderConfig, phase: str = "search", gro
     source = SimulatedSource(MACHINE, FakeClock())
     for config in configs:
         beliefs.log.add(source.gather(config, Ask(phase=phase, group=group)))
-
-
-def test_it_begins_with_what_it_is_given_in_order(beliefs: Beliefs) -> None:
-    for config in FIRST:
-        assert explore(beliefs, GOAL) == Explore(config=config)
-        observe(beliefs, config)
-    # THEN it is what teaches most, and nothing twice
-    todo = explore(beliefs, GOAL)
-    assert isinstance(todo, Explore)
-    assert todo.config is not None
-    assert todo.config not in FIRST
 
 
 @pytest.mark.parametrize(("capped", "expected"), [(False, 16), (True, 8)])
@@ -66,91 +51,21 @@ def test_crowded_workers_are_no_reason_to_allow_more() -> None:
     assert beliefs.space.max_workers == 4
 
 
-def test_what_others_observe_is_passed_over(beliefs: Beliefs) -> None:
-    assert explore(beliefs, replace(GOAL, elsewhere={FIRST[0]})) == Explore(config=FIRST[1])
-
-
-def test_the_plain_rule_comes_next(beliefs: Beliefs) -> None:
-    observe(beliefs, *FIRST)
-    rule = explore(beliefs, GOAL)
-    assert isinstance(rule, Explore)
-    assert rule.config is not None
-    assert rule.config == beliefs.plain_rule()
-    # AND what teaches most follows
-    observe(beliefs, rule.config)
-    assert explore(beliefs, GOAL) != rule
-
-
-def test_without_belief_the_sampler_proposes(beliefs: Beliefs) -> None:
-    observe(beliefs, *FIRST)
-    assert explore(beliefs, replace(GOAL, by_belief=False)) == Explore(config=None)
-
-
-@pytest.mark.parametrize(
-    ("goal", "reason"),
-    [
-        (replace(GOAL, has_trials_left=False), StopReason.OUT_OF_TRIALS),
-        (replace(GOAL, explore_s=1.0, next_s=2.0), StopReason.OUT_OF_BUDGET),
-        (replace(GOAL, repeats=MOST_REPEATS), StopReason.SAMPLER_REPEATS),
-        (replace(GOAL, ceiling=1.0), StopReason.CEILING),
-        (replace(GOAL, queue=FIRST), StopReason.CHOICE_SAFE),
-    ],
-)
-def test_every_reason_to_stop(beliefs: Beliefs, goal: Goal, reason: StopReason) -> None:
-    observe(beliefs, *FIRST)
-    assert explore(beliefs, goal) == Stop(reason=reason)
-    assert reason.wanted_more == (reason in (StopReason.OUT_OF_TRIALS, StopReason.OUT_OF_BUDGET))
-
-
 def fail(beliefs: Beliefs, workers: int, kind: FailureKind, **config: Any) -> None:
     failure = Failure(kind=kind, phase="batches", message="no")
     beliefs.log.add(Evidence(config=LoaderConfig(num_workers=workers, **config), outcome=failure))
 
 
-@pytest.mark.parametrize("kind", ["oom_killed", "deadline", "user_exception"])
-def test_below_a_failure_the_search_goes_on_halfway(beliefs: Beliefs, kind: FailureKind) -> None:
-    observe(beliefs, LoaderConfig(), LoaderConfig(num_workers=1))
-    fail(beliefs, 6, kind)
-    # THEN as many workers, or more, are refused, and nothing believes in them
-    refused = beliefs.feasible(LoaderConfig(num_workers=6))
-    assert refused is not None
-    assert "6 failed" in refused.message
-    assert beliefs.feasible(LoaderConfig(num_workers=5)) is None
-    posterior = beliefs.posterior()
-    assert posterior is not None
-    assert max(config.num_workers for config in posterior.configs) == 5
-    # AND the next step is to the middle, as long as that is less
-    assert beliefs.below_failures(LoaderConfig(num_workers=5)) == LoaderConfig(num_workers=3)
-    assert beliefs.below_failures(LoaderConfig(num_workers=2)) == LoaderConfig(num_workers=2)
-    # WHEN more have succeeded THEN it was chance
-    observe(beliefs, LoaderConfig(num_workers=7))
-    assert beliefs.feasible(LoaderConfig(num_workers=6)) is None
-
-
 def test_workers_of_the_users_own_that_fail_widen_no_limit(beliefs: Beliefs) -> None:
-    # GIVEN a limit of 8 workers, and 48 that the user has now and that fail
     observe(beliefs, LoaderConfig(), LoaderConfig(num_workers=1))
     fail(beliefs, 48, "oom_killed")
     assert beliefs.space.max_workers == 8
 
 
-@pytest.mark.parametrize("config", [{"pin_memory": True}, {"in_order": False}, {"batch_size": 64}])
+@pytest.mark.parametrize("config", [{"pin_memory": True}, {"batch_size": 64}])
 def test_what_fails_by_another_knob_says_nothing_of_workers(beliefs: Beliefs, config: dict[str, Any]) -> None:
     fail(beliefs, 2, "user_exception", **config)
     assert beliefs.feasible(LoaderConfig(num_workers=4)) is None
-
-
-def test_the_twin_is_fitted_once_for_each_version_of_the_log(beliefs: Beliefs, monkeypatch: pytest.MonkeyPatch) -> None:
-    fits, fit = [], Twin.fit
-    monkeypatch.setattr(Twin, "fit", lambda *a, **k: (fits.append(1), fit(*a, **k))[1])
-    observe(beliefs, *FIRST)
-    # WHEN several questions are asked of one version THEN it is fitted once
-    beliefs.posterior(), beliefs.twin(), beliefs.predicted(FIRST[1]), explore(beliefs, GOAL)
-    assert len(fits) == 1
-    # AND once more after more was observed
-    observe(beliefs, LoaderConfig(num_workers=2))
-    beliefs.posterior(), beliefs.posterior()
-    assert len(fits) == 2
 
 
 def test_a_disturbed_round_says_nothing(beliefs: Beliefs) -> None:
@@ -182,7 +97,6 @@ def test_a_lucky_first_burst_of_what_the_twin_knows_nothing_of_does_not_stay(bel
             assert seen.measurement is not None
             interval = Interval(value=value, low=value / 1.03, high=value * 1.03, count=20)
             beliefs.log.add(replace(seen, outcome=replace(seen.measurement, samples_per_s=interval)))
-    # WHEN it is asked what is faster THEN the first round is one of six
     known = beliefs.posterior()
     assert known is not None
     ratio, sd = known.ratio(known.configs.index(odd), known.configs.index(plain))

@@ -1,1 +1,0 @@
-"""Are the intervals right that a result reports of what it chose?"""

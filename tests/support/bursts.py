@@ -1,0 +1,51 @@
+"""Workloads, probes and benches, as tests of real bursts begin them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.probe.bench import Bench, WarmupReport
+from autotune_loader.probe.opening import OpenProbe, open_probe
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+from autotune_loader.values.plan import BurstPlan
+
+QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=30.0)
+ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))
+
+
+def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any) -> Workload:
+    """A dataset in batches, with other parts of its loader, and what is trained on it: nothing unless it is given."""
+    data = DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
+    return Workload(data=data, training=training or TrainingSide())
+
+
+def opened(what: Workload, isolation: Any = "process") -> AbstractContextManager[OpenProbe]:
+    """A warm probe of this machine."""
+    return open_probe(what, inspect_machine(), isolation, None)
+
+
+def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) -> Measurement:
+    """What a burst measures, which must not fail."""
+    outcome = probe.burst(config, plan)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) -> Failure:
+    """The failure of a burst, which must be of this kind."""
+    outcome = probe.burst(config, plan)
+    assert isinstance(outcome, Failure), outcome
+    assert outcome.kind == kind, outcome
+    return outcome
+
+
+def warm_bench(data: DataSide, **training: Any) -> tuple[Bench, WarmupReport]:
+    """A bench in this process, and what it knows after the first batch."""
+    bench = Bench(lambda: data, lambda: data, TrainingSide(**training))
+    report = bench.prepare()
+    assert isinstance(report, WarmupReport), report
+    return bench, report
