@@ -35,7 +35,7 @@ LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "gen
 SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 SEARCH_DEPTH, MOST_PARTS = 3, 64
 """How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them."""
-AS_TORCH = ("StatefulDataLoader", "DataLoaderShard")
+AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
 """Loaders whose own `__iter__` yields what torch's would; Accelerate's bring it to the device, as the step does."""
 STEP_FOR_REST = "pass a train_step that takes"
 ANSWERS = {
