@@ -69,6 +69,7 @@ SCRIPTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "package").mkdir()
+    (folder / "beside").mkdir()
     for name, text in SCRIPTS.items():
         (folder / name).write_text(text)
     return folder
