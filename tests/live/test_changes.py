@@ -432,5 +432,24 @@ def test_a_change_is_traced_with_what_it_cost() -> None:
     assert {trace.worker for trace in loader.traces.block(0)} == {0, 1}
 
 
+def test_a_generator_that_loaders_share_is_left_as_torch_leaves_it() -> None:
+    runs = []
+    for base in (DataLoader, AutoLoader):
+        shared = torch.Generator().manual_seed(3)
+        loader: Any = base(Numbers(24), batch_size=4, shuffle=True, generator=shared)
+        if base is AutoLoader:
+            loader.change_to(LoaderConfig(num_workers=3))
+        seen = []
+        for stop in (2, 9, 1):
+            for number, batch in enumerate(loader):
+                seen.append(batch.tolist())
+                if number == stop:
+                    break
+            seen.append(torch.rand(1, generator=shared).item())
+        runs.append(seen)
+
+    assert runs[0] == runs[1]
+
+
 def test_an_epoch_left_early_near_its_end_leaves_the_generator_as_torch_does() -> None:
     assert differences(draw_case(5064)) == []  # a deeper pool had reached the sampler's end, where it draws once more
