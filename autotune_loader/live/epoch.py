@@ -318,8 +318,11 @@ class EpochIterator(_BaseDataLoaderIter):
             if is_given_up:  # the loop keeps its batches, and each tensor from a worker holds an open file
                 self._start_anew()
             return is_given_up
-        may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         without_frames(error)
+        if any(pool.was_left for pool in lost) and self._is_given_up(self._config, str(error)):
+            self._start_anew(is_lost=True)
+            return True
+        may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         if not may_go_on:
             for pool in pools:
                 pool.close(is_lost=True)

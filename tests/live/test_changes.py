@@ -287,6 +287,23 @@ class Failing(Numbers):
         return super().__getitem__(index)
 
 
+def test_a_configuration_whose_worker_leaves_by_itself_is_given_up() -> None:
+    class Leaving(Numbers):
+        has_left = multiprocessing.Value("b", 0)
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 20 and not self.has_left.value:
+                self.has_left.value = 1
+                sys.exit(3)
+            return super().__getitem__(index)
+
+    loader = TunedLoader(Leaving(40), batch_size=2, num_workers=1)
+    loader._state.change_to(LoaderConfig(num_workers=2))
+
+    assert indices(loader) == [[index, index + 1] for index in range(0, 40, 2)]
+    assert loader.config == LoaderConfig(num_workers=1)
+
+
 def test_an_exception_of_the_dataset_is_no_loss() -> None:
     loader = AutoLoader(Failing(8), num_workers=2)
     iterator = iter(loader)
