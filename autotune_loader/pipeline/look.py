@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ OPAQUE = {
 ANEW = "\0"
 """Begins a path anew, at a name that the user's code knows a value by; see `shown`."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+PATHS = (PosixPath, PurePosixPath, WindowsPath, PureWindowsPath)
+"""They never change, but keep what they were asked for: a path that a fetch opens for the first time has a text since."""
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 SHARED_MEMORY = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Structure)
 WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)
@@ -123,6 +125,9 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
             seen.tokens.setdefault(path, _Same(value))
             continue
         walked.add(id(value))
+        if type(value) in PATHS:
+            seen.tokens[path] = _Same(value)
+            continue
         seen.values.append(value)
         if (words := handle_in(value)) is not None:
             seen.handles.append((path, words))

@@ -60,8 +60,9 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 
 def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     main, code = (_module if is_module else _script)(target, arguments)
-    hook = Hook(replace(plan, folder=_folder()))
-    end = _End(hook)
+    folder = _folder()
+    hook = Hook(replace(plan, folder=folder))
+    end = _End(hook, Path(folder))
     atexit.register(end)
     hook.plan.hand_on()
     active.clear()  # a run within a run reports for itself
@@ -84,20 +85,19 @@ def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) 
 
 
 class _End:
-    """The last that happens in the script's own process; `hook` knows the loaders."""
+    """The last that happens in the script's own process; `hook` knows the loaders, `folder` goes."""
 
-    def __init__(self, hook: Hook) -> None:
-        self.hook, self.pid = hook, os.getpid()
+    def __init__(self, hook: Hook, folder: Path) -> None:
+        self.hook, self.folder, self.pid = hook, folder, os.getpid()
         self.is_interrupted = False
 
     def __call__(self, *more: str) -> None:
         """Tell what there is to tell, and end by SIGINT where Python does."""
         if os.getpid() != self.pid:
             return
-        folder = Path(self.hook.plan.folder or "")
-        self.hook.tell(*more, or_nothing=not any(folder.glob("told-*")))  # unless a process of the script has told
+        self.hook.tell(*more, or_nothing=not any(self.folder.glob("told-*")))  # unless a process of the script has told
         if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self.is_interrupted:
             # Python does so for a script, though not for a module, which is what runs here, perhaps.
             with contextlib.suppress(OSError, ValueError):

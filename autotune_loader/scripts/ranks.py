@@ -18,8 +18,10 @@ ALIKE = 0.05
 """Shares of waiting that differ by less are the same."""
 
 
-def leave(folder: str, rank: int, share: float | None) -> None:
-    """Write what this rank's training loader was waited for, as a share of its time."""
+def leave(folder: str, rank: int, ranks: int, share: float | None) -> None:
+    """Write what this rank's training loader was waited for, as a share of its time; where rank 0 is on this machine."""
+    if rank >= _beside_rank_0(ranks):
+        return  # nobody would read it, and nobody remove it
     with contextlib.suppress(OSError):
         Path(folder).mkdir(mode=0o700, exist_ok=True)
         part = Path(folder, f"rank-{rank}.part")
@@ -29,11 +31,16 @@ def leave(folder: str, rank: int, share: float | None) -> None:
 
 def gather(folder: str, ranks: int, *, patience_s: float = PATIENCE_S) -> dict[int, float]:
     """Shares of waiting by rank, of those that have left theirs; ranks of other machines do not."""
-    end, local = time.monotonic() + patience_s, min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-    while len(found := list(Path(folder).glob("rank-*.json"))) < local and time.monotonic() < end:
+    end = time.monotonic() + patience_s
+    while len(found := list(Path(folder).glob("rank-*.json"))) < _beside_rank_0(ranks) and time.monotonic() < end:
         time.sleep(0.02)
     shares = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in found}
     return {rank: share for rank, share in sorted(shares.items()) if share is not None}
+
+
+def _beside_rank_0(ranks: int) -> int:
+    """How many ranks rank 0's machine has, itself included: the first ones, as launchers number them."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
 
 
 def sentence(shares: Mapping[int, float], ranks: int) -> str | None:

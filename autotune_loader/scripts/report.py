@@ -69,7 +69,8 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     """Print the report and write the files that were asked for; what cannot be written is said, not raised."""
     plan, notes = session.plan, list(more)
     if plan.folder is not None and session.ranks > 1:
-        ranks.leave(plan.folder, session.rank, None if session.main is None else session.main.log.wait_share)
+        share = None if session.main is None else session.main.log.wait_share
+        ranks.leave(plan.folder, session.rank, session.ranks, share)
     if session.rank:
         return
     if plan.folder is not None and session.ranks > 1:

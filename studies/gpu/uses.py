@@ -95,10 +95,12 @@ class Compiled:
     """The same step of the model, compiled at its first call."""
 
     def __init__(self, step: Callable[[Any, Any], torch.Tensor]) -> None:
-        self.step, self.model = step, None
+        self.step = step
+        self.model: Any = None
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        self.model = self.model or torch.compile(model)
+        if self.model is None:  # a compiled model may have no truth value
+            self.model = torch.compile(model)
         return self.step(self.model, batch)
 
 

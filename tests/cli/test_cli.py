@@ -23,35 +23,32 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.version import __version__
 
 COMMANDS = ("apply", "compare", "demo", "doctor", "run", "show", "tune", "watch")
 
 TRAIN = """
-class Numbers:
-    def __len__(self):
-        return 8
+class Numbers(list):
+    pass
 
-    def __getitem__(self, index):
-        return index
+NUMBERS = Numbers()
 
 def make_numbers():
-    return Numbers()
+    return NUMBERS
 
 def make_pair():
-    return Numbers(), "a model"
+    return NUMBERS, "a model"
 
 def make_arguments():
-    return {"dataset_or_loader": Numbers(), "batch_size": 4, "budget": "9s"}
+    return {"dataset_or_loader": NUMBERS, "batch_size": 4, "budget": "9s"}
 
 def make_mistyped():
-    return {"dataset_or_loader": Numbers(), "batchsize": 4}
+    return {"dataset_or_loader": NUMBERS, "batchsize": 4}
 
 def make_nothing():
     pass
 
 def make_with(folder):
-    return Numbers()
+    return NUMBERS
 
 def make_broken():
     return open_the_files()
@@ -61,8 +58,6 @@ def open_the_files():
 
 def make_slow():
     raise KeyboardInterrupt
-
-NUMBERS = Numbers()
 """
 
 
@@ -75,8 +70,7 @@ class FakeTune:
         self.arguments: dict[str, Any] = {}
 
     def __call__(self, dataset_or_loader: Any, model: Any = None, **options: Any) -> TuningResult:
-        bound = inspect.signature(REAL).bind(dataset_or_loader, model, **options)
-        self.arguments = bound.arguments
+        self.arguments = inspect.signature(REAL).bind(dataset_or_loader, model, **options).arguments
         if self.error is not None:
             raise self.error
         if options.get("output"):
@@ -126,20 +120,12 @@ def loader_json(folder: Path, result: TuningResult) -> str:
     return "loader.json"
 
 
-# What a user types first
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert f"\n  {command} " in capsys.readouterr().out
     assert cli.main([command, "--help"]) == 0
     assert f"\n    autotune-loader {command}" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"autotune-loader, version {__version__}\n"
 
 
 @pytest.mark.process
@@ -158,7 +144,6 @@ def test_help_imports_neither_torch_nor_what_only_some_commands_need() -> None:
     [
         ("tun", "No such command 'tun'"),
         ("tune train:make_numbers --buget 3m", "--budget"),
-        ("tune train", "Error: 'train' names neither a factory nor a script; train.py:make_loader"),
         ("tune trian:make_numbers", "Error: there is no module 'trian'"),
         ("tune trian.py:make_numbers", "Error: there is no file 'trian.py'"),
         ("tune json.py:make", "Error: 'json.py' cannot be imported: another module has the name 'json'"),
@@ -168,8 +153,6 @@ def test_help_imports_neither_torch_nor_what_only_some_commands_need() -> None:
         ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
         ("tune broken:make", "No module named 'a_package_that_is_not_here'"),
         ("show nowhere.json", "nowhere.json"),
-        ("apply nowhere.json", "nowhere.json"),
-        ("show train.py", "is not a valid loader.json"),
         ("apply train.py", "is not a valid loader.json"),
         ("show loader.json --html no/page.html", "--html="),
     ],
@@ -185,37 +168,27 @@ def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work(
 
 @pytest.mark.parametrize(
     ("target", "own", "not_theirs"),
-    [
-        ("train:make_broken", "in open_the_files", "factories.py"),
-        ("broken:make", 'broken.py"', "importlib"),
-    ],
+    [("train:make_broken", "in open_the_files", "factories.py"), ("broken:make", 'broken.py"', "importlib")],
 )
 def test_an_exception_of_the_users_code_has_their_own_traceback_alone(
     target: str, own: str, not_theirs: str, tune: FakeTune, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["tune", target]) == 2
     told = capsys.readouterr().err
-    assert own in told
-    assert not_theirs not in told
+    assert (own in told, not_theirs in told) == (True, False)
 
 
 def test_a_workload_that_fails_shows_the_users_traceback(tune: FakeTune, capsys: pytest.CaptureFixture[str]) -> None:
     tune.error = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
     assert cli.main(["tune", "train:make_numbers"]) == 2
     assert capsys.readouterr().err.endswith("Traceback ...\nRuntimeError: shapes do not fit\n")
+    with pytest.raises(WorkloadError):
+        cli.main(["--traceback", "tune", "train:make_numbers"])
 
 
 def test_ctrl_c_before_anything_was_found_is_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "train:make_slow"]) == 130
     assert capsys.readouterr().err.strip() == "Interrupted."
-
-
-def test_traceback_option_shows_our_own(tune: FakeTune) -> None:
-    with pytest.raises(ValueError, match="no module 'trian'"):
-        cli.main(["--traceback", "tune", "trian:make"])
-
-
-# tune
 
 
 @pytest.mark.parametrize(
@@ -231,40 +204,23 @@ def test_traceback_option_shows_our_own(tune: FakeTune) -> None:
 )
 def test_tunes_what_a_factory_makes(target: str, expected: dict[str, Any], tune: FakeTune) -> None:
     assert cli.main(["tune", target, "--quiet"]) == 0
-    assert tune.arguments["progress"] == "off"
-    assert {name: tune.arguments[name] for name in expected} == expected
-    assert "dataset_or_loader" in expected or type(tune.arguments["dataset_or_loader"]).__name__ == "Numbers"
+    made = {"dataset_or_loader": tune.arguments["dataset_or_loader"], "progress": "off"}
+    assert tune.arguments == {"model": None, **made, **expected}
+    assert "dataset_or_loader" in expected or type(made["dataset_or_loader"]).__name__ == "Numbers"
 
 
 def test_options_reach_tune_and_win_over_the_factory(tune: FakeTune) -> None:
-    options = (
-        "--budget 3m --max-trials 7 --max-workers 4 --max-cores 2 --max-host-memory 8GB --max-shm 1GiB --allow in_order"
-    )
-    options += " --allow drop_last --tolerance 0.05 --search random --seed 3 --isolation inline --storage s.journal"
-    options += " --study-name n --no-reuse --no-stages --batch-size 16 --device cpu -o out.json"
-    assert cli.main(["tune", "train:make_arguments", *options.split()]) == 0
+    options = {
+        "budget": "3m", "max_trials": 7, "max_workers": 4, "max_cores": 2, "max_host_memory": "8GB", "max_shm": "1GiB",
+        "tolerance": 0.05, "search": "random", "seed": 3, "isolation": "inline", "storage": "s.journal", "study_name": "n",
+        "batch_size": 16, "device": "cpu", "output": "out.json",
+    }  # fmt: skip
+    typed = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags = ["--allow", "in_order", "--allow", "drop_last", "--no-reuse", "--no-stages"]
+    assert cli.main(["tune", "train:make_arguments", *typed, *flags]) == 0
     del tune.arguments["dataset_or_loader"], tune.arguments["model"]
-    assert tune.arguments == {
-        "budget": "3m",
-        "max_trials": 7,
-        "max_workers": 4,
-        "max_cores": 2,
-        "max_host_memory": "8GB",
-        "max_shm": "1GiB",
-        "allow": ("in_order", "drop_last"),
-        "tolerance": 0.05,
-        "search": "random",
-        "seed": 3,
-        "isolation": "inline",
-        "storage": "s.journal",
-        "study_name": "n",
-        "reuse": False,
-        "stages": False,
-        "batch_size": 16,
-        "device": "cpu",
-        "output": "out.json",
-        "progress": "on",
-    }
+    more = {"allow": ("in_order", "drop_last"), "reuse": False, "stages": False, "progress": "on"}
+    assert tune.arguments == options | more
 
 
 def test_every_option_of_tune_that_a_command_line_can_give_has_one() -> None:
@@ -274,17 +230,15 @@ def test_every_option_of_tune_that_a_command_line_can_give_has_one() -> None:
     assert set(inspect.signature(REAL).parameters) - only_python <= names
 
 
-def test_prints_the_report_and_what_to_do_next(tune: FakeTune, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune", "train:make_numbers", "-o", "loader.json"]) == 0
+@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)])
+def test_tune_prints_the_report_and_its_exit_code_tells_how_it_ended(
+    status: str, code: int, tune: FakeTune, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune.result = replace(tune.result, status=status)
+    assert cli.main(["tune", "train:make_numbers", "-o", "loader.json"]) == code
     text = capsys.readouterr().out
     assert "Verdict: Decoding binds" in text
     assert "autotune-loader apply loader.json --to snippet" in text
-
-
-@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)])
-def test_exit_code_tells_how_it_ended(status: str, code: int, tune: FakeTune) -> None:
-    tune.result = replace(tune.result, status=status)
-    assert cli.main(["tune", "train:make_numbers"]) == code
 
 
 @pytest.mark.process
@@ -313,9 +267,6 @@ def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
     assert all(text in done.stderr for text in ("the factory prints", "tune prints", "a child prints", "C prints"))
 
 
-# show, apply
-
-
 @pytest.mark.parametrize(
     ("cores", "told"), [(None, "This machine is the same in all that matters."), (1024, "! usable cores: 1024 then")]
 )
@@ -330,57 +281,36 @@ def test_show_prints_the_report_and_whether_this_machine_fits(
     assert told in text
 
 
-def test_show_html_writes_a_page(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_html_writes_a_page_and_apply_kwargs_is_json(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", loader_json, "--html", "page.html"]) == 0
     assert capsys.readouterr().out == "Written to page.html.\n"
     assert Path("page.html").read_text().startswith("<!DOCTYPE html>")
-
-
-def test_apply_kwargs_is_json(loader_json: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["apply", loader_json, "--to", "kwargs"]) == 0
     assert json.loads(capsys.readouterr().out) == BEST.to_kwargs()
 
 
-CONFIGS = [
-    LoaderConfig(),
-    BEST,
-    LoaderConfig(
-        num_workers=2,
-        pin_memory=True,
-        persistent_workers=True,
-        in_order=False,
-        multiprocessing_context="spawn",
-        drop_last=True,
-        batch_size=3,
-        device_prefetch=2,
-        consumer_threads=1,
-        sharing_strategy="file_system",
-    ),
-]
+OTHER = LoaderConfig(
+    num_workers=2, pin_memory=True, persistent_workers=True, in_order=False, multiprocessing_context="spawn",
+    drop_last=True, batch_size=3, device_prefetch=2, consumer_threads=1, sharing_strategy="file_system",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [LoaderConfig(), BEST, OTHER], ids=str)
 def test_applied_python_runs(config: LoaderConfig, result: TuningResult) -> None:
-    # GIVEN the text, and torch as it is
     text = snippet(replace(result, best=config))
     threads, strategy = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
     names: dict[str, Any] = {}
-    # WHEN it is run
     try:
         exec(compile(text, "snippet", "exec"), names)
         set_threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(threads)
         torch.multiprocessing.set_sharing_strategy(strategy)
-    # THEN it names the configuration
+
     assert set_threads == (config.consumer_threads or threads)
     batch_size = {} if config.batch_size is None else {"batch_size": config.batch_size}
     assert names["LOADER_ARGUMENTS"] == {**batch_size, **config.to_kwargs()}
-    # AND its arguments make a loader
     assert len(torch.utils.data.DataLoader([1, 2, 3], **names["LOADER_ARGUMENTS"])) in (1, 3)
-
-
-# demo
 
 
 def test_demo_tunes_within_the_budget_and_writes_the_file(

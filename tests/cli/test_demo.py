@@ -1,22 +1,14 @@
-"""The demo's job: pictures that are whole, augmented samples, and a model that fits them."""
+"""The demo's job: pictures that are whole, and a model that fits them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from autotune_loader import demo
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    demo.make_jpegs(folder, count=40)
-    return folder
 
 
 def test_an_interrupted_call_is_completed_by_the_next_with_the_same_pictures(tmp_path: Path) -> None:
@@ -34,21 +26,10 @@ def test_an_interrupted_call_is_completed_by_the_next_with_the_same_pictures(tmp
         assert (picture.format, picture.size) == ("JPEG", (80, 60))
 
 
-def test_a_sample_is_augmented_by_torchs_generator(pictures: Path) -> None:
-    dataset = demo.JpegFolder(pictures)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        (first, label), (other, _) = dataset[13], dataset[13]
-        torch.manual_seed(3)
-        same, _ = dataset[13]
-    assert (first.shape, first.dtype, label) == ((3, demo.CROP, demo.CROP), torch.float32, 13 % demo.CLASSES)
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
-
-
-def test_the_factory_gives_what_tune_takes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a cache that holds the pictures
-    monkeypatch.setattr(demo, "cache_folder", lambda: pictures)
+def test_the_factory_gives_what_tune_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a cache that holds a few pictures
+    demo.make_jpegs(tmp_path, count=40)
+    monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(demo, "make_jpegs", lambda folder: sorted(folder.glob("*.jpg")))
     # WHEN the factory is called
     job = demo.demo_factory()

@@ -16,11 +16,8 @@ QUICK: dict[str, Any] = {"budget": 2.5, "max_trials": 2, "max_workers": 3, "prog
 class Points(Dataset[Any]):
     """Points that take a millisecond to wait for; the label says on which side of a line they lie."""
 
-    def __init__(self, length: int = 256) -> None:
-        self.length = length
-
     def __len__(self) -> int:
-        return self.length
+        return 256
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(0.001)

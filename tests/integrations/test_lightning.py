@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.values.config import LoaderConfig
@@ -25,14 +25,11 @@ class Classifier(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 2)
-        self.losses: list[float] = []
-        self.validated = 0
+        self.trained = self.validated = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        loss = torch.nn.functional.cross_entropy(self.layer(x), y)
-        self.losses.append(float(loss.detach()))
-        return loss
+        self.trained += 1
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated += 1
@@ -42,10 +39,9 @@ class Classifier(lightning.LightningModule):
 
 
 class PointsModule(lightning.LightningDataModule):
-    def __init__(self, points: Dataset[Any]) -> None:
+    def __init__(self, points: Any) -> None:
         super().__init__()
-        self.points = points
-        self.ready = False
+        self.points, self.ready = points, False
 
     def setup(self, stage: str) -> None:
         self.ready = True
@@ -62,42 +58,30 @@ class PointsModule(lightning.LightningDataModule):
 def trainer(tmp_path: Path) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=tmp_path,
-    )
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
+    )  # fmt: skip
 
 
 def test_a_data_module_is_tuned_before_the_first_epoch(trainer: Any, points: Any, quick: Any) -> None:
-    # GIVEN a module and its data
     model = Classifier()
     data = tuned(model, PointsModule(points), **quick)
 
-    # WHEN it is fitted
     trainer.fit(model, datamodule=data)
 
     # THEN the loader in use has the tuned configuration, and only fitting has trained and validated the model
     assert data.result is not None
     assert trainer.train_dataloader.num_workers == data.result.best.num_workers
     assert trainer.train_dataloader.batch_size == 32
-    assert (len(model.losses), model.validated) == (2 * 8, 2 * 4)
-    assert sum(model.losses[8:]) < sum(model.losses[:8])
+    assert (model.trained, model.validated) == (2 * 8, 2 * 4)
 
 
 def test_a_configuration_from_a_file_needs_no_tuning(trainer: Any, points: Any) -> None:
-    # GIVEN a loader and a configuration that was tuned before
     model, config = Classifier(), LoaderConfig(num_workers=2, prefetch_factor=4)
     data = tuned(model, DataLoader(points, batch_size=64, shuffle=True), config=config)
 
-    # WHEN it is fitted
     trainer.fit(model, datamodule=data)
 
-    # THEN the loader has it, and nothing was tuned
     assert LoaderConfig.from_loader(trainer.train_dataloader) == config
     assert data.result is None
-    assert len(model.losses) == 2 * 4
+    assert model.trained == 2 * 4

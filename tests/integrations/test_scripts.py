@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from preloaded import PreloadedPython
 
-HARD_DEADLINE_S = 100
+from tests.support.bench import HARD_DEADLINE_S, Bench
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
-COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
 COMMON = """
 import sys, torch
 from torch.utils.data import DataLoader, Dataset
@@ -74,23 +71,6 @@ if __name__ == "__main__":
     trainer.train()  # HERE 64 24
     say(model)
 """
-ACCELERATE = """
-from accelerate import Accelerator
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Points(64), batch_size=8, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # HERE 64
-    for epoch in range(2):
-        for batch in loader:
-            accelerator.backward(model(**batch)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-    say(model)
-"""
 STATEFUL = """
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -112,40 +92,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "body", [LIGHTNING, TRAINER, ACCELERATE, STATEFUL], ids=["lightning", "trainer", "accelerate", "stateful"]
-)
+@pytest.mark.parametrize("body", [LIGHTNING, TRAINER, STATEFUL], ids=["lightning", "trainer", "stateful"])
 def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
     preloaded_frameworks: PreloadedPython, tmp_path: Path, body: str
 ) -> None:
     # GIVEN a script of a framework's users, and what it prints by itself
-    text = COMMON + textwrap.dedent(body)
-    (tmp_path / "train.py").write_text(text)
-    (tmp_path / "command.py").write_text(COMMAND)
-    plain = run(preloaded_frameworks, tmp_path, "train.py")
+    bench = Bench(preloaded_frameworks, tmp_path, COMMON)
+    text = bench.write(body)
+    code, plain = bench.run("train.py")
+    assert code == 0, plain
 
-    lines = [
-        (number, line.split("# HERE")[1].split())
-        for number, line in enumerate(text.splitlines(), 1)
-        if "# HERE" in line
-    ]
-    wanted = {(f"Points[{size}]", f"train.py:{number}") for number, sizes in lines for size in sizes}
+    lines = [line.split("# HERE")[1].split() if "# HERE" in line else [] for line in text.splitlines()]
+    wanted = {(f"Points[{size}]", f"train.py:{number}") for number, sizes in enumerate(lines, 1) for size in sizes}
     for verb in ("watch", "run"):
         # WHEN it is run by the command line
-        output = run(preloaded_frameworks, tmp_path, "command.py", verb, "--json", "train.py")
+        printed, told = bench.told(verb, "train.py")
 
         # THEN it trains the same, and each of its loaders is told of
-        assert said(output) == said(plain)
-        told: dict[str, Any] = json.loads(output.splitlines()[-1])
+        assert said(printed) == said(plain)
         found = {(each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]}
         assert found == wanted
         assert all(each["batches"] for each in told["loaders"])
-
-
-def run(python: PreloadedPython, folder: Path, *argv: str) -> str:
-    started = python.start(*argv, folder=folder, environ={"OMP_NUM_THREADS": "1"})
-    assert started.wait(HARD_DEADLINE_S) == 0, started.output
-    return started.output
 
 
 def said(output: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autotune_loader import tune
-from autotune_loader.integrations.torchdata import for_resume, workers_in
+from autotune_loader.integrations.torchdata import for_resume
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.values.config import LoaderConfig
 
@@ -17,27 +17,20 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:'set_vital'
 
 
 def test_a_stateful_loader_is_tuned_and_stays_one(points: Any, quick: Any) -> None:
-    # GIVEN a stateful loader
     own = stateful.StatefulDataLoader(points, batch_size=32, shuffle=True, snapshot_every_n_steps=5)
 
-    # WHEN it is tuned and rebuilt
     result = tune(own, torch.nn.Linear(4, 2), **quick)
     loader = rebuild(own, result.best)
 
-    # THEN it is a stateful loader with the tuned workers and the user's snapshots, and trains
     assert type(loader) is stateful.StatefulDataLoader
     assert (loader.num_workers, loader.snapshot_every_n_steps) == (result.best.num_workers, 5)
-    model = torch.nn.Linear(4, 2)
-    for x, y in loader:
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-    assert model.weight.grad is not None
+    assert len(list(loader)) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mid_epoch_checkpoint_is_resumed_with_its_own_workers(points: Any, workers: int) -> None:
     # GIVEN a checkpoint after three batches, and a configuration that was tuned since
-    kwargs = LoaderConfig(num_workers=workers).to_kwargs()
-    loader = stateful.StatefulDataLoader(points, batch_size=32, **kwargs)
+    loader = stateful.StatefulDataLoader(points, batch_size=32, num_workers=workers)
     whole = [x for x, _ in loader]
     iterator = iter(loader)
     for _ in range(3):
@@ -51,24 +44,7 @@ def test_a_mid_epoch_checkpoint_is_resumed_with_its_own_workers(points: Any, wor
     resumed.load_state_dict(state)
 
     # THEN the rest of the epoch comes, batch for batch
-    rest = [x for x, _ in resumed]
     assert config.num_workers == workers
-    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(rest, whole[3:]))
-
-
-def test_another_number_of_workers_is_what_torchdata_refuses(points: Any) -> None:
-    # GIVEN a checkpoint of two workers
-    loader = stateful.StatefulDataLoader(points, batch_size=32, num_workers=2)
-    next(iter(loader))
-    state = loader.state_dict()
-
-    # WHEN THEN three cannot resume it: the reason for for_resume()
-    other = stateful.StatefulDataLoader(points, batch_size=32, num_workers=3)
-    other.load_state_dict(state)
-    with pytest.raises(AssertionError):
-        next(iter(other))
-
-
-def test_the_same_workers_need_no_change() -> None:
-    assert for_resume(LoaderConfig(num_workers=2), {}) == LoaderConfig(num_workers=2)
-    assert workers_in({}) is None
+    assert all(torch.equal(a, b) for (a, _), b in itertools.zip_longest(resumed, whole[3:], fillvalue=(None, None)))
+    # AND the same workers need no change
+    assert for_resume(config, state) == config

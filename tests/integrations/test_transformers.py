@@ -53,25 +53,16 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, p
     assert trainer.train().global_step == 2 * 8
 
 
-def test_what_is_no_trainer_is_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"trainer=Model is not a transformers.Trainer; tune\(dataset, model\) would work"
-    ):
-        tune_trainer(Model())
-
-
 def test_a_sampler_of_the_trainers_own_is_kept(tmp_path: Path, points: Any) -> None:
-    # GIVEN Trainers that shuffle, and one that has a sampler of its own, as one that groups by length has
     class Ordered(transformers.Trainer):  # type: ignore[misc, name-defined]
+        """As one that groups by length."""
+
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(points)
 
-    kinds = [transformers.Trainer, Ordered]
-    trainers = [kind(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate) for kind in kinds]
-
-    # THEN what is tuned has the same
-    samplers = [type(plain_loader(trainer).sampler).__name__ for trainer in trainers]
-    assert samplers == ["RandomSampler", "SequentialSampler"]
+    for kind, sampler in ((transformers.Trainer, "RandomSampler"), (Ordered, "SequentialSampler")):
+        trainer = kind(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate)
+        assert type(plain_loader(trainer).sampler).__name__ == sampler
 
 
 def test_a_loss_and_a_precision_of_the_trainers_own_are_heeded(
@@ -97,18 +88,10 @@ def test_a_loss_and_a_precision_of_the_trainers_own_are_heeded(
 
 
 def test_the_fields_of_a_file_make_training_arguments(tmp_path: Path, points: Any) -> None:
-    # GIVEN a configuration from loader.json
-    config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
+    args = arguments(
+        tmp_path, **training_arguments(LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True))
+    )
+    loader = transformers.Trainer(Model(), args, train_dataset=points, data_collator=collate).get_train_dataloader()
 
-    # WHEN the arguments are made of it
-    args = arguments(tmp_path, **training_arguments(config))
-
-    # THEN a Trainer's loader is as tuned, and it trains
-    trainer = transformers.Trainer(Model(), args, train_dataset=points, data_collator=collate)
-    loader = trainer.get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
-    assert trainer.train().global_step == 2 * 8
-
-
-def test_no_workers_give_no_fields_that_need_them(tmp_path: Path) -> None:
     assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}

@@ -1,12 +1,14 @@
-"""What every test of a live loader leaves: nobody, and where it failed nothing that makes the next one fail."""
+"""What every test of a live loader leaves: no process, no thread, and where it failed nothing that fails the next one."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,53 +18,42 @@ from autotune_loader.live import workers
 END_S = 5.0
 
 
-def children_left() -> list[psutil.Process]:
+def left(what: Callable[[], list[Any]]) -> list[Any]:
     deadline = time.monotonic() + END_S
-    while (left := _forked()) and time.monotonic() < deadline:
+    while (found := what()) and time.monotonic() < deadline:
         gc.collect()  # an exception's frames may hold an iterator, torch's own, too
         time.sleep(0.02)
-    return left
+    return found
 
 
-def _forked() -> list[psutil.Process]:
+def forked() -> list[psutil.Process]:
     """Those of `multiprocessing`, and workers that nobody asked for, which it does not know of."""
     multiprocessing.active_children()  # the dead are buried
     this = psutil.Process()
-    return [each for each in this.children() if _command(each) == this.cmdline()]
+    return [each for each in this.children() if command(each) == this.cmdline()]
 
 
-def _command(process: psutil.Process) -> list[str] | None:
+def command(process: psutil.Process) -> list[str] | None:
     try:
         return process.cmdline()
     except psutil.Error:  # it has ended
         return None
 
 
-@pytest.fixture
-def close_pools() -> Callable[[], None]:
-    """Ends the workers of every pool of this process, whoever still holds it: a failure's traceback does."""
-
-    def close() -> None:
-        for pool in list(workers._shielded):
-            pool.close()
-        for child in children_left():
-            child.kill()
-            child.wait()
-
-    return close
-
-
 @pytest.fixture(autouse=True)
-def nobody_is_left(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_pools: Callable[[], None]
-) -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # no loader.json lies about
-    failures = request.session.testsfailed
+    failures, threads = request.session.testsfailed, threading.enumerate()
     yield
     if request.node.get_closest_marker("unit") is not None:
         return
     try:
         if request.session.testsfailed == failures:
-            assert children_left() == []
+            assert left(forked) == []
+            assert left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
     finally:
-        close_pools()
+        for pool in list(workers._shielded):  # whoever still holds it: a failure's traceback does
+            pool.close()
+        for child in left(forked):
+            child.kill()
+            child.wait()

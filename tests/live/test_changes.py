@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 TWO = LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
+FOURS = [list(range(i, i + 4)) for i in range(0, 160, 4)]
 
 
 def indices(batches: Any) -> list[Any]:
@@ -45,10 +46,14 @@ def changed(loader: AutoLoader[Any], configs: list[LoaderConfig], every: int = 3
         yield batch
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_random_schedule_changes_nothing_that_the_training_sees(kind: str, seed: int) -> None:
-    assert differences(draw_case(1000 + seed, kind)) == []
+def a_worker() -> int:
+    return random.choice(multiprocessing.active_children()).pid or 0
+
+
+# 5064: an epoch is left early near its end, when a deeper pool has reached the sampler's end, where it draws once more.
+@pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
+def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
+    assert differences(draw_case(seed, kind)) == []
 
 
 def test_augmentations_do_not_depend_on_the_workers() -> None:
@@ -70,38 +75,13 @@ def test_torchs_seeds_are_to_be_had() -> None:
     assert [b.tolist() for b in AutoLoader(Noise(12), batch_size=2, num_workers=2, worker_seeds="torch")] == plain
 
 
-class Labelled(Numbers):
-    label = 0
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, self.label])
-
-
 class Where(Numbers):
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()
-        return torch.tensor([index, info.id, info.num_workers, os.getpid()] if info else [index, -1, 0, os.getpid()])
+        return torch.tensor([index, info.id, info.num_workers] if info else [index, -1, 0])
 
 
-def test_a_pool_has_workers_of_its_own_with_ids_from_0() -> None:
-    loader = AutoLoader(Where(60), batch_size=2, config=TWO)
-    batches = torch.cat(list(changed(loader, [LoaderConfig(num_workers=3), LoaderConfig()], every=6)))
-
-    pools = {workers: set(batches[batches[:, 2] == workers][:, 1].tolist()) for workers in (2, 3, 0)}
-    assert pools == {2: {0, 1}, 3: {0, 1, 2}, 0: {-1}}
-
-
-def test_persistent_workers_stay_over_the_epochs_and_go_with_the_loader() -> None:
-    loader = AutoLoader(Where(8), batch_size=2, config=KEPT)
-    pids = [set(torch.cat(list(loader))[:, 3].tolist()) for _ in range(3)]
-    next(iter(loader))
-    pids.append(set(torch.cat(list(loader))[:, 3].tolist()))
-
-    assert pids[0] == pids[1] == pids[2] == pids[3]
-    assert len(multiprocessing.active_children()) == 2
-
-
-def test_worker_init_fn_runs_in_each_worker_of_each_pool() -> None:
+def test_each_pool_has_workers_of_its_own_which_worker_init_fn_begins() -> None:
     started = multiprocessing.Value("i", 0)
 
     def note(worker: int) -> None:
@@ -110,24 +90,31 @@ def test_worker_init_fn_runs_in_each_worker_of_each_pool() -> None:
         with started.get_lock():
             started.value += 1
 
-    loader = AutoLoader(Numbers(40), batch_size=2, num_workers=2, worker_init_fn=note)
-    list(changed(loader, [LoaderConfig(num_workers=3)]))
+    loader = AutoLoader(Where(60), batch_size=2, config=TWO, worker_init_fn=note)
+    batches = torch.cat(list(changed(loader, [LoaderConfig(num_workers=3), LoaderConfig()], every=6)))
 
+    pools = {workers: set(batches[batches[:, 2] == workers][:, 1].tolist()) for workers in (2, 3, 0)}
+    assert pools == {2: {0, 1}, 3: {0, 1, 2}, 0: {-1}}
     assert started.value == 5
+    start, change, _ = loader.traces.changes
+    assert (start.reason, start.batch, change.reason, change.batch) == ("start", 0, "change", 6)
+    assert change.blocked_s > 0
+    traces = loader.traces.block(0)
+    assert {trace.worker for trace in traces} == {-1, 0, 1, 2}
+    assert all(t.requested <= t.received <= t.step_end and t.fetch_start <= t.collate_end for t in traces)
 
 
-@pytest.mark.parametrize("now", [0, 1, 3])
-@pytest.mark.parametrize("then", [0, 2])
+@pytest.mark.parametrize(("then", "now"), [(0, 2), (2, 0), (2, 3)])
 def test_an_epoch_is_resumed_with_any_number_of_workers(then: int, now: int) -> None:
     def loader(workers: int) -> AutoLoader[Any]:
-        data = Noise(40)
         sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
-        return AutoLoader(data, batch_size=4, sampler=sampler, config=LoaderConfig(num_workers=workers))
+        return AutoLoader(Noise(40), batch_size=4, sampler=sampler, config=LoaderConfig(num_workers=workers))
 
     torch.manual_seed(0)
     first = loader(then)
     iterator = iter(first)
-    had = [next(iterator).tolist() for _ in range(4)]
+    for _ in range(4):
+        next(iterator)
     state, random_state = first.state_dict(), torch.get_rng_state()
     rest = [batch.tolist() for batch in iterator]
     after = [batch.tolist() for batch in first]
@@ -137,12 +124,12 @@ def test_an_epoch_is_resumed_with_any_number_of_workers(then: int, now: int) -> 
     second.load_state_dict(state)
     torch.set_rng_state(random_state)
 
+    assert len(rest) == 6
     assert [batch.tolist() for batch in second] == rest
     assert [batch.tolist() for batch in second] == after
-    assert len(had) + len(rest) == 10
 
 
-def test_nothing_that_was_consumed_is_fetched_again_on_resume() -> None:
+def test_after_break_the_rest_is_resumed_and_nothing_is_fetched_again() -> None:
     class Counting(Numbers):
         fetched: list[int] = []  # noqa: RUF012 - shared on purpose
 
@@ -150,26 +137,15 @@ def test_nothing_that_was_consumed_is_fetched_again_on_resume() -> None:
             self.fetched.append(index)
             return super().__getitem__(index)
 
-    first = AutoLoader(Counting(10))
-    iterator = iter(first)
-    next(iterator), next(iterator)
-    Counting.fetched.clear()
-    second = AutoLoader(Counting(10))
-    second.load_state_dict(first.state_dict())
-
-    assert indices(second) == [[i] for i in range(2, 10)]
-    assert Counting.fetched == list(range(2, 10))
-
-
-def test_a_state_saved_after_break_is_that_of_mid_epoch() -> None:
-    first = AutoLoader(Numbers(20), batch_size=2, num_workers=2)
+    first = AutoLoader(Counting(20), batch_size=2, num_workers=2)
     for number, _ in enumerate(first):
         if number == 3:
             break
-    second = AutoLoader(Numbers(20), batch_size=2)
+    second = AutoLoader(Counting(20), batch_size=2)
     second.load_state_dict(first.state_dict())
 
     assert indices(second) == [[i, i + 1] for i in range(8, 20, 2)]
+    assert Counting.fetched == list(range(8, 20))
 
 
 def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
@@ -191,34 +167,19 @@ def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
     assert sorted([*indices(seen[:13]), *indices(second)]) == whole
 
 
-def test_a_stream_changes_between_epochs_only() -> None:
-    loader = AutoLoader(Stream(24), batch_size=2, num_workers=1)
-    first = [batch.tolist() for batch in changed(loader, [TWO])]
-
-    assert first == [[i, i + 1] for i in range(0, 24, 2)]
-    assert sorted(batch.tolist() for batch in loader)[:2] == [[0, 2], [1, 3]]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_takes_over_torchdatas_loader() -> None:
-    module = pytest.importorskip("torchdata.stateful_dataloader")
-    plain = module.StatefulDataLoader(Numbers(10), batch_size=4, num_workers=1)
-
-    assert indices(AutoLoader(plain)) == indices(plain)
-
-
-def test_a_stream_is_resumed_with_as_many_workers() -> None:
-    first = AutoLoader(Stream(30), batch_size=2, num_workers=2)
+def test_a_stream_changes_between_epochs_and_is_resumed_with_as_many_workers() -> None:
+    first = AutoLoader(Stream(24), batch_size=2, num_workers=1)
+    assert [batch.tolist() for batch in changed(first, [TWO])] == [[i, i + 1] for i in range(0, 24, 2)]
     iterator = iter(first)
-    for _ in range(3):
-        next(iterator)
+    assert sorted(next(iterator).tolist() for _ in range(4))[:2] == [[0, 2], [1, 3]]
     state = first.state_dict()
-    second = AutoLoader(Stream(30), batch_size=2, num_workers=2)
+
+    second = AutoLoader(Stream(24), batch_size=2, num_workers=2)
     second.load_state_dict(state)
 
     assert [batch.tolist() for batch in second] == [batch.tolist() for batch in iterator]
     with pytest.raises(ValueError, match="num_workers=2 would work"):
-        AutoLoader(Stream(30), batch_size=2, num_workers=1).load_state_dict(state)
+        AutoLoader(Stream(24), batch_size=2, num_workers=1).load_state_dict(state)
 
 
 class Slow(Numbers):
@@ -227,27 +188,26 @@ class Slow(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("step_s", [0.0, 0.01])  # the loss falls into the waiting for a batch, or into the step
-@pytest.mark.parametrize("kept", [False, True])
+# The loss falls into the waiting for a batch, or into the step.
+@pytest.mark.parametrize(("kept", "step_s"), [(False, 0.0), (True, 0.01)])
 def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(kept: bool, step_s: float) -> None:
-    config = LoaderConfig(num_workers=3, persistent_workers=kept)
-    loader = AutoLoader(Slow(160), batch_size=4, config=config)
+    loader = AutoLoader(Slow(160), batch_size=4, config=LoaderConfig(num_workers=3, persistent_workers=kept))
     seen = []
     for number, batch in enumerate(loader):
         seen.append(batch)
         time.sleep(step_s)
         if number in (3, 20):
-            os.kill(random.choice(multiprocessing.active_children()).pid or 0, signal.SIGKILL)
+            os.kill(a_worker(), signal.SIGKILL)
             time.sleep(step_s)
 
-    assert indices(seen) == [list(range(i, i + 4)) for i in range(0, 160, 4)]
+    assert indices(seen) == FOURS
     assert loader.losses == 2
     assert loader.config.num_workers == 1  # halved, as after memory ran out
     assert len(indices(loader)) == 40
     del loader, seen
 
 
-def test_a_worker_lost_while_two_pools_live_loses_nothing() -> None:
+def test_workers_lost_while_two_pools_live_lose_nothing() -> None:
     loader = AutoLoader(Slow(160), batch_size=4, config=TWO)
     seen = []
     for number, batch in enumerate(loader):
@@ -258,7 +218,7 @@ def test_a_worker_lost_while_two_pools_live_loses_nothing() -> None:
             for process in multiprocessing.active_children()[:3]:
                 os.kill(process.pid or 0, signal.SIGKILL)
 
-    assert indices(seen) == [list(range(i, i + 4)) for i in range(0, 160, 4)]
+    assert indices(seen) == FOURS
 
 
 class Deadly(Numbers):
@@ -277,14 +237,6 @@ def test_a_sample_that_always_kills_its_worker_ends_with_torchs_error_at_its_bat
             seen.append(batch)
 
     assert indices(seen) == [[i] for i in range(7)]
-    assert loader.losses >= 3
-
-
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            raise RuntimeError("sample 5 is broken")
-        return super().__getitem__(index)
 
 
 def test_a_configuration_whose_worker_leaves_by_itself_is_given_up() -> None:
@@ -304,16 +256,23 @@ def test_a_configuration_whose_worker_leaves_by_itself_is_given_up() -> None:
     assert loader.config == LoaderConfig(num_workers=1)
 
 
-def test_an_exception_of_the_dataset_is_no_loss() -> None:
-    loader = AutoLoader(Failing(8), num_workers=2)
-    iterator = iter(loader)
-    seen = [next(iterator) for _ in range(5)]
-    with pytest.raises(RuntimeError, match="sample 5 is broken"):
-        next(iterator)
+def test_a_generator_that_loaders_share_is_left_as_torch_leaves_it() -> None:
+    runs = []
+    for base in (DataLoader, AutoLoader):
+        shared = torch.Generator().manual_seed(3)
+        loader: Any = base(Numbers(24), batch_size=4, shuffle=True, generator=shared)
+        if base is AutoLoader:
+            loader.change_to(LoaderConfig(num_workers=3))
+        seen = []
+        for stop in (2, 9, 1):
+            for number, batch in enumerate(loader):
+                seen.append(batch.tolist())
+                if number == stop:
+                    break
+            seen.append(torch.rand(1, generator=shared).item())
+        runs.append(seen)
 
-    assert indices([*seen, *iterator]) == [[0], [1], [2], [3], [4], [6], [7]]
-    assert loader.losses == 0
-    del iterator
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("config", [TWO, KEPT])
@@ -322,55 +281,10 @@ def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
     for _ in loader:
         break
     assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
-    try:
+    with contextlib.suppress(KeyError):
         for _ in loader:
             raise KeyError
-    except KeyError:
-        pass
     assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
-
-
-SCRIPT = """
-import time, torch
-from studies.live.schedules import FixedLoader as AutoLoader, Numbers
-loader = AutoLoader(Numbers(10_000), num_workers=2)
-for number, batch in enumerate(loader):
-    time.sleep(0.01)
-    if number == 10:
-        print("running", flush=True)
-"""
-
-
-def test_ctrl_c_ends_the_job_and_its_workers() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
-        try:
-            assert job.stdout is not None
-            assert job.stdout.readline() == "running\n"
-            os.killpg(job.pid, signal.SIGINT)
-            _, told = job.communicate(timeout=20)
-        finally:
-            job.kill()
-    assert "KeyboardInterrupt" in told
-    with pytest.raises(ProcessLookupError):
-        os.killpg(job.pid, 0)
-
-
-def test_no_thread_is_left() -> None:
-    before = threading.active_count()
-    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
-    assert len(list(changed(loader, [LoaderConfig(num_workers=1), TWO]))) == 20
-    deadline = time.monotonic() + 2
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-    assert threading.active_count() == before
 
 
 def test_workers_that_nobody_asked_for_draw_the_order_when_the_loop_would() -> None:
@@ -424,6 +338,13 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+class Labelled(Numbers):
+    label = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, self.label])
+
+
 def test_kept_workers_stay_where_new_ones_would_see_another_dataset() -> None:
     data = Labelled(16)
     loader = TunedLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
@@ -433,40 +354,27 @@ def test_kept_workers_stay_where_new_ones_would_see_another_dataset() -> None:
         assert {int(batch[0, 1]) for batch in loader} == {0}
 
 
-def test_spawned_workers_deliver_the_same() -> None:
-    loader = AutoLoader(Numbers(6), batch_size=2, num_workers=1, multiprocessing_context="spawn")
-
-    assert indices(loader) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_a_change_is_traced_with_what_it_cost() -> None:
-    loader = AutoLoader(Numbers(40), batch_size=2, config=TWO)
-    list(changed(loader, [LoaderConfig(num_workers=1)]))
-
-    start, change = loader.traces.changes
-    assert (start.reason, start.batch, change.reason, change.batch) == ("start", 0, "change", 3)
-    assert change.blocked_s > 0
-    assert {trace.worker for trace in loader.traces.block(0)} == {0, 1}
+SCRIPT = """
+import time, torch
+from studies.live.schedules import FixedLoader as AutoLoader, Numbers
+loader = AutoLoader(Numbers(10_000), num_workers=2)
+for number, batch in enumerate(loader):
+    time.sleep(0.01)
+    if number == 10:
+        print("running", flush=True)
+"""
 
 
-def test_a_generator_that_loaders_share_is_left_as_torch_leaves_it() -> None:
-    runs = []
-    for base in (DataLoader, AutoLoader):
-        shared = torch.Generator().manual_seed(3)
-        loader: Any = base(Numbers(24), batch_size=4, shuffle=True, generator=shared)
-        if base is AutoLoader:
-            loader.change_to(LoaderConfig(num_workers=3))
-        seen = []
-        for stop in (2, 9, 1):
-            for number, batch in enumerate(loader):
-                seen.append(batch.tolist())
-                if number == stop:
-                    break
-            seen.append(torch.rand(1, generator=shared).item())
-        runs.append(seen)
-
-    assert runs[0] == runs[1]
-
-
-def test_an_epoch_left_early_near_its_end_leaves_the_generator_as_torch_does() -> None:
-    assert differences(draw_case(5064)) == []  # a deeper pool had reached the sampler's end, where it draws once more
+def test_ctrl_c_ends_the_job_and_its_workers() -> None:
+    command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "running\n"
+            os.killpg(job.pid, signal.SIGINT)
+            _, told = job.communicate(timeout=20)
+        finally:
+            job.kill()
+    assert "KeyboardInterrupt" in told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(job.pid, 0)

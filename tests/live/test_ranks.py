@@ -20,26 +20,19 @@ MACHINE = SimulatedMachine(cores=4, cpu_s=0.003, wait_s=0.05, step_s=0.012, nois
 SLOWER = replace(MACHINE, wait_s=0.1)
 
 
-class MemoryStore:
+class MemoryStore(dict[str, bytes]):
     """What the ranks say, until rank 0 takes it along."""
 
-    def __init__(self) -> None:
-        self.said: dict[str, bytes] | None = {}
+    is_gone = False
 
     def set(self, key: str, value: bytes) -> None:
-        self._there[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self._there[key]
+        self.check([])
+        self[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._there for key in keys)
-
-    @property
-    def _there(self) -> dict[str, bytes]:
-        if self.said is None:
+        if self.is_gone:
             raise DistNetworkError("Broken pipe")
-        return self.said
+        return all(key in self for key in keys)
 
 
 class TwoRanks:
@@ -90,7 +83,7 @@ def test_a_rank_goes_on_as_it_is_when_rank_0_has_ended() -> None:
     job = TwoRanks()
     job.train((0, 1), 10)
     now = job.trainings[1].config
-    job.store.said = None
+    job.store.is_gone = True
     job.train((1,), 5)
 
     assert job.wakes[1] == math.inf

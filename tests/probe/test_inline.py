@@ -194,35 +194,3 @@ def test_whatever_ends_an_inline_run_its_workers_go_and_the_file_loads(
     _, alive = psutil.wait_procs(workers, timeout=4)
     assert alive == []
     assert orphaned_segments() <= before
-
-
-FAILING_SCRIPT = """
-import torch
-from torch.utils.data import Dataset, get_worker_info
-from autotune_loader.values.config import LoaderConfig
-from tests.support.bursts import failed, opened, workload
-
-class BreaksInWorkers(Dataset):
-    def __len__(self):
-        return 256
-    def __getitem__(self, index):
-        if get_worker_info() is not None and index % 16 == 15:
-            raise MemoryError("no room for a sample")
-        return torch.zeros(4)
-
-with opened(workload(BreaksInWorkers()), "inline") as probe:
-    for workers in (1, 3, 5):
-        failed(probe.probe, "out_of_memory", LoaderConfig(num_workers=workers))
-"""
-
-
-def test_iterators_of_failed_trials_are_closed_where_they_were_made(tmp_path: Path, preloaded: PreloadedPython) -> None:
-    """A traceback that is kept keeps the iterator too; what is left of it then complains wherever it is collected.
-
-    More workers than cores are tried on purpose, so nothing is said of them either.
-    """
-    (tmp_path / "train.py").write_text(FAILING_SCRIPT)
-    run = preloaded.start("train.py", folder=tmp_path)
-
-    assert run.wait(timeout=90) == 0, run.output
-    assert run.output == ""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PreloadedPython
 
 pytestmark = pytest.mark.process
 
@@ -43,15 +44,6 @@ with opened(what) as probe:
 """
 
 
-def told(case: str, *before: str) -> str:
-    done = subprocess.run(
-        [*before, sys.executable, "-c", BURST, case],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def small_shm(megabytes: int) -> list[str]:
     mount = f'mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && exec "$@"'
     return ["unshare", "-m", "sh", "-c", mount, "sh"]
@@ -65,14 +57,20 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(not can_mount(), reason="mounting a small /dev/shm (unshare -m) is not permitted here")
 def test_full_shared_memory_is_named_and_the_fix_is_given() -> None:
-    words = told("shared memory", *small_shm(16))
+    done = subprocess.run(
+        [*small_shm(16), sys.executable, "-c", BURST, "shared memory"],
+        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
 
-    assert words.startswith("shared_memory")
-    assert "--shm-size" in words
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("shared_memory")
+    assert "--shm-size" in done.stdout
 
 
-def test_too_few_descriptors_are_named() -> None:
-    words = told("descriptors")
+def test_too_few_descriptors_are_named(tmp_path: Path, preloaded: PreloadedPython) -> None:
+    (tmp_path / "burst.py").write_text(BURST)
+    run = preloaded.start("burst.py", "descriptors", folder=tmp_path)
 
-    assert words.startswith("descriptors")
-    assert "ulimit -n" in words
+    assert run.wait(timeout=90) == 0, run.output
+    assert run.output.startswith("descriptors")
+    assert "ulimit -n" in run.output

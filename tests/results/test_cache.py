@@ -135,11 +135,8 @@ def to_link(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:200]),
-    "not text": lambda path: path.write_bytes(b"\xff" * 99),
-    "newer": rewritten(lambda content: content.update(schema_version="9.0")),
     "not measured": rewritten(lambda content: content.update(measured={})),
     "not kept by us": rewritten(lambda content: content.pop("tuned_at")),
-    "illegal": rewritten(lambda content: content["dataloader_kwargs"].update(num_workers=-1)),
     "a link": to_link,
 }
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from preloaded import PreloadedPython
-from test_watch import Bench, line_of
 
 from autotune_loader import LoaderConfig, TuningResult
+from tests.support.bench import Bench, line_of
 
 pytestmark = pytest.mark.process
 WAITING = """
+import atexit
+atexit.register(print, "cleaned up")
+
 class Waiting(Numbers):
     def __getitem__(self, index):
         time.sleep(float(os.environ.get("FETCH_S", 0.002)))
@@ -25,16 +25,12 @@ if __name__ == "__main__":
         for x in loader:
             seen += x.tolist()
             time.sleep(0.001)
+    print(seen)
 """
 
 
-@pytest.fixture
-def bench(preloaded: PreloadedPython, tmp_path: Path) -> Bench:
-    return Bench(preloaded, tmp_path)
-
-
 def test_what_was_learnt_stays_where_a_loader_is_made_for_each_epoch(bench: Bench) -> None:
-    text = bench.write(WAITING + "    print(seen)")
+    text = bench.write(WAITING)
     _, plain = bench.run("train.py", "8", FETCH_S="0")
 
     code, printed, report = bench.command("run", "--max-workers", "4", "-o", "loader.json", "train.py", "8")
@@ -46,7 +42,7 @@ def test_what_was_learnt_stays_where_a_loader_is_made_for_each_epoch(bench: Benc
 
 
 def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench) -> None:
-    bench.write(f"import atexit\natexit.register(print, 'cleaned up')\n{WAITING}")
+    bench.write(WAITING)
 
     code, printed, report = bench.command(
         "tune", "--budget", "10s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"

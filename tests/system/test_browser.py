@@ -1,15 +1,22 @@
-"""The HTML report in a real browser. Chromium is not installed by the tests: where there is none, they are skipped."""
+"""In a real browser: the HTML report, and optuna-dashboard on the journal that a tuning run leaves, as it is."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import socket
 import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from report.example import synthetic_result
 
+from autotune_loader import tune
 from autotune_loader.report.page import render_html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -20,42 +27,74 @@ pytestmark = [
 ]
 
 
-def browse(folder: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Open a page without a screen, in a profile of its own that is thrown away."""
+def browse(folder: Path, url: str) -> tuple[str, list[str]]:
+    """What a browser without a screen makes of a page, and what it complains of."""
     assert CHROMIUM is not None
     command = [
         *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-        *("--disable-dev-shm-usage", "--hide-scrollbars", "--enable-logging=stderr", "--virtual-time-budget=5000"),
-        *(f"--user-data-dir={folder / 'profile'}", *options, url),
+        *("--disable-dev-shm-usage", "--hide-scrollbars", "--enable-logging=stderr", "--virtual-time-budget=15000"),
+        *(f"--user-data-dir={folder / 'profile'}", "--dump-dom", url),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    opened = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return opened.stdout, re.findall(r".*CONSOLE.*", opened.stderr)
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render_html(synthetic_result()), encoding="utf-8")
-    return path
+def test_the_report_is_shown_whole_and_without_a_complaint(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(render_html(synthetic_result()), encoding="utf-8")
+
+    shown, complaints = browse(tmp_path, (tmp_path / "report.html").as_uri())
+
+    assert "<title>DataLoader tuning report</title>" in shown
+    assert shown.count("data:image/svg+xml;base64,") == 7
+    assert "What was tried" in shown
+    assert complaints == []
 
 
-def test_the_report_is_shown_whole_and_without_a_complaint(page: Path, tmp_path: Path) -> None:
-    # WHEN the page is opened and what the browser made of it is written out
-    opened = browse(tmp_path, page.as_uri(), "--dump-dom")
-
-    # THEN title, table and every picture are there, and neither the page nor its policy complains
-    assert "<title>DataLoader tuning report</title>" in opened.stdout
-    assert opened.stdout.count("data:image/svg+xml;base64,") == 7
-    assert "What was tried" in opened.stdout
-    assert re.findall(r".*CONSOLE.*", opened.stderr) == []
-
-
-def test_every_picture_of_the_report_is_drawn(page: Path, tmp_path: Path) -> None:
+def test_every_picture_of_the_report_is_drawn(tmp_path: Path) -> None:
     # GIVEN the report, with a script that asks each picture for its size; the report's own policy allows no script
-    text = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text(encoding="utf-8"))
+    text = re.sub(r"<meta http-equiv=[^>]*>", "", render_html(synthetic_result()))
     script = "<script>onload=()=>{document.title=[...document.images].map(i=>i.naturalWidth>100).join()}</script>"
-    measuring = tmp_path / "measuring.html"
-    measuring.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
+    (tmp_path / "measuring.html").write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
 
-    opened = browse(tmp_path, measuring.as_uri(), "--dump-dom")
+    shown, _ = browse(tmp_path, (tmp_path / "measuring.html").as_uri())
 
-    assert f"<title>{','.join(['true'] * 7)}</title>" in opened.stdout
+    assert f"<title>{','.join(['true'] * 7)}</title>" in shown
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_the_dashboard_shows_the_study_of_a_journal(tmp_path: Path) -> None:
+    pytest.importorskip("optuna_dashboard")
+    # GIVEN the journal of a tuning run
+    data = torch.utils.data.TensorDataset(torch.rand(128, 8), torch.randint(0, 2, (128,)))
+    journal = str(tmp_path / "study.journal")
+    result = tune(
+        data, torch.nn.Linear(8, 2), batch_size=16, storage=journal, budget=3, max_trials=3, max_workers=1,
+        isolation="inline", progress=False,
+    )  # fmt: skip
+    assert result.study is not None
+
+    # WHEN the dashboard opens it and a browser opens the dashboard
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    serve = f"from optuna_dashboard._cli import main; import sys; sys.argv[1:] = {[journal, '--port', port]!r}; main()"
+    server = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/dashboard")
+        shown, _ = browse(tmp_path, f"http://127.0.0.1:{port}/dashboard/studies/0/trials")
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+
+    # THEN study and trials are on the page
+    assert result.study.study_name in shown
+    assert "Trial 0" in shown
+
+
+def wait_for(url: str, patience_s: float = 30.0) -> None:
+    deadline, is_there = time.monotonic() + patience_s, False
+    while not is_there and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=2).close()
+            is_there = True
+        time.sleep(0.2)

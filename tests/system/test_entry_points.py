@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from preloaded import PreloadedPython, Run
+from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
 from autotune_loader.results.loader_file import ENDED
@@ -51,119 +51,7 @@ del loader
 gc.collect()
 print("KEPT", dataset())
 """
-DEADLINE_S = 90
-
-
-def environment(**variables: str) -> dict[str, str]:
-    package = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": package, "PYTHONUNBUFFERED": "1", **variables}
-
-
-def run_fresh(arguments: list[str], folder: Path, text: str | None = None, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment(**variables),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert TuningResult.load(folder / "loader.json").status in ENDED
-    return done.stdout
-
-
-def test_a_script_without_a_guard_tunes_its_own_dataset(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-
-    said = run_fresh(["train.py"], tmp_path)
-
-    assert " ['ok'" in said
-    assert "KEPT None" in said
-
-
-def test_classes_of_the_script_reach_workers_that_are_spawned(tmp_path: Path, preloaded: PreloadedPython) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-
-    run = preloaded.start("train.py", folder=tmp_path, environ=environment(METHOD="spawn"))
-
-    assert run.wait(DEADLINE_S) == 0, run.output
-    assert " ['ok'" in run.output
-    assert TuningResult.load(tmp_path / "loader.json").status in ENDED
-
-
-def test_the_same_through_standard_input(tmp_path: Path) -> None:
-    assert " ['ok'" in run_fresh(["-"], tmp_path, text=SCRIPT)
-
-
-def test_the_same_in_a_notebook_cell(tmp_path: Path) -> None:
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(SCRIPT)])
-    nbformat.write(notebook, tmp_path / "train.ipynb")
-    execute = (
-        "import nbformat, nbclient; book = nbformat.read('train.ipynb', 4); "
-        "nbclient.NotebookClient(book, timeout=60, kernel_name='python3').execute(); "
-        "print(''.join(o.get('text', '') for o in book.cells[0].outputs))"
-    )
-
-    assert " ['ok'" in run_fresh(["-c", execute], tmp_path)
-
-
-def started_and_measuring(folder: Path, python: PreloadedPython) -> Run:
-    """A long run that has written its first trial."""
-    (folder / "train.py").write_text(SCRIPT)
-    run = python.start("train.py", folder=folder, environ=environment(BUDGET="600", TRIALS="100000"))
-    deadline = time.monotonic() + DEADLINE_S
-    while not (folder / "loader.json").exists() and time.monotonic() < deadline and run.poll() is None:
-        time.sleep(0.05)
-    assert run.poll() is None, run.output
-    return run
-
-
-def family(run: Run) -> list[psutil.Process]:
-    members = psutil.Process(run.pid).children(recursive=True)
-    assert members, "the probe process runs"
-    return members
-
-
-def assert_all_gone(members: list[psutil.Process], within_s: float) -> None:
-    _, alive = psutil.wait_procs(members, timeout=within_s)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_ctrl_c_returns_and_writes_the_best_so_far_and_leaves_nothing(
-    tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
-) -> None:
-    before = orphaned_segments()
-    run = started_and_measuring(tmp_path, preloaded)
-    members = family(run)
-
-    os.kill(run.pid, signal.SIGINT)
-
-    assert run.wait(timeout=20) == 0, run.output
-    assert "STATUS partial" in run.output
-    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
-    assert_all_gone(members, within_s=5)
-    assert orphaned_segments() <= before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_parent_is_killed_everything_goes_and_the_file_loads(
-    tmp_path: Path, preloaded: PreloadedPython, number: signal.Signals
-) -> None:
-    run = started_and_measuring(tmp_path, preloaded)
-    members = family(run)
-
-    os.kill(run.pid, number)
-
-    assert run.wait(timeout=20) == -number
-    assert_all_gone(members, within_s=5)
-    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
-
-
+# As those of every program do from Python 3.14 on, unless told otherwise.
 FORK_SERVER_SCRIPT = """
 import multiprocessing, torch
 from autotune_loader import AutoLoader, tune
@@ -182,20 +70,7 @@ if __name__ == "__main__":
     for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
         print("WHOLE", sorted(int(x) for batch in made for x in batch) == list(range(64)))
 """
-
-
-def test_a_program_whose_workers_come_from_a_fork_server_tunes_and_trains(tmp_path: Path) -> None:
-    """As those of every program do from Python 3.14 on, unless told otherwise."""
-    (tmp_path / "train.py").write_text(FORK_SERVER_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(("complete forkserver ['ok'", "undecided forkserver ['ok'")), done.stdout
-    assert done.stdout.count("WHOLE True") == 3
-
-
+# `multiprocessing` lets a daemonic process have no children, which the probe and its workers are.
 DAEMON_SCRIPT = """
 import multiprocessing, torch
 from autotune_loader import tune
@@ -212,15 +87,74 @@ if __name__ == "__main__":
     process.start()
     print(*queue.get())
 """
+DEADLINE_S = 90
+
+
+def environment(**variables: str) -> dict[str, str]:
+    package = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": package, "PYTHONUNBUFFERED": "1", **variables}
+
+
+def run_fresh(folder: Path, script: str, *options: str, through_stdin: bool = False) -> str:
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, *options, "-" if through_stdin else "train.py"],
+        cwd=folder, input=script if through_stdin else None, capture_output=True, text=True, timeout=DEADLINE_S,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_script_without_a_guard_or_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_path: Path) -> None:
+    said = run_fresh(tmp_path, SCRIPT, through_stdin=True)
+
+    assert " ['ok'" in said
+    assert "KEPT None" in said
+    assert TuningResult.load(tmp_path / "loader.json").status in ENDED
+
+
+def test_classes_of_the_script_reach_workers_that_are_spawned(tmp_path: Path, preloaded: PreloadedPython) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    run = preloaded.start("train.py", folder=tmp_path, environ=environment(METHOD="spawn"))
+
+    assert run.wait(DEADLINE_S) == 0, run.output
+    assert " ['ok'" in run.output
+
+
+def test_a_program_whose_workers_come_from_a_fork_server_tunes_and_trains(tmp_path: Path) -> None:
+    said = run_fresh(tmp_path, FORK_SERVER_SCRIPT, "-W", "error::DeprecationWarning")
+
+    assert said.startswith(("complete forkserver ['ok'", "undecided forkserver ['ok'")), said
+    assert said.count("WHOLE True") == 3
 
 
 def test_a_daemonic_process_may_tune_with_workers(tmp_path: Path) -> None:
-    """`multiprocessing` lets a daemonic process have no children, which the probe and its workers are."""
-    (tmp_path / "train.py").write_text(DAEMON_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
-    )  # fmt: skip
+    assert run_fresh(tmp_path, DAEMON_SCRIPT).strip() == "1 None"
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1 None"
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_the_best_so_far_and_nothing_else(
+    tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]], number: signal.Signals
+) -> None:
+    # GIVEN a long run that has written its first trial
+    before = orphaned_segments()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600", TRIALS="100000"))
+    deadline = time.monotonic() + DEADLINE_S
+    while not (tmp_path / "loader.json").exists() and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.05)
+    assert run.poll() is None, run.output
+    members = psutil.Process(run.pid).children(recursive=True)
+    assert members, "the probe process runs"
+
+    os.kill(run.pid, number)
+
+    # THEN Ctrl-C returns what there is; and either way file and machine are in order
+    assert run.wait(timeout=20) == (0 if number == signal.SIGINT else -number), run.output
+    assert ("STATUS partial" in run.output) == (number == signal.SIGINT)
+    assert TuningResult.load(tmp_path / "loader.json").status == "partial"
+    _, alive = psutil.wait_procs(members, timeout=5)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert number == signal.SIGKILL or orphaned_segments() <= before

@@ -19,7 +19,7 @@ BRIEFLY = """
 import functools
 import autotune_loader, autotune_loader.tuning.tune as tuner, autotune_loader.tuning.compare as comparing
 whole = tuner.tune
-tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 2, "max_trials": 3}))
+tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 1, "max_trials": 3}))
 comparing.FEWEST_ROUNDS, compared = 1, comparing.compare
 comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**o, "budget": 1, "isolation": "inline"})
 """
@@ -36,17 +36,12 @@ def build() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_what_its_script_makes(build: ModuleType, name: str) -> None:
-    committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(build: ModuleType, name: str) -> None:
+    path = FOLDER / f"{name}.ipynb"
+    committed = nbformat.read(path, as_version=4)
+    outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
 
     assert [cell.source for cell in committed.cells] == [cell.source for cell in build.make(name).cells]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_has_its_outputs_and_is_small(name: str) -> None:
-    path = FOLDER / f"{name}.ipynb"
-    outputs = [out for cell in nbformat.read(path, as_version=4).cells for out in cell.get("outputs", [])]
-
     assert path.stat().st_size < 1_000_000
     assert any("image/png" in out.get("data", {}) for out in outputs)
     assert [out for out in outputs if out.output_type == "error"] == []

@@ -1,4 +1,4 @@
-"""Lightning and Accelerate with two processes, as torchrun's agent starts them: gloo, CPU, hard deadlines, nothing left."""
+"""Accelerate with two processes, as torchrun's agent starts them: gloo, CPU, hard deadlines, nothing left behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import textwrap
 import uuid
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from preloaded import PreloadedPython, Run
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.values.config import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
@@ -56,39 +54,7 @@ DATA = """
     QUICK = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
 """
 
-LIGHTNING = """
-    import lightning.pytorch as lightning
-    from autotune_loader.integrations.lightning import tuned
-
-    class Classifier(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 2)
-            self.seen = []
-        def training_step(self, batch, batch_idx):
-            if self._trainer is not None:
-                self.seen += batch[2].tolist()
-            return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    if __name__ == "__main__":
-        model = Classifier()
-        data = tuned(model, DataLoader(Points(), batch_size=16, shuffle=True), **QUICK)
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
-        )
-        trainer.fit(model, datamodule=data)
-        loader = trainer.train_dataloader
-        say(best=data.result.best.to_dict(), workers=loader.num_workers, sampler=type(loader.sampler).__name__,
-            seen=model.seen, weights=model.layer.weight.flatten().tolist(), cores=data.result.fingerprint.usable_cores,
-            probed=probed_s() > 0.5)
-        leave()
-        torch.distributed.destroy_process_group()
-"""
-
-# Three ways to share out the loading, one after the other: most of a job is its start.
+# Two ways to share out the loading, one after the other: most of a job is its start.
 ACCELERATE = """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -129,15 +95,12 @@ ACCELERATE = """
 
     if __name__ == "__main__":
         said = {}
-        for name, dispatch, data in (
-            ("a stream", None, Stream()), ("on rank 0", True, Points()), ("on all ranks", False, Points())
-        ):
+        for name, dispatch, data in (("a stream", None, Stream()), ("on all ranks", False, Points())):
             accelerator, said[name] = trained(dispatch, data)
         say(**said)
         leave()
         accelerator.end_training()
 """
-
 
 # What `torchrun --standalone --nproc-per-node N` does, but that its ranks are forked: a framework's import takes seconds.
 TORCHRUN = """
@@ -147,17 +110,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 def rank():
     runpy.run_path(sys.argv[0], run_name="__main__")
 
-ranks = int(sys.argv.pop(1))
 del sys.argv[0]
 elastic_launch(LaunchConfig(
-    min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
+    min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
     rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
 ), rank)()
 """
 
 
-def run_ranks(script: str, folder: Path, python: PreloadedPython, *, ranks: int = 2) -> list[dict[str, Any]]:
-    """What all ranks said; fails when a process that they started is still there afterwards."""
+def run_ranks(script: str, folder: Path, python: PreloadedPython) -> list[dict[str, Any]]:
+    """What both ranks said; fails when a process that they started is still there afterwards."""
     mark = uuid.uuid4().hex
     (folder / "job.py").write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
     (folder / "torchrun.py").write_text(TORCHRUN)
@@ -167,14 +129,14 @@ def run_ranks(script: str, folder: Path, python: PreloadedPython, *, ranks: int 
         "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
         MARK: mark,
     }
-    job = python.start("torchrun.py", str(ranks), "job.py", str(folder), folder=folder, environ=environ)
+    job = python.start("torchrun.py", "job.py", str(folder), folder=folder, environ=environ)
     try:
         assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
         assert [process.cmdline() for process in started_by(job, mark)] == []
     finally:
         for process in started_by(job, mark):
             process.send_signal(signal.SIGKILL)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def started_by(job: Run, mark: str) -> list[psutil.Process]:
@@ -190,58 +152,27 @@ def started_by(job: Run, mark: str) -> list[psutil.Process]:
     return found
 
 
-def assert_trained_as_one(said: list[dict[str, Any]], samples: int) -> None:
+def assert_trained_as_one(said: list[dict[str, Any]]) -> None:
     assert said[0]["best"] == said[1]["best"]
     assert said[0]["weights"] == pytest.approx(said[1]["weights"])
-    assert sorted(said[0]["seen"] + said[1]["seen"]) == list(range(samples))
+    assert sorted(said[0]["seen"] + said[1]["seen"]) == list(range(256))
 
 
-@pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
-def test_lightning_ddp_tunes_in_lock_step_and_each_rank_reads_its_own_half(
-    tmp_path: Path, preloaded_frameworks: PreloadedPython
-) -> None:
-    # GIVEN a Lightning job on two ranks WHEN its data module is tuned in fit()
-    said = run_ranks(LIGHTNING, tmp_path, preloaded_frameworks)
+def test_accelerate_tunes_where_loading_is_done(tmp_path: Path, preloaded_frameworks: PreloadedPython) -> None:
+    pytest.importorskip("accelerate")
+    both = run_ranks(ACCELERATE, tmp_path, preloaded_frameworks)
 
-    # THEN both have one configuration for their share of the cores, and Lightning's own sampler shares out the samples
-    assert_trained_as_one(said, 256)
-    assert {each["sampler"] for each in said} == {"DistributedSampler"}
-    assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
-    assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
-    assert [each["probed"] for each in said] == [True, True]
-
-
-@pytest.fixture(scope="module")
-def with_accelerate(
-    tmp_path_factory: pytest.TempPathFactory, preloaded_frameworks: PreloadedPython
-) -> list[dict[str, Any]]:
-    if not find_spec("accelerate"):
-        pytest.skip("needs accelerate")
-    return run_ranks(ACCELERATE, tmp_path_factory.mktemp("accelerate"), preloaded_frameworks)
-
-
-def test_accelerate_tunes_in_lock_step_where_all_ranks_load(with_accelerate: list[dict[str, Any]]) -> None:
-    # GIVEN a script with Accelerate on two ranks that both load WHEN the loader is tuned before prepare
-    said = [rank["on all ranks"] for rank in with_accelerate]
-
-    # THEN both have one configuration for their share of the cores, and train as one
-    assert_trained_as_one(said, 256)
+    # THEN where all ranks load they have tuned in lock step, each with its share of the cores
+    said = [rank["on all ranks"] for rank in both]
+    assert_trained_as_one(said)
     assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
     assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
     assert [each["warned"] for each in said] == [False, False]
     assert [each["probed"] for each in said] == [True, True]
-
-
-@pytest.mark.parametrize("how", ["a stream", "on rank 0"])
-def test_accelerate_tunes_on_rank_0_alone_where_it_loads_for_all(
-    how: str, with_accelerate: list[dict[str, Any]]
-) -> None:
-    # GIVEN a script in which rank 0 loads for both WHEN the loader is tuned before prepare
-    said = [rank[how] for rank in with_accelerate]
-
-    # THEN rank 0 tuned with all cores and has the workers, the other waited and has none, and both train as one
-    assert_trained_as_one(said, 256)
-    assert [each["workers"] for each in said] == [said[0]["best"]["num_workers"], LoaderConfig().num_workers]
+    # AND where rank 0 loads for both it has tuned with all cores and has the workers, the other waited and has none
+    said = [rank["a stream"] for rank in both]
+    assert_trained_as_one(said)
+    assert [each["workers"] for each in said] == [said[0]["best"]["num_workers"], 0]
     assert {each["cores"] for each in said} == {usable_cores(environ={}).usable}
     assert [each["warned"] for each in said] == [True, True]
     assert [each["probed"] for each in said] == [True, False]

@@ -107,27 +107,6 @@ def test_no_config_is_tried_twice_and_a_grid_walks_the_whole_space(search):
     assert search != "grid" or set(configs) == {*space.configs(), OWN, LoaderConfig()}
 
 
-def test_an_exhausted_random_search_ends_though_there_is_time():
-    found, _, clock = run_on(FAST_STEP, search="random", budget_s=10_000, space=Space(max_workers=1))
-    assert found.stop_reason is StopReason.SAMPLER_REPEATS
-    assert clock() < 5_000
-
-
-@pytest.mark.parametrize("search", ["auto", "tpe"])
-def test_the_same_seed_gives_the_same_search(search):
-    def configs(seed):
-        _, probe, _ = run_on(SimulatedMachine(noise_sd=0.03), seed=seed, search=search, max_trials=12)
-        return probe.bursts
-
-    assert configs(3) == configs(3)
-
-
-def test_without_a_step_there_is_no_ceiling():
-    found, _, _ = run_on(FAST_STEP, job={"has_step": False})
-    assert found.ceiling is None
-    assert found.finals is not None
-
-
 # Resuming
 
 
@@ -177,17 +156,6 @@ def test_a_step_that_binds_gets_few_workers_however_noisy_the_machine():
     found, _, _ = run_on(machine, own=None)
     # THEN nobody gets many workers for a lucky burst
     assert 1 < found.finals.winner.num_workers <= 5
-
-
-def test_the_search_stops_growing_after_failures_for_lack_of_resources():
-    # GIVEN a machine with room for three workers out of many
-    fails = failing("descriptors", lambda config: config.num_workers > 3)
-    machine = SimulatedMachine(cores=16, step_s=0.0005, fails=fails)
-    found, probe, _ = run_on(machine, search="random", budget_s=120)
-    # THEN each failure is of fewer workers than the one before
-    fatal = [config.num_workers for config in probe.bursts if config.num_workers > 3]
-    assert fatal == sorted(set(fatal), reverse=True)
-    assert any(trial.failure and trial.failure.kind == "infeasible" for trial in found.trials)
 
 
 class Hanging(SimulatedProbe):
@@ -270,14 +238,6 @@ def test_a_failure_that_may_pass_is_tried_once_more():
     # THEN all of its bursts are counted, and those of the step on a cached batch
     beside = sum(len(each) for each in found.ceilings_beside.values())
     assert found.bursts == len(probe.bursts) + len(found.ceilings) + beside
-
-
-def test_where_everything_fails_nothing_is_found():
-    machine = SimulatedMachine(fails=failing("user_exception", lambda config: True))
-    found, _, clock = run_on(machine)
-    assert (found.fastest(), found.finals) == (None, None)
-    assert {trial.failure.kind for trial in found.trials} <= {"user_exception", "infeasible"}
-    assert clock() <= 62
 
 
 # Interruptions

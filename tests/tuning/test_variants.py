@@ -106,18 +106,6 @@ def test_a_batch_that_the_device_has_no_memory_for_ends_the_growth_and_nothing_e
     assert all("of device memory, more than 90%" in message for message in failures)
 
 
-def test_an_order_that_nothing_waits_for_is_chosen_where_some_batches_take_long() -> None:
-    # GIVEN a batch in ten that takes ten times as long, while the step needs every worker
-    tails = SimulatedMachine(cpu_s=0.005, wait_s=0.02, step_s=0.012, tail_share=0.1, tail_factor=10.0)
-    clock = FakeClock()
-    probe = Batches(per_batch_s=0.0, clock=clock)
-    probe._probe = lambda batch_size: SimulatedProbe(tails, clock)  # type: ignore[method-assign]
-    # WHEN the order may be given up THEN it is, and not otherwise
-    free = winner(searched(probe, space(in_order=(True, False), prefetch_factors=(1, 2))))
-    assert not free.in_order
-    assert winner(searched(probe, space(prefetch_factors=(1, 2)))).in_order
-
-
 # tune(), on simulated machines
 
 
@@ -167,6 +155,7 @@ def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(
     [
         ("multiprocessing_context", ROWS, {None, "forkserver"}),
         ("sharing_strategy", ROWS, {None, "file_system"}),
+        ("in_order", ROWS, {True, False}),
         ("drop_last", TensorDataset(torch.zeros(300 * OWN_SIZE + 1, 3)), {None, True}),
         ("persistent_workers", Stamped(torch.zeros(1000, 3)), {False, True}),
     ],

@@ -20,7 +20,6 @@ from autotune_loader.values.trace import BatchTrace
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 seconds = st.floats(min_value=0.001, max_value=0.1)
-few = st.integers(min_value=1, max_value=5)
 quick = settings(max_examples=30, derandomize=True)
 
 
@@ -199,26 +198,6 @@ class TestObservation:
 
 
 class TestTwin:
-    def test_luck_with_heavy_batches_is_evened_out(self):
-        # GIVEN one batch in five that takes 16 times as long
-        service = np.array([0.01, 0.01, 0.01, 0.01, 0.16] * 8)
-        twin = Twin.fit(
-            [replace(observation(1, step=0.001, receive=0.0001), service_s=service, cpu_s=service / 100, at_work=1.0)],
-            cores=16,
-        )
-        rates = twin.rates([LoaderConfig(num_workers=n, prefetch_factor=8) for n in range(1, 7)])
-        # THEN each further worker helps about as much as the one before
-        gains = np.diff(rates) / rates[0]
-        assert gains.min() > 0.5
-        assert gains.mean() == pytest.approx(0.73, abs=0.05)
-
-    @quick
-    @given(cv=st.floats(0, 1), share=st.floats(0, 1), step=seconds, workers=few, prefetch=few)
-    def test_nothing_exceeds_the_ceiling(self, cv, share, step, workers, prefetch):
-        seen = [observation(n, cpu=0.04 * share, step=step, cv=cv) for n in (0, 1, 4)]
-        twin = Twin.fit(seen, cores=4)
-        assert answer(twin, workers, prefetch).samples_per_s.value <= twin.ceiling() * (1 + 1e-9)
-
     def test_persistent_workers_start_once(self):
         twin = Twin.fit([observation(1), observation(4)], cores=4)
         again, once = (answer(twin, 2, 2, epoch_batches=20, persistent_workers=p) for p in (False, True))

@@ -30,16 +30,6 @@ def test_another_number_of_workers_is_predicted_near_the_truth(result: TuningRes
     assert result.predict(workers).samples_per_s.value == pytest.approx(truth, rel=0.1)
 
 
-@pytest.mark.parametrize(("workers", "prefetch"), [(8, 2), (6, 8)])
-def test_the_memory_of_what_was_not_run_is_predicted(result: TuningResult, workers: int, prefetch: int) -> None:
-    config = LoaderConfig(num_workers=workers, prefetch_factor=prefetch)
-    burst = SimulatedProbe(MACHINE, FakeClock()).burst(config, BurstPlan(max_s=1.0))
-    assert isinstance(burst, Measurement)
-    assert burst.memory is not None
-    measured = burst.memory.pss_bytes or burst.memory.rss_bytes
-    assert result.predict(workers, prefetch).pss_bytes == pytest.approx(measured, rel=0.03)
-
-
 def test_a_batch_of_another_size_says_nothing_of_the_memory_of_the_workloads_own() -> None:
     # GIVEN 4 workers with batches of 10 MiB, and a last burst with batches four times as large
     burst = SimulatedProbe(MACHINE, FakeClock()).burst(LoaderConfig(), BurstPlan(max_s=0.3))

@@ -1,4 +1,4 @@
-"""Epochs so short that their beginnings are much of them: judged by whole epochs, with the start-up that was measured."""
+"""What a burst runs: whole epochs where these are so short that their beginnings are much of them, and full queues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.probe.inline import InlineProbe
+from autotune_loader.tuning.burst_source import LONGEST_PREFILL_S, prefill_s
 from autotune_loader.tuning.state import SearchState
+from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -140,16 +142,6 @@ def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer() -> N
     assert (endless.whole_epochs, probe.runs_whole) == (False, False)
 
 
-def test_workers_that_fetch_an_epoch_in_one_round_or_two_are_raced() -> None:
-    # GIVEN 16 batches that wait, and a step for which three workers suffice
-    slow = replace(MACHINE, cpu_s=0.001, wait_s=0.05, step_s=0.02, worker_start_s=0.01)
-    run = simulated_run(slow, Space(max_workers=20, persistent_workers=True), epoch_batches=16)
-    clock = FakeClock()
-    found = simulated_search(SimulatedProbe(slow, clock, epoch_batches=16), run, clock)
-    assert found.finals is not None
-    assert {8, 16} <= {config.num_workers for config in found.finals.configs}
-
-
 @pytest.mark.parametrize(("batches", "persistent"), [(500, True), (60_000, False)])
 def test_whether_workers_persist_is_decided_by_the_start_up_that_was_measured(batches: int, persistent: bool) -> None:
     # GIVEN epochs too long to run whole, of which a start-up of 0.8 s is 18 % or next to nothing
@@ -161,3 +153,26 @@ def test_whether_workers_persist_is_decided_by_the_start_up_that_was_measured(ba
         batches, may_keep=True, machine=replace(MACHINE, start_s=0.0, worker_start_s=0.0, first_batch_extra_s=0.0)
     )
     assert not winner(quick).persistent_workers
+
+
+# Queues that are filled before a burst
+
+
+def test_a_burst_with_queues_filled_first_reads_what_training_reads_and_they_are_filled_only_where_that_disturbs() -> (
+    None
+):
+    # GIVEN a step that has a core of its own in training, and workers that want all cores until the queues are full
+    machine = SimulatedMachine(cores=4, cpu_s=0.03, step_s=0.012, step_cores=1.0, service_cv=0.05, step_cv=0.0)
+    many, plan = LoaderConfig(num_workers=4, prefetch_factor=8), BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
+
+    def filling_s(machine: SimulatedMachine, config: LoaderConfig = many) -> float:
+        context = TwinContext(usable_cores=machine.cores, consumer_cores=1.0)
+        return prefill_s(config, SimulatedProbe(machine, FakeClock()).burst(config, plan), context)
+
+    probe = SimulatedProbe(machine, FakeClock())
+    truth = probe.truth(many)
+    assert rate(probe.burst(many, plan)) < 0.95 * truth
+    assert rate(probe.burst(many, replace(plan, prefill_s=filling_s(machine)))) == pytest.approx(truth, rel=0.02)
+    assert filling_s(replace(machine, cores=16)) == filling_s(replace(machine, cpu_s=0.0, wait_s=0.03)) == 0.0
+    slow = replace(machine, cpu_s=0.1, step_s=0.04)
+    assert filling_s(slow, replace(many, prefetch_factor=16)) == LONGEST_PREFILL_S  # not for ever

@@ -1,0 +1,45 @@
+"""A script in a folder of its own, run as it is and by the command line, in a Python that has imported torch already."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+HARD_DEADLINE_S = 100
+COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
+
+
+def line_of(script: str, mark: str) -> int:
+    return next(number for number, line in enumerate(script.splitlines(), 1) if f"# {mark}" in line)
+
+
+class Bench:
+    """Runs scripts that begin with `head`, in a `PreloadedPython`."""
+
+    def __init__(self, python: Any, folder: Path, head: str) -> None:
+        self.python, self.folder, self.head = python, folder, head
+        (folder / "command.py").write_text(COMMAND)
+
+    def write(self, body: str) -> str:
+        text = self.head + textwrap.dedent(body)
+        (self.folder / "train.py").write_text(text)
+        return text
+
+    def run(self, *argv: str, **environ: str) -> tuple[int, str]:
+        started = self.python.start(*argv, folder=self.folder, environ={"OMP_NUM_THREADS": "1", **environ})
+        return started.wait(HARD_DEADLINE_S), started.output
+
+    def command(self, *argv: str, **environ: str) -> tuple[int, str, str]:
+        """Exit code, what the script printed, and the report."""
+        code, output = self.run("command.py", *argv, **environ)
+        printed, _, report = output.partition("\nautotune-loader ")
+        return code, printed, report
+
+    def told(self, *argv: str, **environ: str) -> tuple[str, dict[str, Any]]:
+        """What a script that ends well printed, and the report as data."""
+        code, output = self.run("command.py", argv[0], "--json", *argv[1:], **environ)
+        assert code == 0, output
+        *printed, report = output.splitlines()
+        return "\n".join(printed), json.loads(report)
