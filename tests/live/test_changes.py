@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from autotune_loader import AutoLoader as TunedLoader
 from autotune_loader.machine.sandbox import channels, cut
 from autotune_loader.values.config import LoaderConfig
-from studies.live.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
-from studies.live.schedules import FixedLoader as AutoLoader
+from tests.support.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
+from tests.support.schedules import FixedLoader as AutoLoader
 
 pytestmark = pytest.mark.process
 
@@ -356,7 +356,7 @@ def test_kept_workers_stay_where_new_ones_would_see_another_dataset() -> None:
 
 SCRIPT = """
 import time, torch
-from studies.live.schedules import FixedLoader as AutoLoader, Numbers
+from tests.support.schedules import FixedLoader as AutoLoader, Numbers
 loader = AutoLoader(Numbers(10_000), num_workers=2)
 for number, batch in enumerate(loader):
     time.sleep(0.01)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from autotune_loader.live.order import Order, Source, drawn_again
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, draws_nothing, mixed
-from studies.live.schedules import SAMPLERS, Case, arguments, states
+from tests.support.schedules import SAMPLERS, Case, arguments, states
 
 
 def a_case(sampler: str, kind: str = "batch_sampler") -> Case:
