@@ -31,8 +31,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader.values.config import LoaderConfig
-from studies.live.schedules import FixedLoader as AutoLoader
-from studies.live.schedules import Numbers, differences, draw_case, draw_config
+from tests.support.schedules import FixedLoader as AutoLoader
+from tests.support.schedules import Numbers, differences, draw_case, draw_config
 
 HANG_S = 90.0
 """Nothing here takes so long unless it hangs; then all stacks are printed."""

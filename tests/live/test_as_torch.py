@@ -32,7 +32,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader import AutoLoader, enable
-from studies.live.schedules import Numbers, Stream
+from tests.support.schedules import Numbers, Stream
 
 pytestmark = pytest.mark.process
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
-from studies.live.schedules import FixedLoader as AutoLoader
-from studies.live.schedules import Numbers
+from tests.support.schedules import FixedLoader as AutoLoader
+from tests.support.schedules import Numbers
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 3, "shuffle": True}, {"batch_size": None}, {"batch_size": 2}])

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
-from studies.live.schedules import Numbers
+from tests.support.schedules import Numbers
 
 pytestmark = pytest.mark.process
 MOST_S = 60.0

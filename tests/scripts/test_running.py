@@ -31,13 +31,13 @@ if __name__ == "__main__":
 
 def test_what_was_learnt_stays_where_a_loader_is_made_for_each_epoch(bench: Bench) -> None:
     text = bench.write(WAITING)
-    _, plain = bench.run("train.py", "8", FETCH_S="0")
+    _, plain = bench.run("train.py", "6", FETCH_S="0")
 
-    code, printed, report = bench.command("run", "--max-workers", "4", "-o", "loader.json", "train.py", "8")
+    code, printed, report = bench.command("run", "--max-workers", "4", "-o", "loader.json", "train.py", "6")
 
     assert (code, printed) == (0, plain)
     assert f"train.py:{line_of(text, 'ANEW')} " in report
-    assert "800 batches in 8 epochs" in report
+    assert "600 batches in 6 epochs" in report
     assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
 
 

@@ -109,17 +109,17 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
         if __name__ == "__main__":
             if sys.argv[1:] == ["as a child"]:
                 work()
-            elif sys.argv[1] == "exec":
+            elif sys.argv[1:] == ["exec"]:
                 os.execv(sys.executable, [sys.executable, "train.py", "as a child"])
-            elif sys.argv[1] == "subprocess":
+            elif sys.argv[1:] == ["subprocess"]:
                 subprocess.run([sys.executable, "train.py", "as a child"], check=True)
             else:
-                process = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+                process = multiprocessing.get_context("fork").Process(target=work)
                 process.start()
                 process.join()
         """)
 
-    for how in ("fork", "spawn", "subprocess", "exec"):
+    for how in ("fork", "subprocess", "exec"):
         code, printed, report = bench.command("watch", "train.py", how, TMPDIR=str(bench.folder))
         assert (code, printed) == (0, "")
         assert list(bench.folder.glob("autotune-loader-*")) == []
@@ -134,5 +134,4 @@ def test_spawned_workers_import_main_again(bench: Bench) -> None:
             print(sum(len(x) for x in loader))
         """)
 
-    for verb in ("watch", "run"):
-        assert bench.command(verb, "train.py")[:2] == (0, "96\n")
+    assert bench.command("run", "train.py")[:2] == (0, "96\n")
