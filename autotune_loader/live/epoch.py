@@ -7,6 +7,7 @@ worker lost ── pool closed ── what it had in hand is put back ── poo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.live.numbered import Raised
-from autotune_loader.live.order import Order
+from autotune_loader.live.order import Order, settle
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
 from autotune_loader.live.state import WORKER_READ, LoaderState
 from autotune_loader.live.traces import Change
@@ -102,6 +103,12 @@ class EpochIterator(_BaseDataLoaderIter):
         elif trust is not None and not trust.still_holds():  # since the workers of another iterator began
             self._state.config = self._state.asked
         self._pool = self._started("epoch" if self._shared.traces.end else "start")
+
+    def __del__(self) -> None:
+        """Left early: a generator is the loader's and perhaps others', which draw before the next epoch begins."""
+        with contextlib.suppress(Exception):  # the interpreter ends
+            if not self._parts.is_stream:
+                settle(self.order)
 
     @property
     def _workers(self) -> list[Any]:
@@ -273,7 +280,8 @@ class EpochIterator(_BaseDataLoaderIter):
         """From a pool that is empty to the next; raises StopIteration at the end of the epoch."""
         pool = self._pool
         assert pool is not None
-        if pool.feed.is_open or (self._next_pool is None and not self.order.has_more):
+        is_ended = pool.feed.is_open and (self._parts.is_stream or self.order.is_ended)
+        if is_ended or (self._next_pool is None and not self.order.has_more):
             self.order.is_over = True
             self._state.traces.trim()
             raise StopIteration
@@ -310,8 +318,11 @@ class EpochIterator(_BaseDataLoaderIter):
             if is_given_up:  # the loop keeps its batches, and each tensor from a worker holds an open file
                 self._start_anew()
             return is_given_up
-        may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         without_frames(error)
+        if any(pool.was_left for pool in lost) and self._is_given_up(self._config, str(error)):
+            self._start_anew(is_lost=True)
+            return True
+        may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         if not may_go_on:
             for pool in pools:
                 pool.close(is_lost=True)

@@ -332,7 +332,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def _next_order(self) -> Order:
         source, saved = _source_of(self), self._saved
         if self._order is not None and not isinstance(self.dataset, IterableDataset):
-            settle(source, self._order)
+            settle(self._order)
         if saved is not None and saved["epoch"] is not None:
             self._saved = {**saved, "epoch": None, "own": None}
             self._epochs -= 1

@@ -33,6 +33,7 @@ from torch.utils.data import (
 )
 
 from autotune_loader.live.numbered import Item
+from autotune_loader.pipeline.workload import length_of
 
 TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """They draw from torch only, so that the states of `random` and numpy (60 us) need not be noted at each epoch's start."""
@@ -65,14 +66,16 @@ class Order(Iterator[Item]):
         in_hand: batches that were taken and not delivered, by number.
         is_ended: whether the sampler has said that there is no more.
         is_over: whether the loop was told that the epoch has ended.
+        is_settled: whether its generators are as a plain loader would have left them.
         received: batches that the loop has had of an IterableDataset, where nothing is numbered.
         workers: with which it began.
+        source: what it was drawn from.
         skip: batches of one that are to be fetched and dropped first.
         worker_state: state of the generator just before the seed was drawn: a pool that draws from it gets this seed.
     """
 
     def __init__(self, source: Source, *, seed: int | None = None) -> None:
-        self.begun_with = states_of(source)
+        self.source, self.begun_with = source, states_of(source)
         batches = iter(source.sampler)
         generator = source.generator or torch.default_generator
         self.worker_state = generator.get_state()
@@ -83,17 +86,21 @@ class Order(Iterator[Item]):
                 batches = iter(source.sampler)
         self.seed = seed
         self.in_hand: dict[int, Item] = {}
-        self.is_ended = self.is_over = False
+        self.is_ended = self.is_over = self.is_settled = False
         self.received = self.skip = self.workers = 0
         self._again: deque[Item] = deque()
         self._number = 0
         self._ahead = source.ahead if source.workers else 0
         self._batches = batches
+        # With workers torch asks a sampler ahead for its end, too, where many draw once more; without, last of all.
+        self._expected = None if source.workers else length_of(source.sampler)
         self._drawn: deque[Any] = deque(itertools.islice(batches, self._ahead))
 
     def __next__(self) -> Item:
         if self._again:
             item = self._again.popleft()
+        elif self._number == self._expected and self.in_hand:
+            raise StopIteration
         else:
             try:
                 item = (self._number, self.seed, self._draw())
@@ -202,15 +209,18 @@ def drawn_again(source: Source, state: Mapping[str, Any]) -> Order:
     return order
 
 
-def settle(source: Source, order: Order) -> None:
+def settle(order: Order) -> None:
     """After an epoch that was left early: the loader's own generators as a plain loader would have left them.
 
     How far ahead a pool has drawn depends on its workers; torch's RandomSampler, for one, draws once more at its end. Only
     for torch's samplers, which may be asked again without harm, and where nobody has seeded a generator since.
     """
+    source = order.source
     generators, plain = _generators(source), order.delivered + (source.ahead if source.workers else 0)
-    if order.is_over or order.drawn == plain or not generators or type(_innermost(source)) not in TORCH_SAMPLERS:
+    is_as_plain = order.is_over or order.is_settled or order.drawn == plain
+    if is_as_plain or not generators or type(_innermost(source)) not in TORCH_SAMPLERS:
         return
+    order.is_settled = True
     now = [generator.get_state() for generator in generators]
     left, wanted = (_states_after(source, order, count) for count in (order.drawn, plain))
     is_untouched = all(torch.equal(a, b) for a, b in zip(left, now, strict=True))
@@ -222,6 +232,7 @@ def _states_after(source: Source, order: Order, draws: int) -> list[torch.Tensor
     with _as_then(source, {**order.begun_with, "samplers": [], "epochs": []}):
         again = Order(source, seed=None if order.drew_seed else order.seed)
         for _ in range(draws):
+            again.in_hand.clear()
             next(again, None)
     return [generator.get_state() for generator in _generators(source)]
 

@@ -228,6 +228,11 @@ class Pool:
         """Whether a worker was ended by SIGKILL, as by the kernel when memory runs out."""
         return any(process.exitcode == -signal.SIGKILL for process in self._context.dead())
 
+    @property
+    def was_left(self) -> bool:
+        """Whether a worker has ended by itself, as by `sys.exit` in the dataset, which no other worker would survive."""
+        return any(process.exitcode > 0 for process in self._context.dead())
+
     def take_note(self, error: BaseException) -> bool:
         """Called by the signal's handler; see `shield`."""
         named = re.findall(r"\d+", str(error))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+MANAGER = "a connection to a manager"
 SHARED = {
     "an open archive": "zipfile.ZipFile tarfile.TarFile",
     "a reader with a position": "_csv.reader csv.DictReader",
@@ -22,7 +23,7 @@ SHARED = {
     "an open video": "cv2.VideoCapture av.container.core.Container decord.video_reader.VideoReader",
     "an iterator of a DataLoader": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "a manager's process": "multiprocessing.managers.BaseManager",
-    "a connection to a manager": "multiprocessing.managers.BaseProxy",
+    MANAGER: "multiprocessing.managers.BaseProxy",
 }
 """Classes, and all that inherit from them, by module and name: workers would share a position or server, a single fork may."""
 BOUND = {

@@ -32,7 +32,7 @@ from autotune_loader.probe import lifeline
 from autotune_loader.probe.archive import read_archive
 from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.failures import failure_of_reading, failure_of_workload
-from autotune_loader.probe.leaving import BurstWorkerInit, held, leave
+from autotune_loader.probe.leaving import BurstWorkerInit, held, leave, leave_segments
 from autotune_loader.probe.torch_state import read_torch_state, set_torch_state
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -127,6 +127,7 @@ def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:
     def announce(phase: FailurePhase) -> None:
         send(connection, Message(phase=phase))
 
+    leave_segments()
     try:
         bench = make_bench()
     except Exception as error:

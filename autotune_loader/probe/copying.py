@@ -34,17 +34,22 @@ def copied(parts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         NotCopiedError: not to be copied even in part.
     """
     memo, paths = dict[int, Any](), list[str]()
-    while (fault := fault_in("", parts, memo)) is not None:
-        path, value = fault
-        if value is parts or len(paths) >= MOST_SHARED:
-            raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
-        memo[id(value)] = value
-        paths.append(path)
     try:
+        while (fault := fault_in("", parts, memo)) is not None:
+            path, value = fault
+            if value is parts or len(paths) >= MOST_SHARED:
+                raise NotCopiedError(f"{', '.join(paths) or 'it'} cannot be copied")
+            if _is_trained(value):  # never shared; torch copies some modules that it refuses to pickle
+                copy.deepcopy(value, memo)
+            else:
+                memo[id(value)] = value
+                paths.append(path)
         return {
             name: _copied_function(value, memo) if isinstance(value, types.FunctionType) else copy.deepcopy(value, memo)
             for name, value in parts.items()
         }, paths
+    except NotCopiedError:
+        raise
     except Exception as error:
         raise NotCopiedError(without_secrets(str(error))) from cause_without_secrets(error)
 

@@ -189,7 +189,7 @@ def _call_with_elements(model: Any, batch: Any, parameters: Parameters, wants_ou
         return Call(_call_with_fields(model, first, parameters, wants_output, "batch[0]").text, "batch[1]")
     several = first if isinstance(first, (tuple, list)) and len(first) > 1 else ()
     samples = {len(each) if isinstance(each, torch.Tensor) and each.dim() else None for each in (*several, batch[1])}
-    if len(several) == parameters.required and len(samples) == 1 and samples != {None}:  # ((x1, x2), y)
+    if several and len(several) == parameters.required and len(samples) == 1 and samples != {None}:  # ((x1, x2), y)
         return Call("model(*batch[0])", "batch[1]")
     if parameters.required == count or (len(names) >= count and names[count - 1] in TARGETS and not wants_output):
         return Call("model(*batch)", "batch[-1]")
@@ -249,6 +249,8 @@ class Parameters:
         positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         named = [each for each in found if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
         has_star = any(each.kind is each.VAR_POSITIONAL for each in found)
+        if has_star and isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # so does DataParallel
+            return cls.of(inner)
         return cls(
             names=(*(each.name for each in positional), *(("*",) * 16 if has_star else ())),
             keywords=frozenset(each.name for each in named),

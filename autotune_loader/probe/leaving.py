@@ -1,15 +1,18 @@
 """How processes of bursts end: without finalising a copy of anything of the user's, which may remove a folder or a table.
 
-A copy's `__del__`, a `weakref.finalize` and what a module has registered with `atexit` were written for the original.
+A copy's `__del__`, a `weakref.finalize` and what a module has registered with `atexit` were written for the original. Shared
+memory that is attached to by name belongs to whoever made it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
-from multiprocessing import util
+from multiprocessing import resource_tracker, util
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any, NoReturn, TypeVar
 
 import torch.utils.data
@@ -24,6 +27,28 @@ def held(copy: T) -> T:
     """The copy, which is not finalised as long as this process lives."""
     _held.append(copy)
     return copy
+
+
+def leave_segments() -> None:
+    """From now on Python removes no shared memory at the end of this process but what this process has made.
+
+    Before Python 3.13 it takes each segment that a process attaches to for one of its own.
+    """
+    begin: Any = SharedMemory.__init__
+    if begin.__module__ == __name__:
+        return
+
+    @functools.wraps(begin, assigned=())
+    def attach(segment: Any, name: str | None = None, create: bool = False, *args: Any, **options: Any) -> None:
+        register = resource_tracker.register
+        if not create:
+            resource_tracker.register = lambda *_: None
+        try:
+            begin(segment, name, create, *args, **options)
+        finally:
+            resource_tracker.register = register
+
+    SharedMemory.__init__ = attach  # type: ignore[assignment, method-assign]
 
 
 def leave(code: int = 0) -> NoReturn:
@@ -51,6 +76,7 @@ class BurstWorkerInit:
 
     def __call__(self, worker: int) -> None:
         die_with_parent()
+        leave_segments()
         if self._sharing_strategy is not None:
             torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
         # The last of multiprocessing's own finalisers: the queue's thread has written its batches by then.

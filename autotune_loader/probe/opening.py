@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autotune_loader.machine.facts import Machine
+from autotune_loader.pipeline.inherited import MANAGER
 from autotune_loader.pipeline.look import look, shown
 from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.probe.bench import WarmupReport
@@ -37,6 +38,11 @@ NOT_FORKED = (
     "{reason}; nor can the bursts run in a fork of this process ({fork}), so they run inside this process, on your own "
     "objects: the dataset may have cached or counted, and not every hang can be broken (isolation='inline')"
 )
+STEP_BOUND = (
+    "{reason}, and {path} is {words}, which works in the process that made it only, so the step can run in no other; a "
+    "train_step that does without it would work, as would train_step=0.05, the seconds of a step"
+)
+MANAGED = "{path} is {words}, of which there is no copy: what bursts write there stays"
 REPEATED_SAMPLES = (
     "every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used; "
     "share them out in __iter__ by torch.utils.data.get_worker_info().id (or, where samples are drawn at random without end, "
@@ -76,7 +82,7 @@ def open_probe(
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch.
-        ValueError: `isolation="process"` was asked for, but the workload cannot travel.
+        ValueError: the workload cannot travel, and `isolation="process"` was asked for, or its step would hang in a fork.
     """
     if compiles(workload.training):
         start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
@@ -87,6 +93,7 @@ def open_probe(
         if isolation != "inline":
             opened = unsent = _sent(exits, workload, machine, limits)
             if isinstance(unsent, str):
+                _check_step(workload.training, unsent)
                 opened = fork = _forked(exits, workload, machine, limits)
                 if isinstance(fork, str) and isolation == "process":
                     raise ValueError(
@@ -94,6 +101,7 @@ def open_probe(
                     )
                 note = NOT_FORKED if isinstance(fork, str) else FORKED
                 notes.append(note.format(reason=unsent, fork=fork))
+                notes += _managed(workload)
         probe, warmup = _opened(exits, InlineProbe(workload, machine, **limits)) if isinstance(opened, str) else opened
         notes += probe.notes
         notes += [] if warmup.shardable else [REPEATED_SAMPLES]
@@ -130,6 +138,22 @@ def _forked(exits: contextlib.ExitStack, workload: Workload, machine: Machine, l
         return not_for_a_fork(workload) or _opened(exits, ProcessProbe(workload, machine, **limits))
     except (NotSentError, WorkloadError) as error:
         return str(error).splitlines()[0]
+
+
+def _check_step(training: TrainingSide, unsent: str) -> None:
+    """Refuse a step that waits, in a fork, for a thread or process that is not there, as a logger's.
+
+    Raises:
+        ValueError: it does.
+    """
+    for path, words in look({"train_step": training.train_step}).bound[:1]:
+        raise ValueError(STEP_BOUND.format(reason=unsent, path=shown(path), words=words))
+
+
+def _managed(workload: Workload) -> list[str]:
+    """What a dataset has in another process, which bursts change in a fork, too."""
+    found = look({"dataset": workload.data.dataset}).handles
+    return [MANAGED.format(path=shown(path), words=words) for path, words in found if words == MANAGER]
 
 
 def compiles(training: TrainingSide) -> bool:

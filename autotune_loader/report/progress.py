@@ -85,7 +85,7 @@ def _left(seconds: float) -> str:
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-    except ValueError:  # closed
+    except (AttributeError, ValueError):  # a script's own, with write() and flush() alone; closed
         return False
 
 

@@ -6,6 +6,7 @@ A result goes in and a string comes out, without colour codes; whoever calls pri
 from __future__ import annotations
 
 import io
+import random
 import textwrap
 from collections.abc import Sequence
 
@@ -142,10 +143,12 @@ def render_table(
     headers: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], width: int = 100, numeric: Sequence[int] = ()
 ) -> str:
     """A plain table, its groups of rows apart; columns with an index in `numeric` are aligned right and not wrapped."""
+    state = random.getstate()
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
+    random.setstate(state)  # rich draws a number as it is imported, and the caller may train afterwards
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, collapse_padding=True)
     for index, header in enumerate(headers):
         right = index in numeric

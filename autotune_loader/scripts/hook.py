@@ -76,6 +76,8 @@ class Hook:
     def install(self) -> None:
         """Find loaders from now on."""
         active.append(self)
+        if self.plan.script is not None:  # which logs what it would without us
+            logging.getLogger("autotune_loader").propagate = False
         if (module := sys.modules.get(TORCH_MODULE)) is not None:
             _hook_into(module)
         elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):

@@ -61,12 +61,13 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     main, code = (_module if is_module else _script)(target, arguments)
     folder = _folder()
-    hook = Hook(replace(plan, folder=folder))
+    hook = Hook(replace(plan, folder=folder, pid=os.getpid()))
     end = _End(hook, Path(folder))
     atexit.register(end)
     hook.plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()
+    _leave_to_the_script(sys.path[0])
     # The second name is the one by which spawned processes send objects of its classes.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     _tell_before_a_sudden_end(end)
@@ -157,6 +158,16 @@ def _new_main(loader: Any, file: str) -> ModuleType:
     more = {"__file__": file, "__loader__": loader, "__cached__": None, "__annotations__": {}, "__builtins__": builtins}
     vars(main).update(more)
     return main
+
+
+def _leave_to_the_script(folder: str) -> None:
+    """Let the script import a module of its own that has the name of one that only we have imported, such as statistics."""
+    known = list(sys.modules)
+    for name in known[known.index("autotune_loader") + 1 :]:  # in the order in which they were imported
+        places = [os.path.join(folder, f"{name}.py"), os.path.join(folder, name, "__init__.py")]  # noqa: PTH118
+        own = next(filter(os.path.isfile, places), None)
+        if own is not None and getattr(sys.modules[name], "__file__", None) != own:
+            del sys.modules[name]
 
 
 def _hide_our_frames() -> None:

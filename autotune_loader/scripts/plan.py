@@ -36,6 +36,8 @@ class Plan:
     max_workers: int | None = None
     folder: str | None = None
     """Where processes of the script leave what others of them read: that they have reported, and what ranks waited."""
+    pid: int | None = None
+    """Of the script's own process, which removes the folder; it may go on as another program (`os.execv`)."""
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same; none of them is ended before its time."""

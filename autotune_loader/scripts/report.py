@@ -85,7 +85,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     import msgspec
 
     say(msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}")
-    if plan.folder is not None:
+    if plan.folder is not None and plan.pid != os.getpid():
         with contextlib.suppress(OSError):
             Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
             Path(plan.folder, f"told-{os.getpid()}").touch()

@@ -15,6 +15,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
@@ -34,7 +35,7 @@ LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "gen
 SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 SEARCH_DEPTH, MOST_PARTS = 3, 64
 """How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them."""
-AS_TORCH = ("StatefulDataLoader", "DataLoaderShard")
+AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
 """Loaders whose own `__iter__` yields what torch's would; Accelerate's bring it to the device, as the step does."""
 STEP_FOR_REST = "pass a train_step that takes"
 ANSWERS = {
@@ -84,7 +85,14 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
+        RuntimeError: this is no call of the user's: a spawned process imports the script.
     """
+    refuse(
+        getattr(current_process(), "_inheriting", False),
+        "a process that this script has started imports it, and tunes once more",
+        "the script's own code below `if __name__ == '__main__':`",
+        RuntimeError,
+    )
     _check_order(dataset_or_loader, model)
     parts = {name: given.get(name) for name in ("batch_size", *LOADER_PARTS)}
     if isinstance(size := parts["batch_size"], numbers.Integral) and not isinstance(size, bool):
@@ -157,6 +165,11 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
         f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
         "optimizer=torch.optim.AdamW, or one over the model's parameters,",
     )
+    refuse(
+        train_step is None and _needs_closure(optimizer),
+        f"optimizer={_shown(optimizer)} steps with a closure, which is the whole step",
+        "train_step=lambda model, batch: optimizer.step(...)",
+    )
     named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
@@ -176,6 +189,15 @@ def _loss_of(loss_class: type) -> Any:
         raise TypeError(
             f"{name} is a class that cannot be made without arguments ({error}); {name}(...) would work"
         ) from error
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether `step()` cannot be called without one, as LBFGS's."""
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
@@ -294,7 +316,7 @@ def _check_map_style(dataset: Any, has_order: bool) -> None:
     if not hasattr(dataset, "__getitem__") or not (has_order or hasattr(dataset, "__len__")):
         raise _neither(dataset)
     tensors = "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values))"
-    refuse(hasattr(dataset, "iloc"), f"{of}={name} looks up columns, not samples", tensors)
+    refuse(hasattr(type(dataset), "iloc"), f"{of}={name} looks up columns, not samples", tensors)
     if has_order:
         return
     is_empty = _length(dataset) == 0

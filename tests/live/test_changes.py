@@ -239,6 +239,42 @@ def test_a_sample_that_always_kills_its_worker_ends_with_torchs_error_at_its_bat
     assert indices(seen) == [[i] for i in range(7)]
 
 
+def test_a_configuration_whose_worker_leaves_by_itself_is_given_up() -> None:
+    class Leaving(Numbers):
+        has_left = multiprocessing.Value("b", 0)
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 20 and not self.has_left.value:
+                self.has_left.value = 1
+                sys.exit(3)
+            return super().__getitem__(index)
+
+    loader = TunedLoader(Leaving(40), batch_size=2, num_workers=1)
+    loader._state.change_to(LoaderConfig(num_workers=2))
+
+    assert indices(loader) == [[index, index + 1] for index in range(0, 40, 2)]
+    assert loader.config == LoaderConfig(num_workers=1)
+
+
+def test_a_generator_that_loaders_share_is_left_as_torch_leaves_it() -> None:
+    runs = []
+    for base in (DataLoader, AutoLoader):
+        shared = torch.Generator().manual_seed(3)
+        loader: Any = base(Numbers(24), batch_size=4, shuffle=True, generator=shared)
+        if base is AutoLoader:
+            loader.change_to(LoaderConfig(num_workers=3))
+        seen = []
+        for stop in (2, 9, 1):
+            for number, batch in enumerate(loader):
+                seen.append(batch.tolist())
+                if number == stop:
+                    break
+            seen.append(torch.rand(1, generator=shared).item())
+        runs.append(seen)
+
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("config", [TWO, KEPT])
 def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
     loader = AutoLoader(Numbers(40), config=config)

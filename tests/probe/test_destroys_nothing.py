@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import multiprocessing
+import queue
 import shutil
 import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from preloaded import PreloadedPython
 from torch.utils.data import Dataset
 
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.config import LoaderConfig
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
@@ -107,6 +110,38 @@ class WritesToFiles(Fragile):
         return super().read(index)
 
 
+class InSharedMemory(Fragile):
+    """Each process attaches to it by its name."""
+
+    def open(self) -> None:
+        self.memory = SharedMemory(create=True, size=LENGTH)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+
+    def __getstate__(self) -> Any:
+        return {"folder": self.folder, "name": self.memory.name}
+
+    def read(self, index: int) -> str:
+        if "memory" not in vars(self):
+            self.memory = SharedMemory(vars(self)["name"])
+        return super().read(index)
+
+
+class KnownToAManager(Fragile):
+    def open(self) -> None:
+        self.manager = multiprocessing.Manager()
+        self.known = self.manager.dict()
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+    def read(self, index: int) -> str:
+        self.known[index] = True
+        return super().read(index)
+
+
 class OverASocket(Fragile):
     """A server in a thread answers each number with itself."""
 
@@ -180,6 +215,8 @@ class Together(Dataset[Any]):
 KINDS: list[tuple[list[type[Fragile]], Callable[[Any], bool], bool, str]] = [
     ([RemovedInDel, RemovedByFinalizer], is_whole, True, ""),
     ([OneOpenFile], lambda dataset: dataset.lines.readline() == b"1\n", False, "num_workers=0"),
+    ([InSharedMemory], lambda dataset: Path("/dev/shm", dataset.memory.name).exists(), True, ""),
+    ([KnownToAManager], is_whole, True, "what bursts write there stays"),
     ([WritesToFiles], nothing_written, False, "num_workers=0"),
     ([OverASocket], is_whole, False, "on your own objects"),
     ([CountsInAValue, CountsInAMappedFile], nothing_counted, True, "run in forks of this process"),
@@ -224,6 +261,14 @@ def test_what_no_other_process_can_read_is_named_where_one_was_asked_for(make: A
         pytest.raises(ValueError, match=r"isolation='process', but dataset\.socket .* isolation='inline' would work"),
         opened(workload(make(OverASocket))),
     ):
+        pass
+
+
+def test_a_step_that_waits_for_a_thread_of_this_process_is_refused() -> None:
+    logged: queue.Queue[float] = queue.Queue(10)  # which a logger's own thread would empty
+    step = TrainingSide(train_step=lambda model, batch: logged.put(float(batch.sum())))
+    refused = r"`logged` is a queue between threads.* train_step=0\.05, the seconds of a step"
+    with pytest.raises(ValueError, match=refused), opened(workload([torch.zeros(2)] * 64, training=step), "auto"):
         pass
 
 

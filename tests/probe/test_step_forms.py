@@ -247,6 +247,7 @@ CLASSIFIES = "cross_entropy(model(batch[0]), batch[1])"
 FORMS: list[tuple[str, Any, Any, Any, str]] = [
     # name, model, batch, loss_fn, what is said
     ("classes", linear(), (X, Y), None, CLASSIFIES),
+    ("a wrapper that takes anything", nn.DataParallel(linear()), (X, Y), None, CLASSIFIES),
     ("classes as a list", linear(), [X, Y.tolist()], None, "cross_entropy(model(batch[0]), torch.as_tensor(batch[1]))"),
     ("uint8 classes", linear(), (X, Y.byte()), None, "cross_entropy(model(batch[0]), batch[1].long())"),
     ("classes (N, 1)", linear(), (X, Y[:, None]), None, "cross_entropy(model(batch[0]), batch[1].squeeze(1))"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -71,6 +73,14 @@ def test_draws_the_table(small_result: TuningResult) -> None:
             "> chosen   = equally fast   b before tuning   x failed",
         ]
     )
+
+
+def test_a_report_draws_no_random_number(small_result: TuningResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)  # it draws one as it is imported
+    before = random.getstate()
+    render_report(small_result)
+    assert random.getstate() == before
 
 
 def test_as_fast_is_who_the_rule_of_the_choice_called_so(small_result: TuningResult) -> None:

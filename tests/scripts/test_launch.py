@@ -53,6 +53,8 @@ SCRIPTS = {
     "boom.py": BOOM,
     "hooked.py": HOOKED,
     "spawning.py": SPAWNING,
+    "beside/its_own.py": "import statistics\nprint(statistics.MINE)",
+    "beside/statistics.py": "MINE = 'my own'",
     "three.py": "import sys\nsys.exit(3)",
     "syntax.py": "x = (",
     "interrupted.py": "import signal\nsignal.raise_signal(signal.SIGINT)",
@@ -67,6 +69,7 @@ SCRIPTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "package").mkdir()
+    (folder / "beside").mkdir()
     for name, text in SCRIPTS.items():
         (folder / name).write_text(text)
     return folder
@@ -88,6 +91,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ("boom.py", f"{NOTHING}\n"),
         ("hooked.py", f"{NOTHING}\n"),
         ("spawning.py", f"{NOTHING}\n"),
+        ("beside/its_own.py", f"{NOTHING}\n"),
         ("three.py", f"{NOTHING}\n"),
         ("interrupted.py", f"{NOTHING}\n"),
         ("left.py", f"{NOTHING} The script ended by os._exit(7).\n"),

@@ -109,6 +109,8 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
         if __name__ == "__main__":
             if sys.argv[1:] == ["as a child"]:
                 work()
+            elif sys.argv[1:] == ["exec"]:
+                os.execv(sys.executable, [sys.executable, "train.py", "as a child"])
             elif sys.argv[1:] == ["subprocess"]:
                 subprocess.run([sys.executable, "train.py", "as a child"], check=True)
             else:
@@ -117,9 +119,10 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
                 process.join()
         """)
 
-    for how in ("fork", "subprocess"):
-        code, printed, report = bench.command("watch", "train.py", how)
+    for how in ("fork", "subprocess", "exec"):
+        code, printed, report = bench.command("watch", "train.py", how, TMPDIR=str(bench.folder))
         assert (code, printed) == (0, "")
+        assert list(bench.folder.glob("autotune-loader-*")) == []
         assert report.count("autotune-loader") <= 1, how  # one report, none that there is nothing to tell
         assert f"train.py:{line_of(text, 'CHILD')} " in report, how
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from autotune_loader import tune
+from autotune_loader import AutoLoader, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.probe.opening import open_probe
@@ -95,6 +96,7 @@ def one_by_one() -> Iterator[Any]:
         (SAMPLES, None, {"train_step": -1}, ValueError, r"train_step=-1 is not the seconds of a step; train_step=0.05 would"),
         (SAMPLES, None, {"loss_fn": NeedsMore}, TypeError, r"loss_fn=NeedsMore is a class.*loss_fn=NeedsMore\(...\) would"),
         (SAMPLES, None, {"optimizer": SCHEDULER}, TypeError, r"optimizer=<torch.*has no step\(\) and zero_grad\(\)"),
+        (SAMPLES, None, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS steps with a closure.*train_step"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+ CUDA device"),
         # the parts of a loader
@@ -269,7 +271,7 @@ class ThreadLoader(DataLoader[Any]):
 def test_a_loader_that_does_something_of_its_own_with_batches_is_told() -> None:
     _, notes = make_workload(ThreadLoader(SAMPLES))
     assert any(note.startswith("ThreadLoader has an __iter__ of its own") for note in notes)
-    assert make_workload(LOADER)[1] == []
+    assert make_workload(LOADER)[1] == make_workload(AutoLoader(SAMPLES))[1] == []
 
 
 @pytest.mark.process
@@ -346,3 +348,10 @@ def test_a_database_that_cannot_be_opened_is_refused_with_one_that_works(monkeyp
         open_database("nosuch://x")
     with pytest.raises(MissingExtraError, match=r"pip install 'autotune-loader\[postgres\]'"):
         open_database("postgresql+psycopg2://nobody@127.0.0.1:1/x")
+
+
+def test_a_spawned_process_that_imports_the_script_does_not_tune_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+
+    with pytest.raises(RuntimeError, match=r"imports it, and tunes once more; .*__main__.*would work"):
+        make_workload(SAMPLES)

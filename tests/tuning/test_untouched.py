@@ -161,7 +161,8 @@ def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
-    model = net()
+    model: Any = net()
+    torch.nn.utils.parametrizations.weight_norm(model[0])  # which torch copies, but refuses to pickle
     optimizer = torch.optim.Adam(model.parameters())
 
     def train_step(model: torch.nn.Module, batch: list[torch.Tensor]) -> None:
