@@ -195,7 +195,7 @@ class Race:
 
     def next_round(self, seconds_left: float) -> list[LoaderConfig]:
         """Who runs in the next round; nobody where it does not fit, all is decided, or what is open is not worth its time."""
-        entrants = self.next_entrants()
+        entrants = self._entrants()
         if len(self.rounds) >= MAX_ROUNDS or not self.active():
             return []
         round_s = len(entrants) * self.spent_s / max(self.bursts, 1)
@@ -205,7 +205,7 @@ class Race:
         is_due = len(self.rounds) < PATIENT_ROUNDS or not self.is_winner_known()
         return entrants if is_due or round_s <= self.rules.patience_s - self.spent_s else []
 
-    def next_entrants(self) -> list[LoaderConfig]:
+    def _entrants(self) -> list[LoaderConfig]:
         """Who would run in the next round: the incumbent, its strongest rival, and a baseline that is not known yet."""
         active, usable, incumbent = self.active(), self.usable(), self.incumbent()
         if incumbent is None:

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
-from autotune_loader.machine.sandbox import Channels, cut, end_with_parent
+from autotune_loader.machine.sandbox import Channels, cut, die_with_starter
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
@@ -100,7 +100,7 @@ class _Sent:
     def begin(self, worker: int) -> None:
         """In a new worker, whose `get_worker_info()` tells of the user's own dataset; then the user's `worker_init_fn`."""
         if self.ends_with_parent:
-            end_with_parent()
+            die_with_starter()
         cut(self.foreign)
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", self._dataset)

@@ -41,14 +41,14 @@ def own_files() -> None:
     What it writes to one, such as a log, nobody else sees.
     """
     left = MOST_COPIED_FILES_BYTES
-    for fd in _descriptors():
+    for fd in descriptors(FIRST_OWN_FD):
         with contextlib.suppress(OSError):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
             access, name = flags & os.O_ACCMODE, os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
-            copied = {os.O_RDONLY: 0, os.O_WRONLY: 0, os.O_RDWR: status.st_size}[access]
+            copied = status.st_size if access == os.O_RDWR else 0
             if access == os.O_RDONLY or name.startswith(MEMORY):
                 reopen(fd, flags, inheritable=os.get_inheritable(fd))
             elif copied > left:
@@ -164,7 +164,8 @@ def _map(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
         raise OSError(ctypes.get_errno(), f"mmap of {mapping.path}")
 
 
-def _descriptors() -> list[int]:
+def descriptors(first: int = 0) -> list[int]:
+    """Numbers of open files from `first` on; none outside Linux."""
     with contextlib.suppress(OSError):
-        return sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) >= FIRST_OWN_FD)  # noqa: PTH208
+        return sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) >= first)  # noqa: PTH208
     return []

@@ -91,19 +91,13 @@ def _belongs_to(pid: int, leader: int) -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent ends, however it ends; without effect outside Linux.
-
-    `prctl(PR_SET_PDEATHSIG, SIGKILL)`, prctl(2). Python's handlers would not run in a process that hangs.
-    """
+    """Have this process killed as soon as its parent ends, however it ends; without effect outside Linux."""
     if not sys.platform.startswith("linux"):
         return
-    import ctypes
+    from autotune_loader.machine.sandbox import die_with_starter
 
-    pr_set_pdeathsig = 1  # linux/prctl.h
     parent, starter = multiprocessing.parent_process(), os.getppid()
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != starter:  # it ended before the call
-        os._exit(1)
+    die_with_starter()
     if parent is not None and parent.pid != starter:
         # A fork server started us, and lives on as long as we do.
         threading.Thread(target=_die_after, args=(parent.sentinel,), name="parent-watch", daemon=True).start()

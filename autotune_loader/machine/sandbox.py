@@ -26,12 +26,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune_loader.machine.inherited import reopen, writable_shared_mappings
+from autotune_loader.machine.inherited import FIRST_OWN_FD, descriptors, reopen, writable_shared_mappings
 
 NICE = 5
 """What the loop does comes first."""
-STDERR = 2
-"""Descriptors up to this one are the standard ones."""
 PR_SET_PDEATHSIG, PROT_READ = 1, 1
 """Of Linux: `prctl(2)`, `mprotect(2)`."""
 WRITES = {
@@ -133,10 +131,10 @@ def cut_off(keep: int) -> None:
 
     Whoever writes to memory that is shared with other processes is ended by a signal; and so is the process with its parent.
     """
-    end_with_parent()
+    die_with_starter()
     _protect_shared_memory(ctypes.CDLL(None))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in _descriptors():
+    for number in descriptors():
         if number in (keep, nowhere):
             continue
         with contextlib.suppress(OSError):
@@ -155,16 +153,22 @@ def cut_off(keep: int) -> None:
 def let_go(keep: Collection[int]) -> None:
     """Close what was inherited: who waits for the end of a pipe, or for a file's lock, waits for all that hold it."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in _descriptors():
+    for number in descriptors():
         if number in keep or number == nowhere:
             continue
         with contextlib.suppress(OSError):
-            os.dup2(nowhere, number) if number <= STDERR else os.close(number)
+            os.dup2(nowhere, number) if number < FIRST_OWN_FD else os.close(number)
 
 
-def end_with_parent() -> None:
-    """End this process as soon as the thread that forked it has ended."""
+def die_with_starter() -> None:
+    """Have the kernel kill this process as soon as the thread that forked it has ended; Linux only.
+
+    Python's handlers would not run in a process that hangs.
+    """
+    starter = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != starter:  # it ended before the call
+        os._exit(1)
 
 
 Channels = Mapping[int, tuple[int, int]]
@@ -174,7 +178,7 @@ Channels = Mapping[int, tuple[int, int]]
 def channels() -> Channels:
     """Pipes and sockets of this process, but for its standard ones and that by which `multiprocessing` keeps account."""
     own = getattr(resource_tracker._resource_tracker, "_fd", None)
-    numbers = [number for number in _descriptors() if number > STDERR and number != own]
+    numbers = [number for number in descriptors(FIRST_OWN_FD) if number != own]
     return {number: found for number in numbers if (found := _channel(number)) is not None}
 
 
@@ -195,10 +199,6 @@ def _channel(number: int) -> tuple[int, int] | None:
         return None
     is_channel = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
     return (status.st_dev, status.st_ino) if is_channel else None
-
-
-def _descriptors() -> list[int]:
-    return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
 
 
 _unflushed: list[Any] = []
