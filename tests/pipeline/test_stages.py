@@ -58,11 +58,17 @@ def by_index(dataset: Any) -> Any:
     return next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5]
 
 
+def fake_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a queue of another test still has its thread here, of which a fake clock knows nothing."""
+    monkeypatch.setattr(stage_clock, "time", now)
+    monkeypatch.setattr(stage_clock, "_queue_cpu_s", lambda: 0.0)
+
+
 def clocked(
     monkeypatch: pytest.MonkeyPatch, dataset: Any, fetch: Callable[[Any], Any] = by_index
 ) -> dict[str, tuple[str, float]]:
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make."""
-    monkeypatch.setattr(stage_clock, "time", now)
+    fake_clocks(monkeypatch)
     clock = StageClock(dataset)
     try:
         clock.fetch()
@@ -212,7 +218,7 @@ def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # GIVEN a batch of 1 ms, in which a function is called a thousand times
-    monkeypatch.setattr(stage_clock, "time", now)
+    fake_clocks(monkeypatch)
     monkeypatch.setattr(stage_clock, "MOST_COST", 0.005)
     monkeypatch.setattr(stage_clock, "TOO_OFTEN", 0.1)
     transform = Compose(lambda sample: None, Flip())
