@@ -46,8 +46,9 @@ def train(
     then: SimulatedMachine | None = None,
     seed: int = 0,
     step_threads: tuple[int | None, ...] = (None,),
+    loses_workers: bool = False,
 ) -> Trained:
-    """Train with a tuner; half-way the machine turns into another one, where there is one."""
+    """Train with a tuner; half-way the machine turns into another one, where there is one, or workers are lost."""
     clock, told = FakeClock(), list[Event]()
     training = SimulatedTraining(machine, clock, start, seed=seed)
     job = Job(start=start, usable_cores=machine.cores, step_threads=step_threads)
@@ -63,6 +64,9 @@ def train(
     while clock() < seconds:
         if then is not None and clock() > seconds / 2:
             training.machine, then = then, None
+        if loses_workers and clock() > seconds / 2:
+            training.lose_workers(start)
+            loses_workers = False
         if clock() >= wake:
             wake = tuner.look(clock())
         samples += training.train().samples
@@ -153,6 +157,17 @@ def test_a_configuration_that_fails_is_not_tried_again() -> None:
     assert failed
     assert len({event.config for event in failed}) == len(failed)
     assert trained.training.config.num_workers == 2
+
+
+def test_blocks_after_lost_workers_are_of_what_runs_in_their_place() -> None:
+    quiet = replace(STORAGE, noise_sd=0.0)
+    trained = train(quiet, 80, ALONE, loses_workers=True)
+
+    alone = [event.evidence for event in trained.tuner.history if event.kind == "block" and event.config == ALONE]
+    rates = [seen.measurement.samples_per_s.value for seen in alone if seen and seen.measurement]
+    assert trained.training.config == ALONE
+    assert rates == pytest.approx([SimulatedProbe(quiet, FakeClock()).truth(ALONE)] * len(rates), rel=0.05)
+    assert len(rates) >= 3
 
 
 def trace(number: float, step_s: float = 0.01) -> BatchTrace:
