@@ -31,7 +31,7 @@ FIXED = [LoaderConfig(), *(LoaderConfig(num_workers=count, prefetch_factor=p) fo
 
 
 class Trained:
-    """A training with a tuner for so many seconds; half-way the machine turns into another one, where there is one."""
+    """A training with a tuner; half-way the machine turns into another one, where there is one, or workers are lost."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Trained:
         start: LoaderConfig = TWO,
         *,
         then: SimulatedMachine | None = None,
+        loses_workers: bool = False,
         **job: Any,
     ) -> None:
         self.told, self.samples, clock, wake = list[Any](), 0, FakeClock(), 0.0
@@ -55,6 +56,9 @@ class Trained:
         while clock() < seconds:
             if then is not None and clock() > seconds / 2:
                 self.training.machine, then = then, None
+            if loses_workers and clock() > seconds / 2:
+                self.training.lose_workers(start)
+                loses_workers = False
             if clock() >= wake:
                 wake = self.tuner.look(clock())
             self.samples += self.training.train().samples
@@ -137,6 +141,17 @@ def test_a_configuration_that_fails_is_not_tried_again() -> None:
     failed = [event.config for event in trained.tuner.history if event.evidence and event.evidence.failure]
     assert 0 < len(failed) == len(set(failed))
     assert trained.training.config.num_workers == 2
+
+
+def test_blocks_after_lost_workers_are_of_what_runs_in_their_place() -> None:
+    quiet, alone = replace(STORAGE, noise_sd=0.0), LoaderConfig()
+    trained = Trained(quiet, 80, alone, loses_workers=True)
+
+    blocks = [event.evidence for event in trained.tuner.history if event.kind == "block" and event.config == alone]
+    rates = [seen.measurement.samples_per_s.value for seen in blocks if seen and seen.measurement]
+    assert trained.training.config == alone
+    assert rates == pytest.approx([rate(quiet, alone)] * len(rates), rel=0.05)
+    assert len(rates) >= 3
 
 
 def trace(number: float, step_s: float = 0.01) -> BatchTrace:
