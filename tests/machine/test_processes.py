@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,85 +27,54 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def parent() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """It, and the process ID of its child, in a session of their own."""
+@pytest.mark.process
+def test_a_tree_and_a_group_are_told_as_long_as_anything_of_them_lives() -> None:
     command = [sys.executable, "-c", PARENT]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    yield process, int(process.stdout.readline())
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        members = processes.tree(parent.pid)
+        use, pss, began = processes.tree_use(members), processes.tree_pss(members), processes.process_start(parent.pid)
+        # THEN what has ended counts its CPU, and shared pages count once
+        assert use is not None
+        assert (use.processes, use.cpu_s >= 0.25) == (2, True)
+        assert pss is not None
+        assert 0 < pss < use.rss_bytes
+        assert began is not None
+        assert processes.process_start(parent.pid) == began
+        # WHEN the parent is killed THEN it has ended, though it is a zombie, and its group lives on
+        parent.kill()
+        deadline = time.monotonic() + 20.0
+        while processes.process_start(parent.pid) is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert processes.process_start(parent.pid) is None
+        parent.wait()
+        assert processes.process_group_members(parent.pid) == (child,)
+        nobody = processes.tree(parent.pid)
+        assert (nobody, processes.tree_use(nobody), processes.tree_pss(nobody)) == ([], None, None)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
 
 
-def comes_true(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20.0
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-@pytest.mark.process
-def test_a_tree_counts_its_children_those_that_have_ended_and_shared_pages_once(
-    parent: tuple[subprocess.Popen[str], int],
+def test_segments_that_our_dead_processes_left_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members = processes.tree(parent[0].pid)
-    use, pss = processes.tree_use(members), processes.tree_pss(members)
-    assert use is not None
-    assert use.processes == 2
-    assert use.cpu_s >= 0.25
-    assert pss is not None
-    assert 0 < pss < use.rss_bytes
-    nobody = processes.tree(2**22 + 1)
-    assert (nobody, processes.tree_use(nobody), processes.tree_pss(nobody)) == ([], None, None)
+    def segment(pid: int, number: int = 0) -> Path:
+        path = tmp_path / f"torch_{pid}_123_{number}"
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        return path
 
-
-@pytest.mark.process
-def test_the_start_of_a_process_is_its_own_and_its_group_outlives_it(
-    parent: tuple[subprocess.Popen[str], int],
-) -> None:
-    process, child = parent
-    began = processes.process_start(process.pid)
-
-    assert began is not None
-    assert processes.process_start(process.pid) == began
-    process.kill()
-    assert comes_true(lambda: processes.process_start(process.pid) is None), "a zombie has ended"
-    process.wait()
-    assert processes.process_group_members(process.pid) == (child,)
-
-
-def segment(root: Path, pid: int, number: int = 0) -> Path:
-    path = root / f"torch_{pid}_123_{number}"
-    path.write_bytes(bytes(mmap.PAGESIZE))
-    return path
-
-
-def test_segments_that_our_dead_processes_left_are_removed_and_no_others(tmp_path: Path) -> None:
-    # GIVEN one of a process that had the same ID, in another container or long ago
-    old = segment(tmp_path, OURS)
-    before = segments(tmp_path)
-    left, other = segment(tmp_path, OURS, 1), segment(tmp_path, OURS + 1)
-
-    assert remove_segments_of([OURS], before, tmp_path) == 1
-    assert not left.exists()
-    assert other.exists()
-    assert old.exists()
-
-
-def test_a_segment_that_somebody_has_open_or_mapped_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "PATIENCE_S", 0.0)
+    # GIVEN one of a process that had the same ID, in another container or long ago, and such as somebody has open or mapped
+    old = segment(OURS)
     before = segments(tmp_path)
-    opened, mapped = segment(tmp_path, OURS, 1), segment(tmp_path, OURS, 2)
-
+    left, other, opened, mapped = segment(OURS, 1), segment(OURS + 1), segment(OURS, 2), segment(OURS, 3)
     with opened.open("rb"), mapped.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
         file.close()
-        assert remove_segments_of([OURS], before, tmp_path) == 0
+        assert remove_segments_of([OURS], before, tmp_path) == 1
         memory.close()
-
-    assert opened.exists()
-    assert mapped.exists()
+    assert [path.exists() for path in (left, old, other, opened, mapped)] == [False, True, True, True, True]
