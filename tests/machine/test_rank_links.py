@@ -36,12 +36,3 @@ def test_who_waits_for_a_rank_that_says_no_more_is_told_why(place: Place, left: 
     second.say("answer", [1, 2])
     assert first.take("answer", 1, list[int], 1.0) == [1, 2]
     assert first.heard("answer", 1) is None
-
-
-def test_a_store_that_is_gone_is_told_as_what_keeps_it() -> None:
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise ConnectionError("Broken pipe")
-
-    with pytest.raises(RankLostError, match=r"rank 0 is gone .*Broken pipe"):
-        Link(Gone(), 1, 2).wait("ask", 0, int, 1.0)
