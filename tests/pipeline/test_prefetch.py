@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
@@ -27,56 +28,28 @@ class Frozen:
     total: int = dataclasses.field(init=False, default=7)
 
 
-class Movable:
-    """Moves itself, in the way of old libraries."""
-
-    def __init__(self, where: str = "here") -> None:
-        self.where = where
-
-    def to(self, device: Any) -> Movable:
-        return Movable(str(device))
-
-
-class Modern(Movable):
-    def to(self, device: Any, **kwargs: Any) -> Modern:
-        return Modern(f"{device} {kwargs['non_blocking']}")
-
-
-class FakeLane:
+def lane_noting(events: list[str]) -> Any:
     """Writes down what happens, in order, and brings batches back as they are."""
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
+    def noted(what: str) -> Any:
+        return lambda batch: events.append(f"{what} {batch}") or batch
 
-    def open(self) -> None:
-        self.events.append("open")
-
-    def send(self, batch: int) -> int:
-        self.events.append(f"send {batch}")
-        return batch
-
-    def receive(self, sent: int) -> int:
-        self.events.append(f"receive {sent}")
-        return sent
+    return SimpleNamespace(open=lambda: events.append("open"), send=noted("send"), receive=noted("receive"))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 50])
-@pytest.mark.parametrize("batches", [0, 1, 7])
-def test_batches_come_all_and_in_order(depth: int, batches: int) -> None:
-    assert list(prefetched(range(batches), FakeLane(), depth)) == list(range(batches))
-
-
-def test_copies_are_depth_batches_ahead_of_the_loop() -> None:
-    lane = FakeLane()
-    for batch in prefetched(range(4), lane, 2):
-        lane.events.append(f"step {batch}")
+def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_order() -> None:
+    events: list[str] = []
+    for batch in prefetched(range(4), lane_noting(events), 2):
+        events.append(f"step {batch}")
     # THEN two copies are under way during every step, until the loader ends
-    assert lane.events == [
+    assert events == [
         "open",
         *("send 0", "send 1", "send 2", "receive 0", "step 0"),
         *("send 3", "receive 1", "step 1"),
         *("receive 2", "step 2", "receive 3", "step 3"),
     ]
+    for batches, depth in ((0, 1), (7, 1), (7, 50)):
+        assert list(prefetched(range(batches), lane_noting([]), depth)) == list(range(batches))
 
 
 def test_an_exception_comes_after_the_batches_before_it_and_holds_none() -> None:
@@ -84,7 +57,7 @@ def test_an_exception_comes_after_the_batches_before_it_and_holds_none() -> None
         yield from range(5)
         raise KeyError("broken sample")
 
-    batches = prefetched(failing(), FakeLane(), 3)
+    batches = prefetched(failing(), lane_noting([]), 3)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(KeyError, match="broken sample") as caught:
         next(batches)
@@ -102,7 +75,7 @@ def test_leaving_early_ends_the_loader() -> None:
         finally:
             closed.append(True)
 
-    batches = prefetched(loader(), FakeLane(), 2)
+    batches = prefetched(loader(), lane_noting([]), 2)
     assert next(batches) == 0
     batches.close()
     assert closed == [True]
@@ -152,28 +125,19 @@ def test_what_cannot_work_is_refused_at_once(device: str, depth: int, error: typ
         OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
         defaultdict(list, x=torch.ones(1)),
         Pair(torch.ones(1), {"y": torch.ones(1)}),
-        pack_sequence([torch.ones(3), torch.ones(2)]),
     ],
     ids=lambda batch: type(batch).__name__,
 )
 def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(batch: Any) -> None:
-    moved, before = move(batch, torch.device("meta")), outline(batch)
-    assert type(moved) is type(batch)
-    assert [shape for shape, _ in outline(moved)] == [shape for shape, _ in before]
-    # lengths of a packed sequence stay on the host
-    assert {device for _, device in outline(moved)} <= {"", "meta", "cpu" if isinstance(batch, PackedSequence) else ""}
-    assert outline(batch) == before
-
-
-def outline(value: Any) -> list[tuple[Any, str]]:
-    """Keys and shapes, and where tensors are."""
-    if isinstance(value, torch.Tensor):
-        return [(tuple(value.shape), value.device.type)]
-    if isinstance(value, dict):
-        return [part for key, each in value.items() for part in ((key, ""), *outline(each))]
-    if isinstance(value, (list, tuple)):
-        return [part for each in value for part in outline(each)]
-    return [(value, "")]
+    before, structure = tree_flatten(batch)
+    moved, same_structure = tree_flatten(move(batch, torch.device("meta")))
+    assert same_structure == structure
+    for value, own in zip(moved, before, strict=True):
+        if isinstance(own, torch.Tensor):
+            assert (value.shape, value.device.type, own.device.type) == (own.shape, "meta", "cpu")
+        else:
+            assert value is own
+    assert all(value is own for value, own in zip(tree_flatten(batch)[0], before, strict=True))
 
 
 def test_what_moves_in_its_own_way_is_moved_so() -> None:
@@ -183,8 +147,13 @@ def test_what_moves_in_its_own_way_is_moved_so() -> None:
     # an immutable mapping becomes a dict
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
     # `non_blocking` is given to who takes it
-    assert move(Movable(), "meta", non_blocking=False).where == "meta"
-    assert move(Modern(), "meta", non_blocking=False).where == "meta False"
+    for to, moved_to in (
+        (str, "meta"),
+        (lambda device, **options: f"{device} {options}", "meta {'non_blocking': False}"),
+    ):
+        assert move(SimpleNamespace(to=to), "meta", non_blocking=False) == moved_to
+    packed = move(pack_sequence([torch.ones(3), torch.ones(2)]), "meta")
+    assert (packed.data.device.type, packed.batch_sizes.device.type) == ("meta", "cpu")  # lengths stay on the host
 
 
 class Hidden:

@@ -52,11 +52,11 @@ def clocks_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     now = Thread()
     if request.node.get_closest_marker("process") is None:
         monkeypatch.setattr(stage_clock, "time", now)
-        monkeypatch.setattr(
-            stage_clock, "_queue_cpu_s", lambda: 0.0
-        )  # a queue of another test may have its thread here
+        # A queue of another test may have its thread here.
+        monkeypatch.setattr(stage_clock, "_queue_cpu_s", lambda: 0.0)
+        # On a clock that stands still, all would be let go.
         for limit in ("MOST_COST", "TOO_OFTEN"):
-            monkeypatch.setattr(stage_clock, limit, 1e9)  # on a clock that stands still, all is let go
+            monkeypatch.setattr(stage_clock, limit, 1e9)
 
 
 def by_index(dataset: Any) -> Any:
@@ -157,25 +157,23 @@ class Stream(IterableDataset[Any]):
         (Of(Compose(nn.Sequential(nn.Identity(), Layer()))), {"Of.__getitem__": 2, "Layer": 4, "Identity": 0}),
         (Of(functools.partial(crop, by=3)), {"Of.__getitem__": 2, "crop": 5}),
         (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), {"Of.__getitem__": 2, "crop": 5}),
+        # what libraries read and decode has its own name, and the user's line
+        (Of(lambda index: json.loads("1")), {"Of.__getitem__": 2, "lambda": 0, "decode": 8}),
         # the outermost function of the user's below __getitem__
         (Photos(None), {"Photos.__getitem__": 0, "fetch": 6, "augmented": 2}),
         (Stream(), {"Stream.__iter__": 0, "made": 7}),
     ],
 )
-def test_what_a_dataset_calls_and_members_of_transforms_are_stages(dataset: Any, seconds: dict[str, float]) -> None:
+def test_what_a_dataset_calls_and_members_of_transforms_are_stages(
+    dataset: Any, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda text: now.works(8))
     found = clocked(dataset)
     assert {stage: wall_s for stage, (_, wall_s) in found.items()} == seconds | {"collate": 1}
     assert all(where.startswith("test_stages.py:") for stage, (where, _) in found.items() if stage != "Identity")
     # THEN all is as it was
     assert not hasattr(Flip.__call__, "__wrapped__")
     assert not hasattr(crop, "__wrapped__")
-
-
-def test_what_libraries_read_and_decode_has_its_own_name_and_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json, "loads", lambda text: now.works(8))
-    where, wall_s = clocked(Of(lambda index: json.loads("1")))["decode"]
-    assert wall_s == 8
-    assert where.startswith("test_stages.py:")
 
 
 def test_an_exception_ends_its_stages_and_what_the_user_puts_there_meanwhile_stays() -> None:
@@ -265,31 +263,24 @@ def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() 
     assert (found[OTHER_THREADS].cpu_share, found[OTHER_THREADS].wall_share) == (pytest.approx(0.5), 0)
 
 
-def computing(size: int) -> int:
-    end, total = time.thread_time() + 0.003, 0
-    while time.thread_time() < end:
-        total += sum(range(size))
-    return total
-
-
 class Known(Dataset[torch.Tensor]):
-    """Waits 6 ms, and computes 3 ms with the interpreter lock and as long in C calls."""
+    """Waits 6 ms, and computes as long."""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.fetch()
-        return torch.tensor([self.spin() + self.added()])
+        return self.spin()
 
     def fetch(self) -> None:
         time.sleep(0.006)
 
-    def spin(self) -> int:
-        return computing(1)
-
-    def added(self) -> int:
-        return computing(20_000)
+    def spin(self) -> torch.Tensor:
+        end = time.thread_time() + 0.006
+        while time.thread_time() < end:
+            pass
+        return torch.zeros(1)
 
 
 @pytest.mark.process
@@ -304,11 +295,9 @@ def test_waiting_and_computing_are_told_apart_in_workers() -> None:
         return outcome.stages
 
     found = {each.stage: each for each in stage_times(stages(1, 1.0))}
-    # 6 ms of 12 are waited for, whoever holds the lock and however long
     assert 0.3 < found["fetch"].wall_share < 0.7
     assert found["fetch"].cpu_share < 0.1
-    for stage in ("spin", "added"):
-        assert found[stage].cpu_share == pytest.approx(0.5, abs=0.1)
+    assert found["spin"].cpu_share > 0.9
     assert "test_stages.py:" in found["fetch"].where
     assert sum(each.wall_share for each in found.values()) == pytest.approx(1)
     # THEN here nothing is clocked, nor where there are no workers

@@ -167,10 +167,6 @@ def test_means_are_those_of_the_window() -> None:
     assert summary.window_s == pytest.approx(traces[-1].step_end - traces[0].step_end)
     assert summary.first_batch_s == pytest.approx(traces[0].received + 0.5)
     assert summary.wait_share == pytest.approx(1 - 0.004 / 0.0301, abs=0.01)
-    # THEN batches of twice the samples are twice the rate
-    doubled = [trace._replace(samples=2 * SAMPLES) for trace in traces]
-    twice = summarise(doubled, workers=1, started=-0.5).samples_per_s.value
-    assert twice == pytest.approx(2 * summary.samples_per_s.value)
 
 
 def test_start_up_is_no_part_of_the_rate_and_a_pause_before_it_none_of_start_up() -> None:

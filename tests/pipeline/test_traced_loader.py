@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
@@ -89,27 +89,6 @@ def test_drop_last_and_batch_size_of_the_configuration_win_and_an_epoch_without_
     assert [len(batch) for batch in take(loader, 3, drop_last=True)] == [3, 3, 3]
     assert [len(batch) for batch in take(loader, 2, batch_size=8)] == [8, 8]
     assert take(loader, 1, batch_size=16, drop_last=True) == []
-
-
-class Shelf(Squares):
-    opened_by: int | None = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        assert self.opened_by is not None
-        return torch.tensor(self.opened_by)
-
-
-def open_in_worker(worker: int) -> None:
-    info: Any = get_worker_info()
-    assert isinstance(info.dataset, Shelf)
-    assert info.dataset.opened_by is None
-    info.dataset.opened_by = worker + 100
-
-
-@pytest.mark.process
-def test_worker_init_fn_reaches_the_users_dataset() -> None:
-    batches = take(DataLoader(Shelf(), batch_size=4, worker_init_fn=open_in_worker), 2, workers=2)
-    assert [batch[0].item() for batch in batches] == [100, 101]
 
 
 class Dice:
