@@ -15,6 +15,7 @@ from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import Disturbed, Run
 
+Reason = Literal["start", "change", "loss"]
 NOISE_S = 1.0
 """The machine's noise lasts for about so long ..."""
 NEIGHBOURS_S = 3.0
@@ -60,6 +61,13 @@ class SimulatedTraining:
         self.config = config
         self.changes.append((self._clock(), config))
 
+    def lose_workers(self, asked: LoaderConfig) -> None:
+        """What runs fails with all it has in hand, and what was asked for takes its place."""
+        message = f"{self.config}: a worker exited unexpectedly"
+        self.failures[self.config.key()] = Failure(kind="user_exception", phase="batches", message=message)
+        self.config, self._change_begun = asked, self._clock()
+        self._start("loss", 0, self.traces.end)
+
     def train(self) -> BatchTrace:
         """One batch; the clock is at the end of its step afterwards."""
         self._pass_time()
@@ -87,7 +95,7 @@ class SimulatedTraining:
             self._neighbours = machine.neighbours if rng.random() < machine.neighbours_share else 0.0
         self._run.disturb(self._disturbed())
 
-    def _start(self, reason: Literal["start", "change"], in_hand: int, first: int) -> None:
+    def _start(self, reason: Reason, in_hand: int, first: int) -> None:
         """Workers start, and take over from batch `first` on when what is in hand has been trained on."""
         config, machine, begun = self.config, self._machine, self._change_begun
         start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
