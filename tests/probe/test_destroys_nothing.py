@@ -191,7 +191,7 @@ class ReadsAhead(Fragile):
     """As torchio's queue: by a loader of its own, whose workers run already."""
 
     def open(self):
-        samples = torch.arange(float(LENGTH)).expand(1 << 14, LENGTH)
+        samples = torch.arange(float(LENGTH)).expand(1 << 20, LENGTH)
         self.ahead = iter(DataLoader(samples, num_workers=1, multiprocessing_context="fork"))
 
     def read(self, index):

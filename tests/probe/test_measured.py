@@ -156,7 +156,7 @@ if sys.argv[1] == "descriptors":
     what = workload(torch.zeros(256, 4), collate_fn=apart, training=TrainingSide(train_step=keep))
 else:
     what = workload(torch.zeros(1 << 19).expand(256, -1))
-with opened(what) as probe:
+with opened(what, "inline" if sys.argv[1] == "descriptors" else "process") as probe:
     failure = probe.probe.burst(TWO_WORKERS, BurstPlan(max_s=2.0, min_s=2.0, relative_error=0.0001, deadline_s=10.0))
     print(failure.kind, failure.message)
     if failure.kind == "shared_memory":
