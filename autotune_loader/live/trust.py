@@ -117,6 +117,11 @@ class Trust:
             self._guarded(self._comparison.take, item, batch)
             self._conclude(self._comparison.verdict)
 
+    @property
+    def slowest_fetch_s(self) -> float:
+        """The longest that the loop has taken for a batch of the proof."""
+        return self._comparison.slowest_s
+
     def begun(self) -> None:
         """Workers begin now: they see the dataset as it is."""
         self._guarded(self._note_held)
@@ -222,7 +227,7 @@ class _Comparison:
         self._made: dict[tuple[int, int], list[Leaf]] = {}
         self._answers: dict[tuple[int, int], list[Leaf]] = {}
         self._same = [0] * WORKERS
-        self._slowest, self._began = 0.0, 0.0
+        self.slowest_s, self._began = 0.0, 0.0
 
     def ask(self, item: Item) -> None:
         """Have the shadow fetch an item, which the loop is about to fetch."""
@@ -243,7 +248,7 @@ class _Comparison:
         """The loop's own batch."""
         key = item[:2]
         if key in self._asked:
-            self._slowest = max(self._slowest, time.monotonic() - self._began)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - self._began)
             self._made[key] = digest(batch)
             self._hear()
 
@@ -274,7 +279,7 @@ class _Comparison:
         self._compare()
         if self.verdict is None and any(channel.is_closed for channel in self._shadow.channels):
             self.close()  # its time was up: the loop had paused
-        patience = max(SHORTEST_WAIT_S, WAIT_FETCHES * self._slowest)
+        patience = max(SHORTEST_WAIT_S, WAIT_FETCHES * self.slowest_s)
         late = [key for key, (_, when) in self._asked.items() if self._began - when > patience]
         if late and self.verdict is None:
             self.verdict = Refusal(
