@@ -84,8 +84,7 @@ def inside_its_own_loop(base: Any, workers: int) -> Any:
 
 
 def in_a_thread(base: Any, workers: int) -> Any:
-    seen: list[Any] = []
-    loader = base(Timed(), batch_size=8, num_workers=workers)
+    loader, seen = base(Timed(), batch_size=8, num_workers=workers), []
     made_here = iter(loader)
 
     def read() -> None:
@@ -99,16 +98,16 @@ def in_a_thread(base: Any, workers: int) -> Any:
     return seen, thread.is_alive()
 
 
+class Forever:
+    def __init__(self, inner: Any) -> None:
+        self.sampler = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(itertools.repeat(self.sampler))
+
+
 def infinite(base: Any, workers: int) -> Any:
     """As ultralytics': one iterator for all epochs, until `reset`."""
-
-    class Forever:
-        def __init__(self, inner: Any) -> None:
-            self.sampler = inner
-
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield from iter(self.sampler)
 
     class Endless(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **arguments: Any) -> None:
@@ -128,22 +127,6 @@ def infinite(base: Any, workers: int) -> Any:
     data.labels[:] = 7
     loader.reset()
     return seen + rows(loader)
-
-
-class SelfIterating(BatchSampler):
-    """Its own iterator, as Lightning's; `iter` begins anew."""
-
-    def __iter__(self) -> Any:
-        self.iterator = super().__iter__()
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator)
-
-
-def sampler_that_is_its_own_iterator(base: Any, workers: int) -> Any:
-    batches = SelfIterating(SequentialSampler(range(40)), 4, drop_last=False)
-    return rows(base(Timed(40), batch_sampler=batches, num_workers=workers))
 
 
 class NotDecodedError(Exception):
@@ -366,7 +349,6 @@ SCENARIOS = [
     inside_its_own_loop,
     in_a_thread,
     infinite,
-    sampler_that_is_its_own_iterator,
     failing(lambda: NotDecodedError("sample", 7)),
     failing(lambda: KeyError("sample")),
     failing(StopIteration),
