@@ -383,7 +383,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         state = self._state
         if self._trust is None and state.is_tuned:
             self._trust = Trust(self._parts(), state.asked, self._index_sampler)
-            state.proof, state.refusal = weakref.ref(self._trust), depends_on_worker(self.worker_init_fn)
+            state.proof, state.refusal = weakref.ref(self._trust), None
+            if (refusal := depends_on_worker(self.worker_init_fn)) is not None:
+                state.refuse(refusal)
         if self._tuning is None:
             self._tuning = self._begun()
         return self._tuning

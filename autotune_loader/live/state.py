@@ -24,11 +24,6 @@ from autotune_loader.values.stages import StageSamples
 
 log = logging.getLogger("autotune_loader.live")
 
-WORKER_READ = Refusal(
-    reason="its samples may depend on which worker makes them: its dataset or worker_init_fn asks who the worker is",
-    mend="do without get_worker_info().id and .num_workers",
-)
-
 SEEDING_LIBRARIES = ("transformers", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 """Their `worker_init_fn` seeds by worker and does nothing else; here each batch is seeded by its number."""
 

@@ -7,12 +7,14 @@ when it is next asked for a batch. Errors of other loaders' workers pass as befo
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
+from multiprocessing.util import get_temp_dir
 from typing import Any, Protocol
 
 from autotune_loader.machine.facts import start_method
@@ -45,6 +47,8 @@ class PoolContext(BaseContext):
         self.processes: list[Any] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        with contextlib.suppress(OSError):
+            get_temp_dir()  # of this process, which removes it; workers use it, and those that are killed remove nothing
         self.processes.append(self._inner.Process(*args, **kwargs))
         return self.processes[-1]
 

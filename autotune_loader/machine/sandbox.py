@@ -19,7 +19,6 @@ import resource
 import signal
 import stat
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import resource_tracker
@@ -82,28 +81,12 @@ def _begin_child(write_end: int, child: Callable[[], Any]) -> NoReturn:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold signals back, so that no handler of the user's runs in a child, nor hears of the end of our own one."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    is_set_aside = callable(handler) and threading.current_thread() is threading.main_thread()
+    """Hold signals back, so that no handler of the user's runs in a child."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    if is_set_aside:  # blocking is not enough: another thread would take the signal
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
-        if is_set_aside:
-            signal.sigtimedwait([signal.SIGCHLD], 0)  # where no other thread has taken it, it still waits
-            signal.signal(signal.SIGCHLD, handler)
-            if _has_ended_child():  # one of the user's, which ended meanwhile
-                os.kill(os.getpid(), signal.SIGCHLD)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _has_ended_child() -> bool:
-    try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
 
 
 def become_helper() -> None:

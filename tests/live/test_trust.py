@@ -379,7 +379,9 @@ SHADOWED: Kinds = {
         lambda d: Items(lambda self, i: multiprocessing.current_process().name == "MainProcess"),
         "another batch 4",
     ),
-    "sentinel": (lambda d: Items(lambda self, i: EMPTY), "which the training knows by its identity"),
+    "sentinel": (lambda d: Items(lambda self, i: EMPTY), "held elsewhere"),
+    "sample": (lambda d: Items(lambda self, i: self.rows[i], rows=[[i] for i in range(SIZE)]), "a list in it is held"),
+    "memory": (lambda d: Items(lambda self, i: self.rows[i], rows=torch.zeros(SIZE, 2)), "a Tensor in it is held"),
     "worker": (lambda d: Items(lambda self, i: (get_worker_info() or NOBODY).id), "asks who the worker is"),
     "appends": (lambda d: Items(writes, path=d / "log"), "fetching writes `"),
     "renames": (without(os.rename, "no", "no2"), "fetching renames `"),
@@ -404,7 +406,9 @@ def test_what_gives_something_else_or_acts_outside_is_refused_with_batch_and_pla
     steps: list[Any] = []
 
     verdict = prove(
-        make(tmp_path), as_it_is if kind in ("closure", "lossy", "sentinel") else default_collate, step=steps.append
+        make(tmp_path),
+        as_it_is if kind in ("closure", "lossy", "sentinel", "sample", "memory") else default_collate,
+        step=steps.append,
     )
 
     assert isinstance(verdict, Refusal)
@@ -553,17 +557,19 @@ def name() -> Iterator[str]:
     file.write_text(before)
 
 
-def test_nothing_is_left_and_nobody_hears_of_it(name: str) -> None:
-    told: list[int] = []
-    before = signal.signal(signal.SIGCHLD, lambda *_: told.append(1))
-    descriptors, children = len(list(Path("/proc/self/fd").iterdir())), psutil.Process().children()
+@pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN])
+def test_a_script_that_is_told_when_children_end_has_none_of_ours(handler: Any) -> None:
+    before = signal.signal(signal.SIGCHLD, handler)
     try:
-        assert prove(range(SIZE)) == TRUSTED
-        assert psutil.Process().children() == children  # who waits for a child of their own finds none of ours
+        assert "handles SIGCHLD" in prove(range(SIZE)).reason
     finally:
         signal.signal(signal.SIGCHLD, before)
 
-    assert not told
+
+def test_nothing_is_left_and_nobody_hears_of_it(name: str) -> None:
+    descriptors, children = len(list(Path("/proc/self/fd").iterdir())), psutil.Process().children()
+    assert prove(range(SIZE)) == TRUSTED
+    assert psutil.Process().children() == children  # who waits for a child of their own finds none of ours
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     deadline = time.monotonic() + 5
     while left := [
