@@ -242,18 +242,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
             config = replace(config, in_order=self.in_order, persistent_workers=self.persistent_workers)
         self._state.change_to(config)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers and the dataset, those that want to know, which epoch comes next."""
-        tellable: tuple[Any, ...] = (
-            self.batch_sampler,
-            getattr(self.batch_sampler, "sampler", None),
-            self.sampler,
-            self.dataset,
-        )
-        for told in tellable:
-            if hasattr(told, "set_epoch"):
-                told.set_epoch(epoch)
-
     def _get_iterator(self) -> Any:
         """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

@@ -32,8 +32,6 @@ Item = tuple[int, int, Any]
 WORKER_NAMES = ("id", "num_workers")
 """Attributes of `get_worker_info()` by which samples may depend on the number of workers."""
 
-READS, CHANGES = "reads", "changes"
-
 _reads_worker = False
 """Whether the user's code has read one of them in this worker."""
 
@@ -130,7 +128,7 @@ class NumberedBatches(_Sent):
             seeds.begin(epoch_seed, number)
         try:
             if self._failure is not None:
-                return self._failure, None, number, READS
+                return self._failure, None, number, "reads"
             return *collate(fetch(indices)), number, self._told
         except Exception as error:
             forget_open_batch()
@@ -143,8 +141,8 @@ class NumberedBatches(_Sent):
     def _told(self) -> str | None:
         """What of `WHY` this worker has done."""
         if self._held is not None and not self._held.is_unchanged():
-            return CHANGES
-        return READS if _reads_worker else None
+            return "changes"
+        return "reads" if _reads_worker else None
 
     def _begun(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         traced = TracedDataset(self._dataset)  # here, as what it is in a worker cannot be sent

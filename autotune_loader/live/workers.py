@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from multiprocessing.util import get_temp_dir
-from typing import Any, Protocol
+from typing import Any
 
 from autotune_loader.machine.facts import start_method
 
@@ -72,18 +72,8 @@ def disown(processes: Iterable[Any]) -> None:
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
-class Shielded(Protocol):
-    """A pool whose lost workers are its own affair."""
-
-    is_waiting: bool
-    """Whether the main thread is inside the pool, and may be interrupted by the loss."""
-
-    def take_note(self, error: BaseException) -> bool:
-        """Called with torch's error; whether it is about this pool's workers, for the first time."""
-
-
-def shield(pool: Shielded) -> None:
-    """Keep errors about this pool's workers for the pool, from now on; as torch's own, the handler is the main thread's."""
+def shield(pool: Any) -> None:
+    """Keep errors about this `Pool`'s workers for it, from now on; as torch's own, the handler is the main thread's."""
     _shielded.add(pool)
     if threading.current_thread() is not threading.main_thread():
         return
