@@ -41,6 +41,9 @@ CHANGED = Refusal(
     mend="num_workers=1 says that they need not",
 )
 FORKS = Refusal(reason="the script forks processes itself, and may wait for workers among them", mend=OPTS_IN)
+OVERDUE = Refusal(
+    reason="workers delivered no batch for a minute or more", mend="num_workers=1 asks for them all the same"
+)
 
 logger = logging.getLogger("autotune_loader.live")
 
@@ -234,7 +237,7 @@ class EpochIterator(_BaseDataLoaderIter):
         while True:
             self._config = config = self._carefully(state.allowed)
             try:
-                pool = Pool(self._parts, config, self.order, self._pools, state.make)
+                pool = Pool(self._parts, config, self.order, self._pools, state.make, state.patience_s)
                 break
             except WorkersLostError as lost:
                 if not self._may_go_on(was_killed=lost.was_killed):
@@ -323,6 +326,10 @@ class EpochIterator(_BaseDataLoaderIter):
         pools = [pool for pool in (self._pool, self._next_pool) if pool is not None]
         if not self._config.num_workers and not isinstance(error, Exception):
             self.order.put_back()  # Ctrl-C in the midst of a fetch
+        if self._is_on_trust and str(error).startswith("DataLoader timed out after"):
+            self._state.refuse(OVERDUE)
+            self._start_anew(is_lost=True)
+            return True
         lost = [pool for pool in pools if isinstance(error, Exception) and pool.has_lost(error)]
         if not lost or self._parts.is_stream:
             is_given_up = _has_no_descriptors(error) and self._is_given_up(self._config, str(error))
@@ -330,9 +337,6 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._start_anew()
             return is_given_up
         without_frames(error)
-        if any(pool.was_left for pool in lost) and self._is_given_up(self._config, str(error)):
-            self._start_anew(is_lost=True)
-            return True
         may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
         if not may_go_on:
             for pool in pools:
@@ -340,6 +344,8 @@ class EpochIterator(_BaseDataLoaderIter):
             self._next_pool = None
             self.order.put_back()
             return False
+        if any(pool.was_left for pool in lost):
+            self._is_given_up(self._config, str(error))
         count = self._start_anew(is_lost=True)
         logger.warning("%s; started %s, %d batches are fetched again", error, self._config, count)
         return True

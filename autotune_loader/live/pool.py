@@ -109,6 +109,7 @@ class Pool:
         order: of this epoch; of it an IterableDataset uses the seed only.
         number: pools of this epoch before: each gives its workers other seeds.
         look: makes a batch in the training process, given what makes it and the item.
+        patience_s: workers that nobody asked for may take so long for a batch; for others the user's `timeout` says it.
 
     Attributes:
         here: what makes batches in the training process; None where workers do.
@@ -120,7 +121,16 @@ class Pool:
         WorkersLostError: a worker ended before all had been started.
     """
 
-    def __init__(self, parts: Parts, config: LoaderConfig, order: Order, number: int, look: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        config: LoaderConfig,
+        order: Order,
+        number: int,
+        look: Callable[..., Any],
+        patience_s: float = 0.0,
+    ) -> None:
+        self._patience_s = patience_s
         self._segments_before = segments()
         self._is_closed = True  # until it is open
         self.receive: Callable[[], Any] = _closed
@@ -189,7 +199,7 @@ class Pool:
             "prefetch_factor": config.prefetch_factor,
             "persistent_workers": config.persistent_workers,
             "in_order": config.in_order,
-            "timeout": parts.timeout,
+            "timeout": parts.timeout if parts.is_asked else self._patience_s,
             "worker_init_fn": sent.begin,
             "multiprocessing_context": self._context,
         }

@@ -16,13 +16,16 @@ from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.numbered import Item, Raised
 from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces
-from autotune_loader.live.trust import TRUSTED, Refusal, Trust
+from autotune_loader.live.trust import TRUSTED, WAIT_FETCHES, Refusal, Trust
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.stages import StageSamples
 
 log = logging.getLogger("autotune_loader.live")
+
+SHORTEST_PATIENCE_S = 60.0
+"""Storage over a network may stand still for half a minute."""
 
 SEEDING_LIBRARIES = ("transformers", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 """Their `worker_init_fn` seeds by worker and does nothing else; here each batch is seeded by its number."""
@@ -116,6 +119,12 @@ class LoaderState:
         if config.num_workers and self.asked.num_workers:
             return True
         return self.trust is not None and self.trust.verdict is TRUSTED
+
+    @property
+    def patience_s(self) -> float:
+        """How long workers that nobody asked for may take for a batch."""
+        trust = self.trust
+        return SHORTEST_PATIENCE_S if trust is None else max(SHORTEST_PATIENCE_S, WAIT_FETCHES * trust.slowest_fetch_s)
 
     @property
     def awaits_proof(self) -> bool:

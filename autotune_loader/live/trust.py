@@ -62,7 +62,7 @@ WHY = {
     "raised": ("{batch} raises in a worker: {told}", OPTS_IN),
     "ended": ("{told}", OPTS_IN),
     "changes": (
-        "fetching changes what the dataset or collate_fn hold",
+        "fetching changes {told}",
         f"{OPTS_IN}: each worker then changes a copy of its own",
     ),
 }
@@ -123,6 +123,11 @@ class Trust:
         if self.verdict is None:
             self._guarded(self._comparison.take, item, batch)
             self._conclude(self._comparison.verdict)
+
+    @property
+    def slowest_fetch_s(self) -> float:
+        """The longest that the loop has taken for a batch of the proof."""
+        return self._comparison.slowest_s
 
     def begun(self) -> None:
         """Workers begin now: they see the dataset as it is."""
@@ -229,7 +234,7 @@ class _Comparison:
         self._made: dict[tuple[int, int], list[Leaf]] = {}
         self._answers: dict[tuple[int, int], list[Leaf]] = {}
         self._same = [0] * WORKERS
-        self._slowest, self._began = 0.0, 0.0
+        self.slowest_s, self._began = 0.0, 0.0
 
     def ask(self, item: Item) -> None:
         """Have the shadow fetch an item, which the loop is about to fetch."""
@@ -250,7 +255,7 @@ class _Comparison:
         """The loop's own batch."""
         key = item[:2]
         if key in self._asked:
-            self._slowest = max(self._slowest, time.monotonic() - self._began)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - self._began)
             self._made[key] = digest(batch)
             self._hear()
 
@@ -281,7 +286,7 @@ class _Comparison:
         self._compare()
         if self.verdict is None and any(channel.is_closed for channel in self._shadow.channels):
             self.close()  # its time was up: the loop had paused
-        patience = max(SHORTEST_WAIT_S, WAIT_FETCHES * self._slowest)
+        patience = max(SHORTEST_WAIT_S, WAIT_FETCHES * self.slowest_s)
         late = [key for key, (_, when) in self._asked.items() if self._began - when > patience]
         if late and self.verdict is None:
             self.verdict = Refusal(
@@ -308,7 +313,7 @@ class _Comparison:
             self.verdict = TRUSTED
 
 
-def refusal(kind: str, batch: str = "", told: Any = "") -> Refusal:
+def refusal(kind: str, batch: str = "", told: Any = "what the dataset or collate_fn hold") -> Refusal:
     """What an answer of `WHY` means."""
     reason, mend = WHY[kind]
     return Refusal(reason=reason.format(batch=batch, told=told), mend=mend)
@@ -362,9 +367,7 @@ def _changed_by_fetching(changed: list[str], generators: set[str], *, is_first: 
             )
     if not changed or is_first:
         return None
-    return Refusal(
-        reason=f"fetching changes {shown(changed[0])}", mend=f"{OPTS_IN}: each worker then changes a copy of its own"
-    )
+    return refusal("changes", told=shown(changed[0]))
 
 
 def _changed_by_training(path: str) -> Refusal:

@@ -224,7 +224,7 @@ class Tuner:
                 return True
         if not self.is_confirmed:
             self.is_confirmed = True
-            served = [change.serves_from for change in log.changes if change.reason in ("start", "change")]
+            served = [change.serves_from for change in log.changes if change.reason != "epoch"]
             traces = latest(log, max(served[-1:], default=0))
             if len(traces) >= max(3, ROUNDS * config.num_workers):
                 self._add(Evidence(config=config, outcome=measured(traces, config.num_workers)))

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
 from multiprocessing.util import get_temp_dir
 from typing import Any
+
+from torch.utils.data import get_worker_info
 
 from autotune_loader.machine.facts import start_method
 
@@ -38,6 +42,15 @@ class Flag:
         return bool(self._value.value)
 
 
+class FailingQueue(Queue):  # type: ignore[type-arg]
+    """A queue whose worker ends where a batch cannot be sent; torch's loses the batch, and the loop waits for it for ever."""
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        super()._on_queue_feeder_error(error, item)  # type: ignore[misc]
+        if get_worker_info() is not None:
+            os._exit(1)
+
+
 class PoolContext(BaseContext):
     """A start method that remembers whom it started; DataLoader takes it as its `multiprocessing_context`."""
 
@@ -53,7 +66,7 @@ class PoolContext(BaseContext):
         return self.processes[-1]
 
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
-        return self._inner.Queue(maxsize)
+        return FailingQueue(maxsize, ctx=self._inner)
 
     def Event(self) -> Any:  # noqa: N802
         return Flag(self._inner.RawValue("b", 0))

@@ -12,7 +12,6 @@ from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.report.units import rate_text, relative_error_text, seconds_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial
-from autotune_loader.values.validation import require_choice
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +64,7 @@ def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progre
     Args:
         mode: `"on"` prints, `"off"` only logs, `"auto"` prints on a terminal and in a notebook.
         stream: where to; stderr if None.
-
-    Raises:
-        ValueError: `mode` is none of the three.
     """
-    require_choice("progress", mode, PROGRESS_MODES)
     stream = sys.stderr if stream is None else stream
     if rank_of_environment()[0]:
         return Progress(level=logging.DEBUG)

@@ -102,7 +102,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}); {HOW_TO_WRITE}") from error
     try:
-        raw = json.loads(data)
+        raw = json.loads(data, parse_constant=_refuse)
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         major = str(version).split(".", 1)[0]
         if not isinstance(version, str) or not major.isdecimal():
@@ -115,6 +115,10 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
         return parse(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigFileError(f"{name} is not a valid loader.json: {error}; {HOW_TO_WRITE}") from error
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number in JSON")  # read, it would be saved as null, which is another thing
 
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:

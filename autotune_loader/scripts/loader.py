@@ -39,12 +39,13 @@ class ScriptLoader:
         self._owner = weakref.ref(loader)
 
     def is_of(self, site: Site, loader: Any) -> bool:
-        """Whether this loader is the one it was, or takes its place."""
+        """Whether this loader is the one it was, or takes its place; whose settings were set anew is another one."""
         owner = self._owner()
+        if LoaderConfig.from_loader(loader) != self.own:
+            return False
         if owner is loader:
             return True
-        is_other = site != self.site or LoaderConfig.from_loader(loader) != self.own
-        if is_other or (owner is not None and self.log.running):
+        if site != self.site or (owner is not None and self.log.running):
             return False
         self._owner = weakref.ref(loader)
         return True

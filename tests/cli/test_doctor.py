@@ -24,18 +24,6 @@ POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
 }
 
 
-def told(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, host_cpus: int, **environ: str) -> str:
-    for name, text in {**files, "dev/shm/.keep": ""}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(os, "cpu_count", lambda: host_cpus)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(host_cpus)))
-    monkeypatch.setattr(os, "process_cpu_count", lambda: host_cpus, raising=False)  # Python 3.13
-    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
-    return examination(inspect_machine(root=root, environ=environ))
-
-
 @pytest.mark.parametrize(
     ("files", "host_cpus", "environ", "parts"),
     [
@@ -50,9 +38,16 @@ def test_a_low_limit_is_named_with_its_source_and_what_raises_it(
     files: dict[str, str], host_cpus: int, environ: dict[str, str], parts: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    text = told(tmp_path, files, monkeypatch, host_cpus, **environ)
-    assert [part for part in parts if part not in text] == []
-    assert ("LOW cores" in text) == ("Too low: " in text) == ("LOW cores:" in parts)
+    for name, text in {**files, "dev/shm/.keep": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "cpu_count", lambda: host_cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(host_cpus)))
+    monkeypatch.setattr(os, "process_cpu_count", lambda: host_cpus, raising=False)  # Python 3.13
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
+    told = examination(inspect_machine(root=tmp_path, environ=environ))
+    assert [part for part in parts if part not in told] == []
+    assert ("LOW cores" in told) == ("Too low: " in told) == ("LOW cores:" in parts)
 
 
 def test_one_screen_says_all_that_a_bug_report_needs() -> None:

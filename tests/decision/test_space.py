@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -23,9 +22,7 @@ from autotune_loader.values.config import LoaderConfig
 MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    "limits", [Limits(), Limits(shm_bytes=20 * MIB), Limits(memory_bytes=300 * MIB), Limits(descriptors=100)], ids=str
-)
+@pytest.mark.parametrize("limits", [Limits(), Limits(shm_bytes=20 * MIB, memory_bytes=300 * MIB, descriptors=100)])
 def test_every_config_is_legal_different_and_of_what_is_searched_with_fewest_workers_first(limits):
     space = Space(
         max_workers=3,
@@ -33,8 +30,6 @@ def test_every_config_is_legal_different_and_of_what_is_searched_with_fewest_wor
         persistent_workers=True,
         in_order=(True, False),
         multiprocessing_contexts=(None, "spawn"),
-        consumer_threads=(None, 2),
-        device_prefetch=(0, 2),
         batch_sizes=(None, 16),
         drop_lasts=(None, True),
         limits=limits,
@@ -47,10 +42,7 @@ def test_every_config_is_legal_different_and_of_what_is_searched_with_fewest_wor
     assert len(set(configs)) == len(configs)
     assert all(space.veto(config) is None for config in configs)
     assert all(config.persistent_workers == (config.num_workers > 0) for config in configs)
-
-
-def test_worker_counts_are_all_up_to_sixteen_then_eighths():
-    assert Space(max_workers=0).worker_counts() == (0,)
+    # AND of many workers every eighth
     assert Space(max_workers=40).worker_counts() == (*range(17), 18, 20, 22, 24, 27, 30, 33, 37, 40)
 
 
@@ -61,9 +53,9 @@ def workers(count, prefetch=2):
 @pytest.mark.parametrize(
     ("limit", "need", "words"),
     [
-        ("shm_bytes", (3 * 4 + 1) * MIB, "of /dev/shm"),
-        ("descriptors", (3 * 4 + 1) * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of descriptors"),
-        ("memory_bytes", 3 * WORKER_BASE_BYTES + (3 * 4 + 1) * MIB, "193 MiB of host memory"),
+        ("shm_bytes", 13 * MIB, "of /dev/shm"),
+        ("descriptors", 13 * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of descriptors"),
+        ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 MiB of host memory"),
     ],
 )
 def test_vetoes_are_exact(limit, need, words):
@@ -98,22 +90,10 @@ def test_as_many_workers_as_could_help(cores, wall_s, cpu_s, step_s, most):
     assert max_useful_workers(cores, wall_s, cpu_s, step_s) == most
 
 
-@pytest.mark.parametrize(
-    ("cores", "default", "max_cores", "counts"),
-    [
-        (4, 8, math.inf, (None, 4, 2, 1)),
-        (8, 4, math.inf, (None, 2, 1)),
-        (1, 1, math.inf, (None,)),
-        (8, 8, 8, (None, 4, 2, 1)),
-        (4, 8, 4, (4, 2, 1)),
-        (1, 8, 1, (1,)),
-    ],
-)
-def test_thread_counts_are_the_default_and_halves_within_the_cores(cores, default, max_cores, counts):
-    assert consumer_thread_counts(cores, default, max_cores) == counts
-
-
-# What the twin knows nothing of
+def test_thread_counts_are_the_default_and_halves_within_the_cores():
+    counts = {(8, 8): (None, 4, 2, 1), (4, 8): (None, 4, 2, 1), (8, 4): (None, 2, 1), (1, 1): (None,)}
+    assert {each: consumer_thread_counts(*each) for each in counts} == counts
+    assert consumer_thread_counts(4, 8, 4) == (4, 2, 1)  # no more than the user allows
 
 
 def test_variants_change_one_knob_and_only_where_that_is_legal():

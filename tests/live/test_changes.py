@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from autotune_loader import AutoLoader as TunedLoader
 from autotune_loader.live.trust import TRUSTED
 from autotune_loader.machine.sandbox import channels, cut
 from autotune_loader.values.config import LoaderConfig
-from tests.support.schedules import KINDS, Noise, Numbers, Stream, differences, draw_case
+from tests.support.schedules import KINDS, Noise, Numbers, Slow, Stream, Where, differences, draw_case
 from tests.support.schedules import FixedLoader as AutoLoader
 
 pytestmark = pytest.mark.process
@@ -63,7 +64,7 @@ def test_augmentations_do_not_depend_on_the_workers() -> None:
     for start, configs in ((LoaderConfig(), []), (TWO, []), (TWO, [LoaderConfig(), LoaderConfig(num_workers=3), TWO])):
         torch.manual_seed(0)
         loader = AutoLoader(Noise(40), batch_size=4, shuffle=True, config=start)
-        runs.append([batch.tolist() for batch in changed(loader, list(configs))])
+        runs.append([batch.tolist() for batch in changed(loader, configs)])
 
     assert runs[0] == runs[1] == runs[2]
     assert len({tuple(sample[1:]) for batch in runs[0] for sample in batch}) == 40
@@ -77,18 +78,12 @@ def test_torchs_seeds_are_to_be_had() -> None:
     assert [b.tolist() for b in AutoLoader(Noise(12), batch_size=2, num_workers=2, worker_seeds="torch")] == plain
 
 
-class Where(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        return torch.tensor([index, info.id, info.num_workers] if info else [index, -1, 0])
-
-
 def test_each_pool_has_workers_of_its_own_which_worker_init_fn_begins() -> None:
     started = multiprocessing.Value("i", 0)
 
     def note(worker: int) -> None:
-        assert get_worker_info().id == worker  # type: ignore[union-attr]
-        assert get_worker_info().dataset[3][0] == 3  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        assert (info.id, int(info.dataset[3][0])) == (worker, 3)
         with started.get_lock():
             started.value += 1
 
@@ -106,11 +101,21 @@ def test_each_pool_has_workers_of_its_own_which_worker_init_fn_begins() -> None:
     assert all(t.requested <= t.received <= t.step_end and t.fetch_start <= t.collate_end for t in traces)
 
 
+class Fetching(Noise):
+    """Notes what this process fetches."""
+
+    fetched: list[int] = []  # noqa: RUF012 - shared on purpose
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.fetched.append(index)
+        return super().__getitem__(index)
+
+
 @pytest.mark.parametrize(("then", "now"), [(0, 2), (2, 0), (2, 3)])
-def test_an_epoch_is_resumed_with_any_number_of_workers(then: int, now: int) -> None:
+def test_an_epoch_is_resumed_with_any_number_of_workers_and_nothing_is_fetched_again(then: int, now: int) -> None:
     def loader(workers: int) -> AutoLoader[Any]:
         sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
-        return AutoLoader(Noise(40), batch_size=4, sampler=sampler, config=LoaderConfig(num_workers=workers))
+        return AutoLoader(Fetching(40), batch_size=4, sampler=sampler, config=LoaderConfig(num_workers=workers))
 
     torch.manual_seed(0)
     first = loader(then)
@@ -118,36 +123,18 @@ def test_an_epoch_is_resumed_with_any_number_of_workers(then: int, now: int) -> 
     for _ in range(4):
         next(iterator)
     state, random_state = first.state_dict(), torch.get_rng_state()
-    rest = [batch.tolist() for batch in iterator]
-    after = [batch.tolist() for batch in first]
+    rest, after = ([batch.tolist() for batch in batches] for batches in (iterator, first))
 
     torch.manual_seed(99)
     second = loader(now)
     second.load_state_dict(state)
     torch.set_rng_state(random_state)
+    Fetching.fetched.clear()
 
     assert len(rest) == 6
     assert [batch.tolist() for batch in second] == rest
+    assert len(Fetching.fetched) == (0 if now else 24)
     assert [batch.tolist() for batch in second] == after
-
-
-def test_after_break_the_rest_is_resumed_and_nothing_is_fetched_again() -> None:
-    class Counting(Numbers):
-        fetched: list[int] = []  # noqa: RUF012 - shared on purpose
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            self.fetched.append(index)
-            return super().__getitem__(index)
-
-    first = AutoLoader(Counting(20), batch_size=2, num_workers=2)
-    for number, _ in enumerate(first):
-        if number == 3:
-            break
-    second = AutoLoader(Counting(20), batch_size=2)
-    second.load_state_dict(first.state_dict())
-
-    assert indices(second) == [[i, i + 1] for i in range(8, 20, 2)]
-    assert Counting.fetched == list(range(8, 20))
 
 
 def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
@@ -182,12 +169,6 @@ def test_a_stream_changes_between_epochs_and_is_resumed_with_as_many_workers() -
     assert [batch.tolist() for batch in second] == [batch.tolist() for batch in iterator]
     with pytest.raises(ValueError, match="num_workers=2 would work"):
         AutoLoader(Stream(24), batch_size=2, num_workers=1).load_state_dict(state)
-
-
-class Slow(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.002)
-        return super().__getitem__(index)
 
 
 # The loss falls into the waiting for a batch, or into the step.
@@ -258,25 +239,6 @@ def test_a_configuration_whose_worker_leaves_by_itself_is_given_up() -> None:
     assert loader.config == LoaderConfig(num_workers=1)
 
 
-def test_a_generator_that_loaders_share_is_left_as_torch_leaves_it() -> None:
-    runs = []
-    for base in (DataLoader, AutoLoader):
-        shared = torch.Generator().manual_seed(3)
-        loader: Any = base(Numbers(24), batch_size=4, shuffle=True, generator=shared)
-        if base is AutoLoader:
-            loader.change_to(LoaderConfig(num_workers=3))
-        seen = []
-        for stop in (2, 9, 1):
-            for number, batch in enumerate(loader):
-                seen.append(batch.tolist())
-                if number == stop:
-                    break
-            seen.append(torch.rand(1, generator=shared).item())
-        runs.append(seen)
-
-    assert runs[0] == runs[1]
-
-
 @pytest.mark.parametrize("config", [TWO, KEPT])
 def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
     loader = AutoLoader(Numbers(40), config=config)
@@ -289,16 +251,32 @@ def test_whoever_leaves_a_loop_leaves_no_worker(config: LoaderConfig) -> None:
     assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
 
 
-def test_workers_that_nobody_asked_for_draw_the_order_when_the_loop_would() -> None:
-    runs = []
-    for base in (DataLoader, AutoLoader):
-        torch.manual_seed(0)
-        loaders: list[Any] = [base(Numbers(24), batch_size=4, shuffle=True) for _ in range(2)]
-        if base is AutoLoader:
-            [loader.change_to(TWO) for loader in loaders]
-        runs.append([indices(pair) for pair in zip(*loaders, strict=True)])
+def a_generator_that_loops_share(make: Any) -> list[Any]:
+    shared, seen = torch.Generator().manual_seed(3), list[Any]()
+    loader = make(Numbers(24), batch_size=4, shuffle=True, generator=shared)
+    for most in (3, 9, 2):
+        seen += indices(itertools.islice(loader, most))
+        seen.append(torch.rand(1, generator=shared).item())
+    return seen
 
-    assert runs[0] == runs[1]
+
+def loaders_in_turn(make: Any) -> list[Any]:
+    loaders = [make(Numbers(24), batch_size=4, shuffle=True) for _ in range(2)]
+    return [indices(pair) for pair in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize("loop", [a_generator_that_loops_share, loaders_in_turn])
+def test_workers_that_nobody_asked_for_draw_what_the_loop_would_when_it_would(loop: Any) -> None:
+    def with_workers(*args: Any, **arguments: Any) -> Any:
+        loader = AutoLoader(*args, **arguments)
+        loader.change_to(LoaderConfig(num_workers=3))
+        return loader
+
+    torch.manual_seed(0)
+    plain = loop(DataLoader)
+    torch.manual_seed(0)
+
+    assert loop(with_workers) == plain
 
 
 def test_workers_that_nobody_asked_for_hold_no_pipe_that_somebody_waits_for() -> None:

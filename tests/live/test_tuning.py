@@ -13,18 +13,17 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
-from tests.support.schedules import Numbers
+from tests.support.schedules import Slow, Where
 
 pytestmark = pytest.mark.process
 MOST_S = 60.0
 
 
-class Waiting(Numbers):
+class Waiting(Slow):
     """A batch of 8 takes 32 ms of waiting."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.004)
-        return super().__getitem__(index)
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples, seconds=0.004)
 
 
 def firsts(batches: Any) -> list[int]:
@@ -127,13 +126,6 @@ def test_the_tuner_may_fail_and_training_may_not(caplog: pytest.LogCaptureFixtur
     assert str(loader.best) in loader.report()
 
 
-class WhoAmI(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.004)
-        info = get_worker_info()
-        return torch.tensor([index, -1 if info is None else info.num_workers])
-
-
 PORTS = [2000, 2004]
 
 
@@ -148,7 +140,7 @@ def connect(worker: int) -> None:
     get_worker_info().dataset.port = PORTS[worker]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("dataset", "init", "seen"), [(WhoAmI, None, {2}), (Simulated, connect, {2000, 2004})])
+@pytest.mark.parametrize(("dataset", "init", "seen"), [(Where, None, {2}), (Simulated, connect, {2000, 2004})])
 def test_the_number_of_workers_stays_where_samples_may_depend_on_it(
     dataset: Any, init: Any, seen: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,7 +148,7 @@ def test_the_number_of_workers_stays_where_samples_may_depend_on_it(
     begun, found = time.monotonic(), set()
     with caplog.at_level(logging.INFO, "autotune_loader"):
         while time.monotonic() - begun < 2:
-            found |= {int(value) for batch in stepping(loader) for value in batch[:, 1]}
+            found |= {int(value) for batch in stepping(loader) for value in batch[:, -1]}
 
     assert found == seen
     assert {change.config.num_workers for change in loader.traces.changes} == {2}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from autotune_loader.machine.gpus import STAMP_CLOCKS, Gpus, busy_within
 from tests.support import FakeGpu, FakeGpus
+from tests.support.gpus import ANSWERS
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
 MIG_1, MIG_2, MIG_3 = "MIG-1111-aa", "MIG-2222-bb", "MIG-3333-cc"
@@ -35,18 +35,13 @@ VISIBLE: dict[str | None, tuple[list[str], list[str]]] = {
     f"{B},GPU-ffff,{A}": ([B], [MIG_3]),
     MIG_2: ([], [MIG_2]),
 }
-CALLS = sorted(name for name in vars(FakeGpus) if name.startswith("nvml") and name != "nvmlInit")
-NO_DRIVER = "nvmlInit: NVML Shared Library Not Found"
-
-
-def opened(gpus: Sequence[FakeGpu], mask: str | None = None, **options: object) -> Gpus:
-    return Gpus(FakeGpus(gpus, **options), environ={} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
 
 
 @pytest.mark.parametrize("mask", VISIBLE)
 def test_a_mask_shows_what_cuda_shows(mask: str | None) -> None:
+    environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
     for machine, visible in zip((PLAIN, SPLIT), VISIBLE[mask], strict=True):
-        devices = opened(machine, mask).devices()
+        devices = Gpus(FakeGpus(machine), environ=environ).devices()
         assert [(each.cuda_index, each.uuid) for each in devices] == list(enumerate(visible))
 
 
@@ -59,20 +54,33 @@ def test_cudas_own_list_finds_its_devices_in_its_order() -> None:
     assert [(each.cuda_index, each.uuid) for each in devices] == list(enumerate(order, start=1))
 
 
-@pytest.mark.parametrize("refused", CALLS)
-def test_a_refused_call_takes_its_own_value_only(refused: str) -> None:
+FOUND = {"devices": 1, "uuid": A, "name": "H100", "memory_bytes": 16 << 30, "driver": "570.00", "samples": 2}
+
+
+@pytest.mark.parametrize(
+    ("refused", "lost"),
+    [
+        ("nvmlDeviceGetCount", {"devices": 0}),
+        ("nvmlDeviceGetHandleByIndex", {"devices": 0}),
+        ("nvmlDeviceGetUUID", {"uuid": "", "samples": 0}),
+        ("nvmlDeviceGetName", {"name": "unknown GPU"}),
+        ("nvmlDeviceGetMemoryInfo", {"memory_bytes": None}),
+        ("nvmlDeviceGetMigDeviceHandleByIndex", {}),
+        ("nvmlDeviceGetHandleByUUID", {"samples": 0}),
+        ("nvmlDeviceGetSamples", {"samples": 0}),
+        ("nvmlSystemGetDriverVersion", {"driver": None}),
+    ],
+)
+def test_a_refused_call_takes_its_own_value_only(refused: str, lost: dict[str, object]) -> None:
     # GIVEN an NVML that refuses one call, as under MIG, WSL2 and on a Jetson
-    gpus = opened([FakeGpu(uuid=A, name="H100")], unsupported=[refused])
+    gpu = FakeGpu(uuid=A, name="H100", samples=lambda: [(1.0, 20), (2.0, 40)])
+    gpus = Gpus(FakeGpus([gpu], unsupported=[refused]), environ={})
     # WHEN all is asked THEN nothing is raised, and what needs another call is there
-    found = [(each.uuid, each.name, each.memory_bytes) for each in gpus.devices()]
-    if refused in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
-        assert found == []
-    else:
-        uuid = "" if refused == "nvmlDeviceGetUUID" else A
-        name = "unknown GPU" if refused == "nvmlDeviceGetName" else "H100"
-        assert found == [(uuid, name, None if refused == "nvmlDeviceGetMemoryInfo" else 16 << 30)]
-        assert gpus.recent_use(gpus.devices()[0]) == []
-    assert gpus.driver == (None if refused == "nvmlSystemGetDriverVersion" else "570.00")
+    found: dict[str, object] = {"devices": len(gpus.devices()), "driver": gpus.driver}
+    for each in gpus.devices():
+        found |= {name: getattr(each, name) for name in ("uuid", "name", "memory_bytes")}
+        found["samples"] = len(gpus.recent_use(each))
+    assert found.items() <= (FOUND | lost).items()
     assert gpus.reason is None
 
 
@@ -82,14 +90,13 @@ def test_a_machine_without_a_driver_has_one_reason_and_one_notice(caplog: pytest
     with caplog.at_level(logging.DEBUG, logger="autotune_loader"):
         answers = (gpus.devices(), gpus.driver, gpus.reason, gpus.devices())
     # THEN NVML was tried once, and it was said once
-    assert answers == ((), None, NO_DRIVER, ())
+    assert answers == ((), None, "nvmlInit: NVML Shared Library Not Found", ())
     assert (nvml.calls, len(caplog.records)) == (["nvmlInit"], 1)
 
 
-def test_the_fake_has_only_names_that_the_real_binding_has_and_that_is_no_deprecated_one() -> None:
-    assert importlib.metadata.version("nvidia-ml-py")
+def test_the_fake_has_only_names_that_the_real_binding_has() -> None:
     pynvml = pytest.importorskip("pynvml")
-    names = [name for name in vars(FakeGpus) if name.startswith(("nvml", "NVML"))]
+    names = [*ANSWERS, *(name for name in vars(FakeGpus) if name.startswith("NVML"))]
     assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
@@ -105,7 +112,8 @@ def test_a_short_window_has_the_utilisation_of_its_own_samples() -> None:
 @pytest.mark.parametrize("clock", STAMP_CLOCKS)
 def test_stamps_of_either_clock_become_seconds_ago(clock: Callable[[], float]) -> None:
     # GIVEN a driver that stamps its samples by the time of day, or since boot
-    gpus = opened([FakeGpu(uuid=A, samples=lambda: [(clock() - 0.2, 40), (clock() - 0.3, 20)])])
+    gpu = FakeGpu(uuid=A, samples=lambda: [(clock() - 0.2, 40), (clock() - 0.3, 20)])
+    gpus = Gpus(FakeGpus([gpu]), environ={})
     # WHEN asked for what it keeps THEN
     (older, younger) = gpus.recent_use(gpus.devices()[0])
     assert older == (pytest.approx(0.3, abs=0.05), 0.2)

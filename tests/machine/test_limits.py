@@ -1,4 +1,4 @@
-"""How much this process may use: cores, memory and descriptors; on Linux only."""
+"""What this process may use, on machines played by a root directory of our own and on this one; on Linux only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,43 +14,77 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from autotune_loader.machine import host, limits
-from autotune_loader.machine.cgroups import Limit
+from autotune_loader.machine import host
+from autotune_loader.machine.facts import Machine, inspect_machine
+from autotune_loader.machine.gpus import Gpus
+from autotune_loader.machine.limits import open_files_limit
+from tests.support import FakeGpu, FakeGpus
+
+Inspect = Callable[..., Machine]
 
 
-@pytest.fixture(autouse=True)
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 8 CPUs, all of which the scheduler may use for us."""
+@pytest.fixture
+def inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inspect:
+    """Looks at a machine with 8 CPUs and 1000 bytes of memory, these lines in `/proc/self/cgroup` and these files."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.delattr(os, "process_cpu_count", raising=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
+
+    def look(groups: str = "0::/\n", files: dict[str, str] | None = None, **options: object) -> Machine:
+        files = {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return inspect_machine(root=tmp_path, **{"environ": {}, **options})  # type: ignore[arg-type]
+
+    return look
 
 
-def with_quota(root: Path, cpu_max: str) -> Path:
-    for name, text in {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": cpu_max}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+V1_QUOTA = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
+NO_QUOTA = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000"}
+LAYOUTS: dict[str, tuple[str, dict[str, str], list[float]]] = {
+    # what /proc/self/cgroup says, files, cores of each quota
+    "a quota below one core still leaves one": (
+        "0::/pods/pod7/app\n",
+        {
+            "pods/pod7/app/cpu.max": "max 100000\n",
+            "pods/pod7/cpu.max": "250000",  # of a period that is not named
+            "pods/cpu.max": "50000 100000",
+        },
+        [2.5, 0.5],
+    ),
+    "entered from outside": ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),
+    "v1, of which a container sees its own part only": (
+        "4:memory:/docker/3f2a/inner\n2:cpu,cpuacct:/docker/3f2a/inner\n",
+        {f"cpu,cpuacct/inner/{name}": text for name, text in NO_QUOTA.items()}
+        | {f"cpu,cpuacct/{name}": text for name, text in V1_QUOTA.items()},
+        [0.5],
+    ),
+    "v1, a folder for each controller, beside v2": (
+        "2:cpu:/job\n0::/\n",
+        {f"cpu/job/{name}": text for name, text in V1_QUOTA.items()} | {"unified/cpu.max": "300000 100000"},
+        [0.5, 3.0],
+    ),
+    "broken files": ("0::/a\nnonsense\n", {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}, []),
+}
 
 
-def test_every_input_is_kept_and_the_least_one_binds(tmp_path: Path) -> None:
-    cores = limits.usable_cores(with_quota(tmp_path, "350000 100000"), {"SLURM_CPUS_PER_TASK": "6"})
-    assert (cores.usable, cores.available, cores.binding.value) == (3, 3.5, 3.5)
-    assert sorted(limit.value for limit in cores.inputs) == [3.5, 6, 8, 8]
-    # a quota below one core still leaves one
-    cores = limits.usable_cores(with_quota(tmp_path, "50000 100000"), {})
-    assert (cores.usable, cores.available) == (1, 0.5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_quota_above_this_process_counts_and_the_least_binds(inspect: Inspect, layout: str) -> None:
+    groups, files, quotas = LAYOUTS[layout]
+    cores = inspect(groups, files, environ={"SLURM_CPUS_PER_TASK": "6"}).cores
+    assert [limit.value for limit in cores.inputs] == [8, 8, 6, *quotas]
+    assert all(Path(limit.source).is_file() for limit in cores.inputs[3:])
+    assert cores.available == cores.binding.value == min([6, *quotas])
+    assert cores.usable == max(1, int(cores.available))
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "usable"),
-    [("sched_getaffinity", lambda _pid: {2, 5}, 2), ("process_cpu_count", lambda: 3, 3)],
-)
-def test_affinity_and_pythons_own_count_bind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, count: object, usable: int
-) -> None:
-    monkeypatch.setattr(os, name, count, raising=False)
-    assert limits.usable_cores(tmp_path, {}).usable == usable
+def test_affinity_and_pythons_own_count_bind(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
+    assert inspect().usable_cores == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
+    assert inspect().usable_cores == 2
 
 
 @pytest.mark.parametrize(
@@ -66,56 +101,83 @@ def test_affinity_and_pythons_own_count_bind(
     ],
 )
 def test_cores_are_divided_among_the_ranks_that_share_them(
-    tmp_path: Path, environ: dict[str, str], usable: int
+    inspect: Inspect, environ: dict[str, str], usable: int
 ) -> None:
-    assert limits.usable_cores(tmp_path, environ).usable == usable
+    assert inspect(environ=environ).usable_cores == usable
 
 
-def test_the_memory_budget_is_the_least_that_anyone_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # GIVEN a host with much memory and a container with little
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
-    monkeypatch.setattr(limits, "memory_available", lambda _root: (Limit(value=40, source="pod"),))
-    monkeypatch.setattr(limits, "memory_limits", lambda _root: (Limit(value=90, source="pod"),))
-    budget = limits.memory_budget(tmp_path)
-    # THEN the container's counts, and both are shown
-    assert (budget.available_bytes, budget.total_bytes, len(budget.inputs)) == (40, 90, 2)
+V2_MEMORY = {
+    # 100 bytes allowed, 80 used of which 30 are cache that the kernel would drop, and a parent with less left
+    "pod/app/memory.max": "100",
+    "pod/app/memory.current": "80",
+    "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
+    "pod/memory.max": "200",
+    "pod/memory.high": "190",
+    "pod/memory.current": "180",
+    "pod/memory.stat": "inactive_file 0\n",
+    "memory.max": "max\n",
+}
+V1_MEMORY = {
+    "memory/a/memory.limit_in_bytes": "800",
+    "memory/a/memory.usage_in_bytes": "400",
+    "memory/a/memory.stat": "total_inactive_file 100\n",
+    "memory/memory.limit_in_bytes": "9223372036854771712",
+}
 
 
-def test_what_a_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+@pytest.mark.parametrize(
+    ("groups", "files", "left", "total"),
+    [
+        ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
+        ("4:memory:/a\n", V1_MEMORY, [900, 500], 800),  # a huge number is no limit
+        ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
+    ],
+    ids=["v2", "v1", "broken files"],
+)
+def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
+    inspect: Inspect, groups: str, files: dict[str, str], left: list[int], total: int
+) -> None:
+    machine = inspect(groups, files, environ={"LOCAL_WORLD_SIZE": "4"})
+    assert [limit.value for limit in machine.memory.inputs] == left
+    assert (machine.memory.available_bytes, machine.memory.total_bytes) == (min(left), total)
+    assert machine.memory_budget_bytes == min(left) // 4
+
+
+def test_what_a_system_does_not_tell_is_none(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=FileNotFoundError("/proc/stat")))
-    assert (limits.usable_cores(tmp_path, {}).usable, limits.affinity()) == (8, None)
-    assert limits.memory_budget(tmp_path).available_bytes is None
-    assert limits.shared_memory(tmp_path) is None
+    machine = inspect()
+    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm) == (8, None, None)
     assert host.host_cpu() is None
 
 
-def test_shared_memory_and_descriptors_are_what_the_system_says(tmp_path: Path) -> None:
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    room = limits.shared_memory(tmp_path)
-    assert room is not None
-    assert 0 <= room.free_bytes <= room.total_bytes
-    assert limits.open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
-
-
-def test_only_the_cpus_asked_for_count() -> None:
+def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice() -> None:
+    gpus = Gpus(FakeGpus([FakeGpu(uuid="GPU-1", name="Fake")]), environ={})
+    machine, again = (inspect_machine(environ={"OMP_NUM_THREADS": "2", "HOME": "/root"}, gpus=gpus) for _ in "ab")
+    fingerprint = machine.fingerprint(dataset="d")
+    assert fingerprint == again.fingerprint(dataset="d")
+    assert (fingerprint.gpus, fingerprint.driver) == (("Fake",), "570.00")
+    assert fingerprint.thread_env == {"OMP_NUM_THREADS": "2"}
+    assert machine.shm is not None
+    assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
+    assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
+    # AND of its CPUs those count that were asked for, which have been busy since boot
     whole, one = host.host_cpu(), host.host_cpu({0})
-    # THEN both have been busy since boot, the one less than all
     assert whole is not None
     assert one is not None
     assert one.cpus == 1 <= whole.cpus
     assert 0 < one.busy_s <= whole.busy_s
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_are_told_what_works_there(platform: str) -> None:
-    with pytest.raises(ImportError, match=rf"tune works on Linux only, and this is '{platform}'.*load_config\(\)"):
-        host.require_linux("autotune_loader.tune", platform)
-
-
 @pytest.mark.process
-def test_importing_what_tunes_says_so_at_once_and_the_rest_can_be_imported() -> None:
-    script = "import sys; sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "PlatformError: AutoLoader works on Linux only" in done.stderr
+def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_works_there() -> None:
+    script = (
+        "import sys, multiprocessing; from autotune_loader.machine.facts import inspect_machine;"
+        "before = 'torch' in sys.modules; inspect_machine().fingerprint(); assert before == ('torch' in sys.modules);"
+        "multiprocessing.set_start_method('spawn');"
+        "sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
+    assert "PlatformError: AutoLoader works on Linux only, and this is 'darwin'" in told
+    assert "load_config()" in told

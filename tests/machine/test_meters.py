@@ -32,17 +32,12 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
     rss_bytes: int, pss_bytes: int | None, alarms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
-    looks: list[float] = []
-
-    def use(_members: Any) -> TreeUse:
-        looks.append(time.monotonic())
-        return TreeUse(processes=3, cpu_s=1.0, rss_bytes=rss_bytes)
-
+    looks, raised = list[Any](), list[bool]()
+    use = TreeUse(processes=3, cpu_s=1.0, rss_bytes=rss_bytes)
     monkeypatch.setattr(memory_guard, "PERIOD_S", 0.005)
     monkeypatch.setattr(memory_guard, "SUSPICION_S", 0.0)
-    monkeypatch.setattr(memory_guard, "tree_use", use)
+    monkeypatch.setattr(memory_guard, "tree_use", lambda members: looks.append(members) or use)
     monkeypatch.setattr(memory_guard, "tree_pss", lambda _members: pss_bytes)
-    raised: list[bool] = []
     # WHEN it may have 100 bytes
     with MemoryGuard(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:
@@ -50,23 +45,17 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
     assert len(raised) == alarms
 
 
-def a_measurement() -> Measurement:
-    rate = Interval(value=1.0, low=1.0, high=1.0, count=1)
-    names = ("window", "first_batch", "service", "service_cpu", "receive", "step")
-    seconds: dict[str, Any] = dict.fromkeys((f"{name}_s" for name in names), 0.0)
-    return Measurement(samples_per_s=rate, samples=1, batch_size=0.0, wait_share=0.0, **seconds)
+SECONDS = dict.fromkeys(("window_s", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s"), 0.0)
+RATE = Interval(value=1.0, low=1.0, high=1.0, count=1)
+MEASURED = Measurement(samples_per_s=RATE, samples=1, batch_size=0.0, wait_share=0.0, **SECONDS)  # type: ignore[arg-type]
 
 
 def looking(monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, float | None, HostCpu | None]) -> None:
     """The machine at several moments: seconds, CPU seconds of the tree, and those of the host."""
     moments, trees, hosts = (iter(column) for column in zip(*looks, strict=True))
-
-    def use(_members: Any) -> TreeUse | None:
-        cpu_s = next(trees)
-        return None if cpu_s is None else TreeUse(processes=1, cpu_s=cpu_s, rss_bytes=5)
-
+    uses = (None if cpu_s is None else TreeUse(processes=1, cpu_s=cpu_s, rss_bytes=5) for cpu_s in trees)
     monkeypatch.setattr(window, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    monkeypatch.setattr(window, "tree_use", use)
+    monkeypatch.setattr(window, "tree_use", lambda _members: next(uses))
     monkeypatch.setattr(window, "host_cpu", lambda _cpus: next(hosts))
 
 
@@ -81,18 +70,15 @@ def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatc
     watched = Window()
     watched.open()
     # WHEN it is closed THEN the tree has had 1.5 cores, and a quarter of the CPUs was others' work
-    found = watched.closed(a_measurement())
+    found = watched.closed(MEASURED)
     assert (found.cpu_share, found.foreign_cpu_share, found.steal_share) == pytest.approx((1.5, 0.25, 0.1))
     # THEN the parent, which knows what may be used, makes it a share of that
     assert of_cores(found, 2).cpu_share == pytest.approx(0.75)
 
 
-def test_ticks_that_disagree_make_no_negative_foreign_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = [HostCpu(cpus=1, busy_s=busy_s, steal_s=0.0) for busy_s in (0.0, 0.99)]
-    looking(monkeypatch, (0.0, 0.0, hosts[0]), (1.0, 1.0, hosts[1]))
-    assert Window().closed(a_measurement()).foreign_cpu_share == 0.0
-
-
-def test_what_the_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(monkeypatch: pytest.MonkeyPatch) -> None:
     looking(monkeypatch, (0.0, None, None), (1.0, None, None))
-    assert Window().closed(a_measurement()) == a_measurement()
+    assert Window().closed(MEASURED) == MEASURED
+    before, after = (HostCpu(cpus=1, busy_s=busy_s, steal_s=0.0) for busy_s in (0.0, 0.99))
+    looking(monkeypatch, (0.0, 0.0, before), (1.0, 1.0, after))
+    assert Window().closed(MEASURED).foreign_cpu_share == 0.0

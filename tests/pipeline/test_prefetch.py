@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader
 
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
 from autotune_loader.values.config import LoaderConfig
@@ -21,71 +22,42 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
+    """Its constructor does not take all fields."""
+
     x: torch.Tensor
     total: int = dataclasses.field(init=False, default=7)
 
 
-class Movable:
-    """Moves itself, in the way of old libraries."""
-
-    def __init__(self, where: str = "here") -> None:
-        self.where = where
-
-    def to(self, device: Any) -> Movable:
-        return Movable(str(device))
-
-
-class Modern(Movable):
-    def to(self, device: Any, **kwargs: Any) -> Modern:
-        return Modern(f"{device} {kwargs['non_blocking']}")
-
-
-class FakeLane:
+def lane_noting(events: list[str]) -> Any:
     """Writes down what happens, in order, and brings batches back as they are."""
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
+    def noted(what: str) -> Any:
+        return lambda batch: events.append(f"{what} {batch}") or batch
 
-    def open(self) -> None:
-        self.events.append("open")
-
-    def send(self, batch: int) -> int:
-        self.events.append(f"send {batch}")
-        return batch
-
-    def receive(self, sent: int) -> int:
-        self.events.append(f"receive {sent}")
-        return sent
+    return SimpleNamespace(open=lambda: events.append("open"), send=noted("send"), receive=noted("receive"))
 
 
-def failing(count: int) -> Iterator[int]:
-    """Delivers some batches, then raises."""
-    yield from range(count)
-    raise KeyError("broken sample")
-
-
-@pytest.mark.parametrize("depth", [1, 2, 50])
-@pytest.mark.parametrize("batches", [0, 1, 7])
-def test_batches_come_all_and_in_order(depth: int, batches: int) -> None:
-    assert list(prefetched(range(batches), FakeLane(), depth)) == list(range(batches))
-
-
-def test_copies_are_depth_batches_ahead_of_the_loop() -> None:
-    lane = FakeLane()
-    for batch in prefetched(range(4), lane, 2):
-        lane.events.append(f"step {batch}")
+def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_order() -> None:
+    events: list[str] = []
+    for batch in prefetched(range(4), lane_noting(events), 2):
+        events.append(f"step {batch}")
     # THEN two copies are under way during every step, until the loader ends
-    assert lane.events == [
+    assert events == [
         "open",
         *("send 0", "send 1", "send 2", "receive 0", "step 0"),
         *("send 3", "receive 1", "step 1"),
         *("receive 2", "step 2", "receive 3", "step 3"),
     ]
+    for batches, depth in ((0, 1), (7, 1), (7, 50)):
+        assert list(prefetched(range(batches), lane_noting([]), depth)) == list(range(batches))
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_an_exception_comes_after_the_batches_before_it_and_holds_none(depth: int) -> None:
-    batches = prefetched(failing(5), FakeLane(), depth)
+def test_an_exception_comes_after_the_batches_before_it_and_holds_none() -> None:
+    def failing() -> Iterator[int]:
+        yield from range(5)
+        raise KeyError("broken sample")
+
+    batches = prefetched(failing(), lane_noting([]), 3)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(KeyError, match="broken sample") as caught:
         next(batches)
@@ -103,157 +75,129 @@ def test_leaving_early_ends_the_loader() -> None:
         finally:
             closed.append(True)
 
-    batches = prefetched(loader(), FakeLane(), 2)
+    batches = prefetched(loader(), lane_noting([]), 2)
     assert next(batches) == 0
     batches.close()
     assert closed == [True]
 
 
-def test_a_dataloader_on_the_cpu_gives_the_same_batches_in_every_epoch() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3)
+def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead() -> None:
+    asked: list[int] = []
+
+    def collated(samples: list[int]) -> torch.Tensor:
+        asked.extend(samples)
+        return torch.tensor(samples)
+
+    loader = DataLoader(range(20), batch_size=3, collate_fn=collated)  # type: ignore[arg-type]
     prefetcher = DevicePrefetcher(loader, "cpu", depth=2)
     for _ in range(2):
-        assert torch.equal(torch.cat([x for (x,) in prefetcher]), torch.arange(20))
+        assert torch.equal(torch.cat(list(prefetcher)), torch.arange(20))
+        asked.clear()
         next(iter(prefetcher))  # left early
+        assert asked == [0, 1, 2]
     assert len(prefetcher) == len(loader) == 7
+    # AND what is tuned for CUDA, or not tuned, leaves a loader as it is
+    for depth, device in ((2, "cpu"), (0, "cuda")):
+        assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
 
 
-def test_on_the_cpu_nothing_is_read_ahead() -> None:
-    asked = []
-
-    def loader() -> Iterator[torch.Tensor]:
-        for index in range(5):
-            asked.append(index)
-            yield torch.tensor(index)
-
-    next(iter(DevicePrefetcher(loader(), "cpu", depth=3)))
-    assert asked == [0]
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.mark.parametrize(
-    ("depth", "error", "says"),
+    ("device", "depth", "error", "says"),
     [
-        (0, ValueError, "depth=0 is below 1; depth=1 would work"),
-        (1.5, TypeError, "is not an integer; depth=1 would work"),
-        (True, TypeError, "is not an integer; depth=1 would work"),
+        ("cpu", 0, ValueError, "depth=0 is below 1; depth=1 would work"),
+        ("cpu", True, TypeError, "is not an integer; depth=1 would work"),
+        pytest.param("cuda", 1, RuntimeError, "device='cuda' needs CUDA", marks=NO_CUDA),
     ],
 )
-def test_a_wrong_depth_is_refused_with_one_that_works(depth: Any, error: type[Exception], says: str) -> None:
+def test_what_cannot_work_is_refused_at_once(device: str, depth: int, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        DevicePrefetcher([], "cpu", depth=depth)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_without_cuda_is_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match=r"device='cuda' needs CUDA"):
-        DevicePrefetcher([], "cuda")
-
-
-@pytest.mark.parametrize(("depth", "device"), [(2, "cpu"), (0, "cuda")])
-def test_without_tuned_prefetch_or_off_cuda_a_loader_stays_itself(depth: int, device: str) -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4)))
-    assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
+        DevicePrefetcher([], device, depth=depth)
 
 
 @pytest.mark.parametrize(
     "batch",
     [
         [torch.ones(2), "name", 3, None, b"raw"],
-        (torch.ones(2), [torch.zeros(1)]),
-        {"x": torch.ones(2), "meta": {"id": 1, "more": (torch.ones(1),)}},
+        {"x": torch.ones(2), "meta": {"id": 1, "more": (torch.ones(1), [torch.zeros(1)])}},
         OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
         defaultdict(list, x=torch.ones(1)),
         Pair(torch.ones(1), {"y": torch.ones(1)}),
-        pack_sequence([torch.ones(3), torch.ones(2)]),
-        "text",
     ],
     ids=lambda batch: type(batch).__name__,
 )
 def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(batch: Any) -> None:
-    moved, before = move(batch, torch.device("meta")), outline(batch)
-
-    assert type(moved) is type(batch)
-    assert [shape for shape, _ in outline(moved)] == [shape for shape, _ in before]
-    # lengths of a packed sequence stay on the host
-    assert {device for _, device in outline(moved)} <= {"", "meta", "cpu" if isinstance(batch, PackedSequence) else ""}
-    assert outline(batch) == before
-
-
-def outline(value: Any) -> list[tuple[Any, str]]:
-    """Keys and shapes, and where tensors are."""
-    if isinstance(value, torch.Tensor):
-        return [(tuple(value.shape), value.device.type)]
-    if isinstance(value, dict):
-        return [part for key, each in value.items() for part in ((key, ""), *outline(each))]
-    if isinstance(value, (list, tuple)):
-        return [part for each in value for part in outline(each)]
-    return [(value, "")]
+    before, structure = tree_flatten(batch)
+    moved, same_structure = tree_flatten(move(batch, torch.device("meta")))
+    assert same_structure == structure
+    for value, own in zip(moved, before, strict=True):
+        if isinstance(own, torch.Tensor):
+            assert (value.shape, value.device.type, own.device.type) == (own.shape, "meta", "cpu")
+        else:
+            assert value is own
+    assert all(value is own for value, own in zip(tree_flatten(batch)[0], before, strict=True))
 
 
 def test_what_moves_in_its_own_way_is_moved_so() -> None:
-    # a frozen dataclass with a field that its constructor does not take
     batch = Frozen(x=torch.ones(2))
     moved = move(batch, "meta")
     assert (moved.x.device.type, moved.total, batch.x.device.type) == ("meta", 7, "cpu")
     # an immutable mapping becomes a dict
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
-    # an object moves itself, with `non_blocking` where it takes it
-    assert move(Movable(), "meta", non_blocking=False).where == "meta"
-    assert move(Modern(), "meta", non_blocking=False).where == "meta False"
+    # `non_blocking` is given to who takes it
+    for to, moved_to in (
+        (str, "meta"),
+        (lambda device, **options: f"{device} {options}", "meta {'non_blocking': False}"),
+    ):
+        assert move(SimpleNamespace(to=to), "meta", non_blocking=False) == moved_to
+    packed = move(pack_sequence([torch.ones(3), torch.ones(2)]), "meta")
+    assert (packed.data.device.type, packed.batch_sizes.device.type) == ("meta", "cpu")  # lengths stay on the host
+
+
+class Hidden:
+    """The allocator cannot be told of its tensors."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._hidden = (x,)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Hidden:
+        return Hidden(self._hidden[0].to(device, non_blocking=non_blocking))
+
+    def sum(self) -> torch.Tensor:
+        return self._hidden[0].sum()
 
 
 @pytest.mark.gpu
-def test_a_tuned_depth_is_applied_on_cuda() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4)))
-    ahead = prefetched_as_tuned(loader, LoaderConfig(device_prefetch=2), "cuda")
-    assert isinstance(ahead, DevicePrefetcher)
-    assert (ahead.depth, [int(x) for (x,) in ahead]) == (2, [0, 1, 2, 3])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@pytest.mark.parametrize("pinned", [True, False])
-def test_batches_on_the_gpu_are_equal_while_steps_overlap(depth: int, pinned: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(
+    "made",
+    [lambda x: x, torch.Tensor.pin_memory, lambda x: Hidden(x.pin_memory())],
+    ids=["pageable", "pinned", "hidden"],
+)
+def test_batches_on_the_gpu_are_whole_while_steps_overlap(made: Any, depth: int) -> None:
     # GIVEN batches large enough for copies to take a while, and more of them than the allocator keeps blocks
-    data = torch.arange(64 * 2**18, dtype=torch.int64).reshape(64, -1)
-    loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=pinned)
-    prefetcher = DevicePrefetcher(loader, "cuda", depth=depth)
+    batches = [made(torch.full((2**20,), index)) for index in range(32)]
+    prefetcher = DevicePrefetcher(batches, "cuda", depth=depth)
     # WHEN a slow kernel runs before each batch is read, in two epochs, and batches are dropped at once
     for _ in range(2):
         sums = []
-        for (x,) in prefetcher:
+        for batch in prefetcher:
             torch.cuda._sleep(2_000_000)
-            sums.append(x.sum())
+            sums.append(batch.sum())
         # THEN no batch was overwritten by a later copy
-        assert torch.equal(torch.stack(sums).cpu(), data.reshape(32, -1).sum(1))
+        assert torch.stack(sums).tolist() == [index * 2**20 for index in range(32)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 4])
-def test_objects_that_hide_their_tensors_are_safe_on_the_gpu(depth: int) -> None:
-    # GIVEN batches whose tensors the allocator cannot be told about
-    class Hidden:
-        def __init__(self, x: torch.Tensor) -> None:
-            self._hidden = (x,)
-
-        def to(self, device: Any, non_blocking: bool = False) -> Hidden:
-            return Hidden(self._hidden[0].to(device, non_blocking=non_blocking))
-
-    batches = [Hidden(torch.full((2**20,), index).pin_memory()) for index in range(24)]
-    # WHEN slow steps read them
-    sums = []
-    for batch in DevicePrefetcher(batches, "cuda", depth=depth):
-        torch.cuda._sleep(2_000_000)
-        sums.append(batch._hidden[0].sum())
-    # THEN each is whole
-    assert torch.stack(sums).tolist() == [index * 2**20 for index in range(24)]
-
-
-@pytest.mark.gpu
-def test_leaving_early_and_sparse_batches_leave_the_gpu_usable() -> None:
-    prefetcher = DevicePrefetcher([torch.full((4,), index).pin_memory() for index in range(8)], "cuda", depth=3)
-    assert next(iter(prefetcher)).is_cuda
-    assert [int(batch[0]) for batch in prefetcher] == list(range(8))
+def test_a_tuned_depth_is_applied_and_leaving_early_and_sparse_batches_leave_the_gpu_usable() -> None:
+    batches = [torch.full((4,), index).pin_memory() for index in range(8)]
+    ahead = prefetched_as_tuned(batches, LoaderConfig(device_prefetch=3), "cuda")
+    assert isinstance(ahead, DevicePrefetcher)
+    assert ahead.depth == 3
+    assert next(iter(ahead)).is_cuda
+    assert [int(batch[0]) for batch in ahead] == list(range(8))
     sparse = [torch.eye(4).to_sparse() * index for index in range(1, 6)]
     sums = [float(batch.to_dense().sum()) for batch in DevicePrefetcher(sparse, "cuda", depth=2)]
     assert sums == [4.0, 8.0, 12.0, 16.0, 20.0]

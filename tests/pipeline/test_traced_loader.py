@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.tracing import forget_open_batch
@@ -39,8 +38,8 @@ def take(data: Any, count: int, workers: int = 0, seed: int = 0, **config: Any) 
     return batches
 
 
-def listed(batches: list[Any]) -> list[Any]:
-    return [batch.tolist() for batch in batches]
+def listed(batches: Any) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -65,99 +64,31 @@ def by_hand(samples: list[torch.Tensor]) -> str:
     return "+".join(str(int(sample)) for sample in samples)
 
 
+LOADERS = (
+    DataLoader(Squares(), batch_size=3),
+    DataLoader(BatchedSquares(), batch_size=4),
+    DataLoader(Squares(), batch_size=4, collate_fn=by_hand),
+    DataLoader(Squares(), batch_size=4, sampler=range(7, -1, -1)),
+    DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)),
+    DataLoader(Squares(), batch_size=None),
+)
+
+
 @pytest.mark.parametrize("workers", WORKERS)
-def test_each_kind_of_dataset_is_fetched_in_its_own_way_and_starts_over_at_its_end(workers: int) -> None:
+def test_batches_are_the_users_own_and_begin_again_at_their_end(workers: int) -> None:
+    for loader in LOADERS:
+        own = listed(loader)
+        assert listed(take(loader, 2 * len(own), workers)) == own * 2
     each = workers or 1  # every worker delivers all of a stream
-    assert listed(take(DataLoader(Squares(), batch_size=4), 3, workers)) == [
-        [0, 1, 4, 9],
-        [16, 25, 36, 49],
-        [0, 1, 4, 9],
-    ]
-    assert listed(take(DataLoader(BatchedSquares(), batch_size=4), 1, workers)) == [[0, -1, -4, -9]]
     stream = take(DataLoader(Count(), batch_size=4), 3 * each, workers)
     assert listed(stream[::each]) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-    assert take(DataLoader(Squares(), batch_size=4, collate_fn=by_hand), 1, workers) == ["0+1+4+9"]
 
 
-def test_samplers_and_batch_samplers_choose_the_indices() -> None:
-    pairs = BatchSampler(SequentialSampler(Squares()), 2, False)
-
-    assert listed(take(DataLoader(Squares(), batch_size=4, sampler=range(7, -1, -1)), 1)) == [[49, 36, 25, 16]]
-    assert listed(take(DataLoader(Squares(), batch_sampler=pairs), 2)) == [[0, 1], [4, 9]]
-
-
-@pytest.mark.parametrize("dataset", [Squares(), Count()])
-def test_without_automatic_batching_samples_come_one_by_one(dataset: Any) -> None:
-    assert [int(sample) for sample in take(DataLoader(dataset, batch_size=None), 2)] == [0, 1]
-
-
-def test_drop_last_and_batch_size_of_the_configuration_win() -> None:
+def test_drop_last_and_batch_size_of_the_configuration_win_and_an_epoch_without_a_batch_ends() -> None:
     loader = DataLoader(Squares(), batch_size=3)
-
-    assert [len(batch) for batch in take(loader, 3)] == [3, 3, 2]
     assert [len(batch) for batch in take(loader, 3, drop_last=True)] == [3, 3, 3]
     assert [len(batch) for batch in take(loader, 2, batch_size=8)] == [8, 8]
-
-
-class Point(NamedTuple):
-    x: torch.Tensor
-    tags: dict[str, Any]
-
-
-class Pinnable:
-    """A batch type of the user's own, as the PyTorch tutorial has it."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-        self.is_mine = False
-
-    def pin_memory(self) -> Pinnable:
-        self.is_mine = True
-        return self
-
-
-def test_nested_batches_keep_their_types_and_are_weighed() -> None:
-    points = [Point(torch.zeros(2), {"name": "a", "y": [torch.ones(3)]}) for _ in range(4)]
-    (batch,) = take(DataLoader(points, batch_size=4), 1)
-    assert isinstance(batch, Point)
-    assert batch.tags["name"] == ["a"] * 4
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
-
-    for each, size in (
-        (batch, 4 * (4 * 2 + 4 * 3)),
-        ({"graph": sparse, "y": torch.zeros(2)}, 16 + 8 + 8),
-        (Pinnable(torch.zeros(6, 2)), 48),
-    ):
-        assert BatchShape.of(each).bytes == size
-
-
-def test_a_batch_type_of_the_users_own_is_pinned_by_its_own_method() -> None:
-    batch, fetch = pin_memory((Pinnable(torch.ones(2)), (0, 0.0, 1.0, 2.0, 0.5, 1)))
-
-    assert batch.is_mine
-    assert list(fetch) == [0, 0.0, 1.0, 2.0, 0.5, 1]
-
-
-class Shelf(Squares):
-    opened_by: int | None = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        assert self.opened_by is not None
-        return torch.tensor(self.opened_by)
-
-
-def open_in_worker(worker: int) -> None:
-    info: Any = get_worker_info()
-    assert isinstance(info.dataset, Shelf)
-    assert info.dataset.opened_by is None
-    info.dataset.opened_by = worker + 100
-
-
-@pytest.mark.process
-def test_worker_init_fn_reaches_the_users_dataset() -> None:
-    batches = take(DataLoader(Shelf(), batch_size=4, worker_init_fn=open_in_worker), 2, workers=2)
-
-    assert [batch[0].item() for batch in batches] == [100, 101]
+    assert take(loader, 1, batch_size=16, drop_last=True) == []
 
 
 class Dice:
@@ -178,13 +109,20 @@ def test_equal_seeds_give_equal_indices_whatever_the_sampler_draws_from(workers:
     own = DataLoader(Squares(), batch_size=8, shuffle=True, generator=torch.Generator())
     for data in (DataSide.from_dataset(Squares(), batch_size=8, sampler=Dice()), own):
         runs = [listed(take(data, 2, each, seed)) for each, seed in ((0, 3), (workers, 3), (0, 4))]
-
         assert runs[0] == runs[1]
         assert runs[0] != runs[2]
 
 
-def test_an_epoch_without_a_batch_ends_instead_of_turning_for_ever() -> None:
-    assert take(DataSide.from_dataset(Squares(), batch_size=16, drop_last=True), 1) == []
+class Point(NamedTuple):
+    x: torch.Tensor
+    tags: dict[str, Any]
+
+
+class Own:
+    """A batch type of the user's own."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
 
 
 class WholeBatches(Squares):
@@ -199,31 +137,38 @@ class ListsOfIndices(Squares):
         return {"x": 0.5} if isinstance(index, list) else torch.zeros(5, 2)
 
 
-class BatchesOfOwn(IterableDataset[Any]):
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.batch] * 3)
-
-
 def as_it_is(batch: Any) -> Any:
     return batch
 
 
+def stream_of(batch: Any) -> Any:
+    class Batches(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([batch] * 3)
+
+    return DataLoader(Batches(), batch_size=None, collate_fn=as_it_is)
+
+
+POINTS: Any = [Point(torch.zeros(2), {"name": "a", "y": [torch.ones(3)]})] * 4
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
+ROWS_OF_INDICES = BatchSampler(SequentialSampler(range(8)), 3, True)
+
+
 @pytest.mark.parametrize(
-    ("loader", "samples"),
+    ("loader", "samples", "size"),
     [
-        (DataLoader(WholeBatches(), batch_size=4, collate_fn=as_it_is), 4),
-        (DataLoader(ListsOfIndices(), sampler=BatchSampler(SequentialSampler(range(8)), 3, True), batch_size=None), 3),
-        (DataLoader(ListsOfIndices(), batch_size=None), 5),
-        (DataLoader(BatchesOfOwn({"path": "a", "n": torch.tensor(7), "x": torch.zeros(6)}), batch_size=None), 6),
-        (DataLoader(BatchesOfOwn(Pinnable(torch.zeros(6, 2))), batch_size=None, collate_fn=as_it_is), 6),
-        (DataLoader(BatchesOfOwn("nobody knows"), batch_size=None), 1),
+        (DataLoader(POINTS, batch_size=4), 4, 4 * (4 * 2 + 4 * 3)),
+        (DataLoader(WholeBatches(), batch_size=4, collate_fn=as_it_is), 4, 3 * 4 * 8),
+        (DataLoader(ListsOfIndices(), sampler=ROWS_OF_INDICES, batch_size=None), 3, 0),
+        (DataLoader(ListsOfIndices(), batch_size=None), 5, 5 * 2 * 4),
+        (stream_of({"path": "a", "n": torch.tensor(7), "x": torch.zeros(6)}), 6, 8 + 6 * 4),
+        (stream_of({"graph": SPARSE, "y": torch.zeros(2)}), 3, 16 + 8 + 8),
+        (stream_of(Own(torch.zeros(6, 2))), 6, 48),
+        (stream_of("nobody knows"), 1, 0),
     ],
 )
-def test_samples_are_counted_whoever_makes_the_batches(loader: Any, samples: int) -> None:
-    traced_loader = make_traced_loader(DataSide.from_loader(loader), LoaderConfig(), seed=0)
-    _, fetch = next(iter(traced_loader))
+def test_samples_are_counted_and_weighed_whoever_makes_the_batches(loader: Any, samples: int, size: int) -> None:
+    batch, fetch = next(iter(make_traced_loader(DataSide.from_loader(loader), LoaderConfig(), seed=0)))
     forget_open_batch()
-    assert fetch[5] == samples
+    assert (fetch[5], BatchShape.of(batch).bytes) == (samples, size)
+    assert isinstance(batch, Point) == (loader.dataset is POINTS)

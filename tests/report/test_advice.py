@@ -21,7 +21,6 @@ from autotune_loader.values.trial import Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 BEST = LoaderConfig(num_workers=4)
-GIB = 1 << 30
 
 
 def exactly(value):
@@ -61,15 +60,13 @@ def traces(services):
 
 def simulated(best, others=(), *, limits=None, **machine):
     """Evidence from bursts on a simulated machine of four cores, with the twin that they make."""
-    probe = SimulatedProbe(SimulatedMachine(noise_sd=0.0, **machine), FakeClock())
-    plan = BurstPlan(max_s=1.0)
-    tried = [LoaderConfig(), LoaderConfig(num_workers=1), LoaderConfig(num_workers=4), *others, best]
+    probe, plan = SimulatedProbe(SimulatedMachine(noise_sd=0.0, **machine), FakeClock()), BurstPlan(max_s=1.0)
+    tried = [LoaderConfig(), LoaderConfig(num_workers=1), LoaderConfig(num_workers=4), *others]
+    configs = [*(config for config in dict.fromkeys(tried) if config != best), best]
     trials = [
         Trial(number=number, config=config, role="search", measurement=probe.burst(config, plan))
-        for number, config in enumerate(dict.fromkeys(tried))
-        if config != best
+        for number, config in enumerate(configs)
     ]
-    trials.append(Trial(number=9, config=best, role="search", measurement=probe.burst(best, plan)))
     step = probe.step_ceiling(None, plan)
     context = TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, step.step_s),))
     return evidence(
@@ -81,11 +78,6 @@ def simulated(best, others=(), *, limits=None, **machine):
         twin=fit_twin([(each.config, each.measurement) for each in trials], context),
         space=None if limits is None else Space(max_workers=16, limits=limits),
     )
-
-
-def waiting(limits, **machine):
-    """Fetches wait: more workers would be faster, if there were room for them."""
-    return simulated(BEST, limits=limits, cpu_s=0.001, wait_s=0.1, step_s=0.001, **machine)
 
 
 def in_memory(**changes):
@@ -104,17 +96,13 @@ DECODE = StageTime(stage="decode", where="a.py:2, convert", wall_share=0.4, cpu_
 CROP = StageTime(stage="crop", where="a.py:3", wall_share=0.1, cpu_share=0.3, wall_s=0.9e-3, cpu_s=0.9e-3)
 SLEEPS = {"wait_share": 0.08, "service_cpu_s": 0.01, "cpu_share": 0.3}
 SIX, TWELVE = LoaderConfig(num_workers=6), LoaderConfig(num_workers=12)
+WAITS = {"cpu_s": 0.001, "wait_s": 0.1, "step_s": 0.001, "worker_bytes": 500 << 20}
 KEEPS_UP = {"cpu_s": 0.002, "step_s": 0.01, "receive_s": 0.0018, "service_cv": 0.02}
 PINNED = LoaderConfig(num_workers=4, pin_memory=True)
 # Batches of a few bytes that cost more to hand over than to step on.
 TOY = measured(
-    batch_bytes=800,
-    receive_s=0.0004,
-    service_s=0.0002,
-    service_cpu_s=0.0002,
-    wait_share=0.9,
-    samples_per_s=exactly(6e4),
-)
+    batch_bytes=800, receive_s=0.0004, service_s=0.0002, service_cpu_s=0.0002, wait_share=0.9, samples_per_s=exactly(6e4)
+)  # fmt: skip
 RARELY = measured(
     wait_share=0.12, service_s=0.004, service_cpu_s=0.003, batch_bytes=4000, cpu_share=0.27, foreign_cpu_share=0.7
 )
@@ -160,10 +148,8 @@ CASES = {
     "memory that ran out": ("memory", evidence(trials=(failed(6, predicted_samples_per_s=1400.0),)),
         "6 workers, prefetch 2 ran out of it (oom killed)", "Make a worker smaller"),
     "shared memory that ran out": ("memory", evidence(trials=(failed(6, "shared_memory"),)), "", "--shm-size"),
-    "memory that would run out": ("memory", waiting(Limits(memory_bytes=4 * GIB), worker_bytes=500 << 20),
+    "memory that would run out": ("memory", simulated(BEST, limits=Limits(memory_bytes=4 << 30), **WAITS),
         "of memory, and there are 4 GiB", "Make a worker smaller"),
-    "shared memory that would": ("memory", waiting(Limits(shm_bytes=64 << 20), batch_bytes=5 << 20),
-        "of shared memory, and there are 64 MiB", "--shm-size"),
     "start-up": ("startup", evidence(measured(first_batch_s=5.0), epoch_batches=100),
         "of an epoch", "persistent_workers=True"),
     "in memory": ("in_memory", in_memory(), "no worker is needed", "__getitems__"),
@@ -201,11 +187,8 @@ def test_a_verdict_names_what_binds_and_advice_follows(binding, found, words, ad
     headroom = None if found.ceiling is None else found.ceiling.value / found.rate.value - 1
     assert verdict.headroom == (headroom if headroom is None else pytest.approx(max(0.0, headroom)))
     for each in advice:
-        assert each.action.endswith((".", ")."))
-        assert each.reason
-        if each.expected_gain is not None:
-            assert each.expected_gain > 0
-            assert binding == "startup" or headroom is None or each.expected_gain <= headroom + 1e-9
+        assert each.expected_gain is None or each.expected_gain > 0
+        assert binding == "startup" or headroom is None or (each.expected_gain or 0.0) <= headroom + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -228,13 +211,5 @@ def test_a_gain_is_what_the_measured_cost_or_the_twin_says(found, action, gain):
 def test_stages_come_in_the_order_of_what_they_would_bring():
     found = replace(CASES["more cores"][1], stage_times=(CROP, READ, DECODE))
     first, second, *others = [each.action for each in advise(found, judge(found))]
-    assert "'decode'" in first
-    assert "'crop'" in second
+    assert ("'decode'" in first, "'crop'" in second) == (True, True)
     assert not any("'read'" in each for each in others)
-
-
-def test_nothing_is_said_that_was_not_measured():
-    quiet = evidence(replace(measured(), memory=None, traces=traces([0.1] * 50)))
-    told = "\n".join(map(str, advise(quiet, judge(quiet))))
-    assert "numpy" not in told
-    assert "in_order" not in told

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import math
-
-import pytest
-
 from autotune_loader.report import units
 from autotune_loader.values.statistics import Interval
 
@@ -20,14 +16,7 @@ def test_numbers_are_written_as_people_read_them() -> None:
     assert [units.counted(count, "trial") for count in (1, 1200)] == ["1 trial", "1,200 trials"]
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        Interval(value=157.0, low=0.0005, high=51_860_969.0, count=3),  # a few very unequal batches
-        Interval(value=100.0, low=-math.inf, high=math.inf, count=1),
-    ],
-)
-def test_an_interval_that_says_nothing_is_not_told_as_if_it_did(unknown: Interval) -> None:
-    assert units.range_text(unknown) == "-"
-    assert units.relative_error_text(unknown) == "± ?"
-    assert "(" not in units.ratio_text(unknown)
+def test_an_interval_that_says_nothing_is_not_told_as_if_it_did() -> None:
+    unknown = Interval(value=157.0, low=0.0005, high=51_860_969.0, count=3)  # a few very unequal batches
+    told = [say(unknown) for say in (units.range_text, units.relative_error_text, units.ratio_text)]
+    assert told == ["-", "± ?", "157.00x"]

@@ -19,16 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.results import cache
-from autotune_loader.results.cache import (
-    CACHE_VARIABLE,
-    cache_folder,
-    find,
-    job_key,
-    keep,
-    recall,
-    remember,
-    result_key,
-)
+from autotune_loader.results.cache import find, job_key, keep, recall, remember, result_key
 from autotune_loader.results.loader_file import Measured
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.options import TuneOptions
@@ -43,19 +34,24 @@ def rows(length: int = 64) -> TensorDataset:
     return TensorDataset(torch.zeros(length, 3))
 
 
-def key(
-    length: int = 64, batch_size: int = 8, machine: Fingerprint = HERE, own: LoaderConfig | None = None, **other: Any
-) -> str:
-    parts = {"model": torch.nn.Linear(3, 2), "collate_fn": collate, "loss_fn": None, "step": "no model", "ranks": 1}
+def collate(samples: list[Any]) -> Any:
+    return samples
+
+
+def key(*, length: int = 64, batch_size: int = 8, machine: Fingerprint = HERE, **other: Any) -> str:
+    parts = {
+        "model": torch.nn.Linear(3, 2),
+        "collate_fn": collate,
+        "loss_fn": None,
+        "step": "no model",
+        "ranks": 1,
+        "own": None,
+    }
     parts |= {name: other.pop(name) for name in parts if name in other}
     data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=parts["collate_fn"])
     training = TrainingSide(model=parts["model"], loss_fn=parts["loss_fn"])
-    workload, limits = Workload(data=data, training=training, own_config=own), TuneOptions(**other).limits()
+    workload, limits = Workload(data=data, training=training, own_config=parts["own"]), TuneOptions(**other).limits()
     return result_key(workload, machine, limits, step=parts["step"], ranks=parts["ranks"])
-
-
-def collate(samples: list[Any]) -> Any:
-    return samples
 
 
 RESULT = TuningResult(
@@ -87,78 +83,55 @@ def test_what_was_kept_is_found_by_the_same_key_in_a_private_loader_json(folder:
     assert TuningResult.load(path) == found
 
 
-OTHER_KEYS: list[dict[str, Any]] = [
-    {"length": 65},
-    {"model": torch.nn.Linear(3, 4)},
-    {"machine": replace(HERE, usable_cores=8)},
-    {"machine": replace(HERE, torch="2.6")},
-    {"step": "train_step(model, batch)"},
-    {"ranks": 2},
-    {"own": LoaderConfig(num_workers=1, multiprocessing_context="spawn")},
-    {"loss_fn": torch.nn.MSELoss()},
-    {"allow": frozenset({"in_order"})},
-    {"max_workers": 2},
-    {"tolerance": 0.05},
-]
-SAME_KEYS: list[dict[str, Any]] = [
-    {"model": torch.nn.Linear(3, 2)},
-    {"collate_fn": partial(collate)},
-    {"budget_s": 5.0, "seed": 7, "output": "loader.json"},
-    {"own": LoaderConfig(num_workers=2)},
-    {"machine": replace(HERE, driver="570")},
-]
-
-
 @pytest.mark.parametrize(
     ("other", "same"),
-    [*((other, False) for other in OTHER_KEYS), *((other, True) for other in SAME_KEYS)],
+    [
+        ({"length": 65}, False),
+        ({"model": torch.nn.Linear(3, 4)}, False),
+        ({"machine": replace(HERE, usable_cores=8)}, False),
+        ({"machine": replace(HERE, torch="2.6")}, False),
+        ({"step": "train_step(model, batch)"}, False),
+        ({"ranks": 2}, False),
+        ({"own": LoaderConfig(num_workers=1, multiprocessing_context="spawn")}, False),
+        ({"loss_fn": torch.nn.MSELoss()}, False),
+        ({"allow": frozenset({"in_order"})}, False),
+        ({"max_workers": 2}, False),
+        ({"tolerance": 0.05}, False),
+        ({"model": torch.nn.Linear(3, 2)}, True),
+        ({"collate_fn": partial(collate)}, True),
+        ({"budget_s": 5.0, "seed": 7, "output": "loader.json"}, True),
+        ({"own": LoaderConfig(num_workers=2)}, True),
+        ({"machine": replace(HERE, driver="570")}, True),
+    ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
 def test_a_key_is_that_of_workload_machine_and_limits_alone(other: dict[str, Any], same: bool) -> None:
     assert (key(**other) == key()) is same
 
 
-def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    def damage(path: Path) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-
-    return damage
-
-
-def to_link(path: Path) -> None:
-    other = path.with_suffix(".other")
-    path.rename(other)
-    path.symlink_to(other)
+def rewritten(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:200]),
-    "not measured": rewritten(lambda content: content.update(measured={})),
-    "not kept by us": rewritten(lambda content: content.pop("tuned_at")),
-    "a link": to_link,
+    "not measured": lambda path: rewritten(path, measured={}),
+    "not kept by us": lambda path: rewritten(path, tuned_at=None),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_suffix(".other"))),
+    "of another user": lambda path: None,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_entry_that_cannot_be_used_is_ignored_with_a_line_in_the_log(
-    damage: str, folder: Path, caplog: pytest.LogCaptureFixture
+    damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = kept(folder)
     DAMAGES[damage](path)
+    monkeypatch.setattr(cache.os, "geteuid", lambda: os.getuid() + (damage == "of another user"))
     with caplog.at_level(logging.WARNING):
         assert find(key()) is None
     assert f"{path} is ignored" in caplog.text
-
-
-def test_an_entry_of_another_user_is_ignored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept(folder)
-    monkeypatch.setattr(cache.os, "geteuid", lambda: os.getuid() + 1)
-    assert find(key()) is None
-    assert "another user" in caplog.text
 
 
 def test_only_a_complete_result_is_kept_and_where_nothing_was_kept_nothing_is_said(
@@ -169,11 +142,7 @@ def test_only_a_complete_result_is_kept_and_where_nothing_was_kept_nothing_is_sa
     with caplog.at_level(logging.DEBUG):
         assert find(key()) is None
     assert caplog.text == ""
-
-
-def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    # BUT a folder that cannot be written costs a line in the log
     folder.write_text("a file where the folder should be")
     kept(folder)
     assert "not kept for the next run" in caplog.text
@@ -192,18 +161,11 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path, monkeyp
     assert {path.name for path in folder.iterdir()} == {oldest.name, other.name, newest.name, "notes.txt"}
 
 
-@pytest.mark.parametrize("off", ["", "0", "OFF", " no "])
-def test_the_variable_turns_the_cache_off_or_moves_it(off: str, folder: Path) -> None:
-    assert cache_folder({CACHE_VARIABLE: off}) is None
-    assert cache_folder({CACHE_VARIABLE: str(folder)}) == folder
-    assert "autotune-loader" in str(cache_folder({}))
-
-
 def test_what_was_best_is_known_to_the_next_loader_of_the_same_data(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def job(samples: int, batch_size: int) -> str:
-        return job_key(DataSide.from_loader(DataLoader(rows(samples), batch_size=batch_size)), HERE)
+    def job(samples: int, size: int) -> str:
+        return job_key(DataSide.from_loader(DataLoader(rows(samples), batch_size=size)), HERE)
 
     remember(job(10, 2), BEST)
     assert [recall(job(*each)) for each in ((10, 2), (11, 2), (10, 5))] == [BEST, None, None]
@@ -213,9 +175,14 @@ def test_what_was_best_is_known_to_the_next_loader_of_the_same_data(
     assert "is ignored" in caplog.text
 
 
-def test_without_a_cache_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "off")
-    remember("0" * 32, BEST)
-    kept(folder)
-    assert (recall("0" * 32), find(key())) == (None, None)
+@pytest.mark.parametrize("off", ["", "0", "OFF", " no "])
+def test_the_variable_turns_the_cache_off_or_moves_it(off: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("AUTOTUNE_LOADER_CACHE", off)
+        remember("0" * 32, BEST)
+        kept(folder)
+        assert (recall("0" * 32), find(key())) == (None, None)
     assert not list(folder.parent.iterdir())
+    remember("0" * 32, BEST)
+    assert (folder.parent / "jobs").exists()
+    assert "autotune-loader" in str(cache.cache_folder({}))

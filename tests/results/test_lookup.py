@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.results.load import find_loader_file, load_config, user_file
+from autotune_loader.results.load import load_config, user_file
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError
@@ -22,34 +22,28 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, workers: int) -> Path:
-    config = LoaderConfig(num_workers=workers)
-    TuningResult(best=config, status="complete", baseline=LoaderConfig()).save(path)
+    TuningResult(best=LoaderConfig(num_workers=workers), status="complete").save(path)
     return path
 
 
 def test_the_variable_comes_before_the_directory_and_the_user(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(user_file(), 1)
-    write(Path("loader.json"), 2)
-    monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", str(write(nowhere / "named.json", 3)))
+    places = [write(nowhere / "named.json", 3), write(Path("loader.json"), 2), write(user_file(), 1)]
+    monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", "named.json")
     # WHEN one after the other is taken away THEN the next is found
     assert load_config().num_workers == 3
+    places[0].unlink()
+    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='named\.json' names no file"):
+        load_config()
     monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG")
     assert load_config().num_workers == 2
-    Path("loader.json").unlink()
+    places[1].unlink()
     assert load_config().num_workers == 1
-
-
-def test_nothing_found_names_every_place() -> None:
+    places[2].unlink()
+    # AND at last an error names every place
     with pytest.raises(ConfigFileError) as caught:
-        find_loader_file()
-    for place in ("AUTOTUNE_LOADER_CONFIG", str(Path("loader.json").absolute()), str(user_file())):
+        load_config()
+    for place in ("AUTOTUNE_LOADER_CONFIG", str(places[1].absolute()), str(places[2])):
         assert place in str(caught.value)
-
-
-def test_a_variable_that_names_no_file_is_an_error_even_with_a_file_here() -> None:
-    write(Path("loader.json"), 2)
-    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='gone\.json' names no file"):
-        find_loader_file({"AUTOTUNE_LOADER_CONFIG": "gone.json"})
 
 
 @pytest.mark.process

@@ -6,6 +6,7 @@ A case is drawn from its seed alone, so that a difference can be run again: `pyt
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,27 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, index * index])
+
+
+class Slow(Numbers):
+    """The same, waited for."""
+
+    def __init__(self, samples: int, seconds: float = 0.002) -> None:
+        super().__init__(samples)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class Where(Slow):
+    """Sample i is (i, who makes it, of how many): (i, -1, 0) in the training process."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        who = (info.id, info.num_workers) if info else (-1, 0)
+        return torch.tensor([super().__getitem__(index)[0], *who])
 
 
 class Fetched(Numbers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Literal
 
 from autotune_loader.live.traces import Change, LiveTraces
 from autotune_loader.values.config import LoaderConfig
@@ -14,6 +15,7 @@ from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import _Disturbed, _Events
 
+Reason = Literal["start", "change", "loss"]
 NOISE_S = 1.0
 """The machine's noise lasts for about so long ..."""
 NEIGHBOURS_S = 3.0
@@ -64,6 +66,14 @@ class SimulatedTraining:
         self.config = config
         self.changes.append((self._clock(), config))
 
+    def lose_workers(self, asked: LoaderConfig) -> None:
+        """What runs fails with all it has in hand, and what was asked for takes its place."""
+        message = f"{self.config}: a worker exited unexpectedly"
+        self.failures[self.config.key()] = Failure(kind="user_exception", phase="batches", message=message)
+        self.config = self._running = asked
+        self._mark = self.traces.end
+        self._run, self._batches = self._started(self._clock(), "loss", 0)
+
     def train(self) -> BatchTrace:
         """One batch; the clock is at the end of its step afterwards."""
         if self._clock() >= self._noise_ends:
@@ -88,7 +98,7 @@ class SimulatedTraining:
         self._clock.now = trace.step_end
         return trace
 
-    def _started(self, begun: float, reason: str, in_hand: int) -> tuple[_Events, Iterator[BatchTrace]]:
+    def _started(self, begun: float, reason: Reason, in_hand: int) -> tuple[_Events, Iterator[BatchTrace]]:
         config, machine = self._running, self._machine
         start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
         run = _Events(
@@ -104,7 +114,7 @@ class SimulatedTraining:
             batch=first,
             serves_from=first + in_hand,
             config=config,
-            reason="start" if reason == "start" else "change",
+            reason=reason,
             begun=begun,
             blocked_s=start_s,
         )

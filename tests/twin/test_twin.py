@@ -1,7 +1,5 @@
 """The twin against closed forms, an independent event simulation, and simulated machines."""
 
-import heapq
-import itertools
 from collections import deque
 from dataclasses import replace
 
@@ -44,57 +42,31 @@ def constant(service, receive, step, *, workers, batches=400, **options):
 
 
 def event_simulation(service, receive, step, *, workers, prefetch, ahead=0):
-    """Step-end times by a queue of events, written without the recursion; whole-number times make it exact."""
+    """Step-end times by going from event to event, written without the recursion; whole-number times make it exact."""
     queues = [deque() for _ in range(workers)]
-    idle, owner, ready, done = set(range(workers)), {}, [], []
-    events, order, sent = [], itertools.count(), 0
-    received = expected = 0
-    receiving = stepping = False
-    to_step = deque()
-
-    def hand_out(worker, now):
-        nonlocal sent
-        if sent < len(service):
-            owner[sent] = worker
-            queues[worker].append(sent)
+    sent, received, now, ready, done, ends = 0, 0, 0, set(), [], {}
+    while True:
+        while sent < min(len(service), workers * prefetch + received):
+            queues[sent % workers].append(sent)
             sent += 1
-            begin(worker, now)
-
-    def begin(worker, now):
-        if worker in idle and queues[worker]:
-            idle.discard(worker)
-            index = queues[worker].popleft()
-            heapq.heappush(events, (now + service[index], 0, next(order), "fetched", index))
-
-    def consume(now):
-        nonlocal receiving, stepping, expected
-        if not stepping and to_step:
-            stepping = True
-            heapq.heappush(events, (now + step[to_step.popleft()], 1, next(order), "stepped", -1))
-        wanted = expected
-        if not receiving and received <= len(done) + ahead and wanted in ready:
-            ready.remove(wanted)
-            receiving, expected = True, expected + 1
-            heapq.heappush(events, (now + receive[expected - 1], 2, next(order), "received", wanted))
-
-    for slot in range(workers * prefetch):
-        hand_out(slot % workers, 0)
-    while events:
-        now, _, _, what, index = heapq.heappop(events)
-        if what == "fetched":
-            ready.append(index)
-            idle.add(owner[index])
-            begin(owner[index], now)
-        elif what == "received":
-            receiving, received = False, received + 1
-            to_step.append(received - 1)
-            hand_out(sent % workers, now)
-        else:
-            stepping = False
-            done.append(now)
-        if not events or events[0][0] > now or what != "fetched":
-            consume(now)
-    return done
+        for worker, queue_of_it in enumerate(queues):
+            if queue_of_it and worker not in ends:
+                ends[worker] = now + service[queue_of_it[0]]
+        if "receiving" not in ends and received in ready and received <= len(done) + ahead:
+            ends["receiving"] = now + receive[received]
+        if "stepping" not in ends and len(done) < received:
+            ends["stepping"] = now + step[len(done)]
+        if not ends:
+            return done
+        now = min(ends.values())
+        for what in [each for each, end in ends.items() if end == now]:
+            del ends[what]
+            if what == "receiving":
+                received += 1
+            elif what == "stepping":
+                done.append(now)
+            else:
+                ready.add(queues[what].popleft())
 
 
 def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, cv=0.0, count=80):
@@ -107,15 +79,6 @@ def observation(workers, *, service=0.04, cpu=0.04, receive=0.001, step=0.01, cv
         samples_per_s=8 * min(bound, 1 / (receive + step)),
         startup_s=0.1 * workers,
     )  # fmt: skip
-
-
-def twin_of_a_machine(machine):
-    """The twin from bursts at 0, 1 and as many workers as cores."""
-    probe = SimulatedProbe(machine, FakeClock(), seed=1)
-    configs = [LoaderConfig(num_workers=n) for n in (0, 1, machine.cores)]
-    bursts = [(c, probe.burst(c, BurstPlan(seed=1))) for c in configs]
-    observed = [Observation.from_measurement(config, measured) for config, measured in bursts]
-    return Twin.fit(observed, cores=machine.cores, consumer_cores=machine.step_cores)
 
 
 class TestRecursion:
@@ -168,14 +131,12 @@ class TestObservation:
             received=max(end, requested) + 0.002, step_end=max(end, requested) + 0.01, samples=8,
         )  # fmt: skip
 
-    def test_the_first_batch_of_each_worker_is_left_out(self):
+    def test_the_first_batch_of_each_worker_and_what_happens_while_the_queues_fill_are_left_out(self):
         # GIVEN two workers, each of which is slow at first
         times = [(i, 0.5 if i < 2 else 0.04) for i in range(8)]
         traces = [self.trace(i * 0.1, service, i % 2, requested=i * 0.1 + service + 1.0) for i, service in times]
         seen = Observation.from_measurement(LoaderConfig(num_workers=2), self.measured(traces))
         assert seen.service_s == pytest.approx(np.full(6, 0.04))
-
-    def test_what_happens_while_the_queues_fill_is_left_out(self):
         # GIVEN four workers that take the step's cores only until the queues are full
         machine = SimulatedMachine(cpu_s=0.05, step_s=0.06, step_cores=4, service_cv=0.0, step_cv=0.0)
         config = LoaderConfig(num_workers=4, prefetch_factor=4)
@@ -183,9 +144,8 @@ class TestObservation:
         seen = Observation.from_measurement(config, measured)
         # THEN the step is as it is later on, not as it is on average
         steps = [trace.step_s for trace in measured.traces]
-        later = np.mean(steps[len(steps) // 2 :])
-        assert seen.step_s.mean() == pytest.approx(later, rel=0.02)
-        assert np.mean(steps) > 1.05 * later
+        assert seen.step_s.mean() == pytest.approx(np.mean(steps[len(steps) // 2 :]), rel=0.02)
+        assert np.mean(steps) > 1.05 * seen.step_s.mean()
 
     def test_a_worker_that_has_its_order_shows_what_it_does_between_batches(self):
         # GIVEN one worker that begins 3 ms after it ended, its next orders long there, and a loop that waits for each batch
@@ -215,9 +175,14 @@ class TestTwin:
         ],
     )  # fmt: skip
     def test_it_names_what_limits(self, machine, workers, options, binding):
-        twin = twin_of_a_machine(machine)
+        probe = SimulatedProbe(machine, FakeClock(), seed=1)
+        configs = [LoaderConfig(num_workers=count) for count in (0, 1, machine.cores)]
+        bursts = [(config, probe.burst(config, BurstPlan(seed=1))) for config in configs]
+        seen = [Observation.from_measurement(*each) for each in bursts]
+        twin = Twin.fit(seen, cores=machine.cores, consumer_cores=machine.step_cores)
         assert answer(twin, workers, 4, **options).binding == binding
-        # AND storage, where four workers wait three times as long
+
+    def test_it_names_storage_where_four_workers_wait_three_times_as_long(self):
         saturated = [observation(1, service=0.04, cpu=0.001), observation(4, service=0.12, cpu=0.001)]
         assert answer(Twin.fit(saturated, cores=8), 4, 2).binding == "storage"
 
