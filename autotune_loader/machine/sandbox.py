@@ -19,6 +19,7 @@ import resource
 import signal
 import stat
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import resource_tracker
@@ -45,6 +46,11 @@ KILLS = ("os.kill", "os.killpg", "signal.pthread_kill")
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 
 
+_filters = threading.Lock()
+"""Two threads that set warnings aside at once would put back each other's filters."""
+os.register_at_fork(after_in_child=_filters._at_fork_reinit)  # type: ignore[attr-defined]
+
+
 def forked_twice(child: Callable[[], Any]) -> int:
     """Run a function in a process that is nobody's child, so that who waits for children of their own finds none of ours.
 
@@ -52,7 +58,7 @@ def forked_twice(child: Callable[[], Any]) -> int:
         Its number.
     """
     read_end, write_end = os.pipe()
-    with _undisturbed(), warnings.catch_warnings():
+    with _undisturbed(), _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads; torch's workers are forked, too
         first = os.fork()
         if not first:

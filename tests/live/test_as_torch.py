@@ -12,8 +12,10 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,16 @@ def in_a_thread(base: Any, workers: int) -> Any:
     thread.start()
     thread.join(60)
     return seen, thread.is_alive()
+
+
+def in_threads_at_once(base: Any, workers: int) -> Any:
+    def read(seed: int) -> Any:
+        order = {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+        return rows(base(Timed(), batch_size=4, num_workers=workers, **order))
+
+    with ThreadPoolExecutor(3) as pool:
+        seen = list(pool.map(read, range(3)))
+    return seen, torch.get_rng_state().tolist(), len(warnings.filters)
 
 
 def infinite(base: Any, workers: int) -> Any:
@@ -365,6 +377,7 @@ SCENARIOS = [
     kept_workers_see_the_first_epoch,
     inside_its_own_loop,
     in_a_thread,
+    in_threads_at_once,
     infinite,
     sampler_that_is_its_own_iterator,
     failing(lambda: NotDecodedError("sample", 7)),

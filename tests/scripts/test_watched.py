@@ -75,7 +75,7 @@ def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.process
-@BOTH_VERBS
+@pytest.mark.parametrize("verb", ["watch", "run"])
 def test_kept_workers_end_with_their_loader(verb: Any) -> None:
     with enable(verb):
         loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
