@@ -285,7 +285,7 @@ SHADOWED: Kinds = {
     "exit": (in_worker(lambda: os._exit(3)), "fetching ends its worker (exit code 3)"),
     "no answer": (in_worker(lambda: time.sleep(1000)), "gave no answer for batch 4"),
     "no answer from one of two": (
-        lambda d: Items(lambda self, i: time.sleep(1000 * (get_worker_info() or NOBODY).seed) or 0),
+        lambda d: Items(lambda self, i: time.sleep(1000 * ((get_worker_info() or NOBODY).seed % 2 == 0)) or 0),
         "gave no answer for batch",
     ),
     "writes shared memory": (in_worker(lambda: SHARED.__setitem__(0, 1)), "memory that processes share"),
@@ -301,7 +301,7 @@ SHADOWED: Kinds = {
     "signals": (in_worker(lambda: os.kill(MAIN, 0)), "fetching signals a process"),
 }
 WHOLE = ("closure", "lossy", "sentinel", "sample", "memory")
-SHARED, NOBODY, EMPTY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0, seed=0), object()
+SHARED, NOBODY, EMPTY = torch.zeros(4).share_memory_(), SimpleNamespace(id=0, seed=1), object()
 
 
 @pytest.mark.parametrize("kind", SHADOWED)
@@ -309,7 +309,7 @@ def test_what_gives_something_else_or_acts_outside_is_refused_with_batch_and_pla
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autotune_loader.live.trust.WAIT_FETCHES", 0.0)
-    monkeypatch.setattr("autotune_loader.live.trust.SHORTEST_WAIT_S", 0.5 if kind.startswith("no answer") else 60.0)
+    monkeypatch.setattr("autotune_loader.live.trust.SHORTEST_WAIT_S", 1.0 if kind.startswith("no answer") else 60.0)
     make, reason = SHADOWED[kind]
     steps: list[Any] = []
 

@@ -54,36 +54,22 @@ def test_on_the_same_machine_an_earlier_result_holds_after_the_fewest_rounds_in_
     assert clock() < 3.0
 
 
-SHORT_EPOCHS = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s=0.05)
-
-
-def checked_by_epochs(epoch_batches: int) -> tuple[Check, float]:
-    """A check of a result whose finals ran whole epochs, and the seconds that it took."""
-    probe = SimulatedProbe(SHORT_EPOCHS, FakeClock(), epoch_batches=epoch_batches)
-    rates = [
-        probe.burst(config, BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)).samples_per_s
-        for config in (BEST, LoaderConfig())
-    ]
-    then = replace(
-        earlier(SHORT_EPOCHS),
-        measured=Measured(samples_per_s=rates[0]),
-        finals=Finals(configs=(BEST, LoaderConfig()), rounds=((rates[0].value, rates[1].value),), whole_epochs=True),
-    )
-    clock = FakeClock()
-    now = SimulatedProbe(SHORT_EPOCHS, clock, epoch_batches=epoch_batches)
-    seen = check(now, then, LoaderConfig(), Space(max_workers=4), 0.02, clock)
-    return seen, clock()
-
-
-def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why() -> None:
-    # GIVEN epochs of 1.5 s, of which workers run two in a burst THEN one round is enough for a yes
-    seen, seconds = checked_by_epochs(50)
-    assert (seen.objection, len(seen.rounds), seen.why_long) == ("", 1, "")
-    assert seconds <= 5.0
-    # AND where a round takes longer, that is said
-    seen, seconds = checked_by_epochs(150)
+@pytest.mark.parametrize(("epoch_batches", "is_long"), [(50, False), (150, True)])
+def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why(epoch_batches: int, is_long: bool) -> None:
+    # GIVEN finals that ran whole epochs, of 1.5 s or of 4.5 s, of which workers run two in a burst
+    machine, clock = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s=0.05), FakeClock()
+    probe = SimulatedProbe(machine, clock, epoch_batches=epoch_batches)
+    plan = BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)
+    rates = [probe.burst(config, plan).samples_per_s for config in (BEST, LoaderConfig())]
+    finals = Finals(configs=(BEST, LoaderConfig()), rounds=(tuple(rate.value for rate in rates),), whole_epochs=True)
+    then = replace(earlier(machine), measured=Measured(samples_per_s=rates[0]), finals=finals)
+    # WHEN it is checked THEN one round is enough for a yes
+    begun = clock()
+    seen = check(probe, then, LoaderConfig(), Space(max_workers=4), 0.02, clock)
     assert (seen.objection, len(seen.rounds)) == ("", 1)
-    assert f"the check took {seconds:.0f} s, because epochs are short and were run whole" in seen.why_long
+    assert (clock() - begun > 5.0) is is_long
+    why = f"the check took {clock() - begun:.0f} s, because epochs are short and were run whole"
+    assert why in seen.why_long if is_long else seen.why_long == ""
 
 
 def times(factor: float) -> SimulatedMachine:
