@@ -33,14 +33,8 @@ from tests.support.simulation import SimulatedProbe
 
 START_S = 3.5
 """What starting a probe takes of a budget."""
-
-
-class Silent:
-    """A listener that does nothing."""
-
-    def trial(self, *_: object) -> None: ...
-
-    def finals_round(self, *_: object) -> None: ...
+SILENT = SimpleNamespace(trial=lambda *_: None, finals_round=lambda *_: None)
+"""A listener that does nothing."""
 
 
 class Endless(IterableDataset[Any]):
@@ -95,11 +89,11 @@ def simulated_run(
 
 
 def simulated_search(
-    probe: Probe, run: RunContext, clock: FakeClock, *, listener: Any = None, **options: Any
+    probe: Probe, run: RunContext, clock: FakeClock, *, listener: Any = SILENT, **options: Any
 ) -> SearchState:
     """The search of `tune()` with this probe."""
     settings = TuneOptions(**{"budget_s": 60.0, **options})
-    return TuningSession(probe, run, settings, clock=clock, started=clock(), listener=listener or Silent()).run()
+    return TuningSession(probe, run, settings, clock=clock, started=clock(), listener=listener).run()
 
 
 def simulated_result(
@@ -110,7 +104,7 @@ def simulated_result(
     probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
     run, options = simulated_run(machine, epoch_batches=epoch_batches), TuneOptions(budget_s=budget_s, seed=seed)
     clock.advance(START_S)
-    state = TuningSession(probe, run, options, clock=clock, started=0.0, listener=Silent()).run()
+    state = TuningSession(probe, run, options, clock=clock, started=0.0, listener=SILENT).run()
     return assemble(state, clock(), final=True)
 
 
