@@ -12,8 +12,10 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +98,16 @@ def in_a_thread(base: Any, workers: int) -> Any:
     thread.start()
     thread.join(60)
     return seen, thread.is_alive()
+
+
+def in_threads_at_once(base: Any, workers: int) -> Any:
+    def read(seed: int) -> Any:
+        order = {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+        return rows(base(Timed(), batch_size=4, num_workers=workers, **order))
+
+    with ThreadPoolExecutor(3) as pool:
+        seen = list(pool.map(read, range(3)))
+    return seen, torch.get_rng_state().tolist(), len(warnings.filters)
 
 
 class Forever:
@@ -378,7 +390,7 @@ def watched(scenario: Callable[..., Any], workers: int) -> Any:
 @pytest.mark.parametrize("how", ["AutoLoader", "watched"])
 @pytest.mark.parametrize(
     ("scenario", "workers"),
-    [*itertools.product(SCENARIOS, (0, 2)), (init_fails, 2)],
+    [*itertools.product(SCENARIOS, (0, 2)), (in_threads_at_once, 0), (init_fails, 2)],
     ids=lambda each: getattr(each, "__qualname__", str(each)).split(".")[0],
 )
 def test_a_scenario_goes_as_with_dataloader(scenario: Callable[..., Any], workers: int, how: str) -> None:

@@ -30,7 +30,7 @@ from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.serialization import to_plain
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
-from tests.support.searching import Silent
+from tests.support.searching import SILENT
 
 if TYPE_CHECKING:
     from preloaded import PreloadedPython
@@ -139,7 +139,7 @@ def run_host(url: str, name: str, on_burst: Callable[[int], None] = lambda numbe
         patch.setattr(platform, "node", lambda: name)
         patch.setattr(session, "run_finals", lambda *_: None)
         search = session.TuningSession(
-            probe, run, options, clock=clock, started=0.0, listener=Silent(), study_name="shared"
+            probe, run, options, clock=clock, started=0.0, listener=SILENT, study_name="shared"
         )
         return len(search.run().trials), len(probe.bursts)
 
