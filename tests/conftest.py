@@ -34,9 +34,7 @@ from preloaded import FRAMEWORKS, PreloadedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
-ASK_HOW_PROBES_BEGIN = (
-    *("test_as_in_training", "test_max_cores", "test_measured", "test_resource_limits", "test_security"),
-)
+ASK_HOW_PROBES_BEGIN = ("test_max_cores", "test_measured", "test_security")
 IMPORT_FRAMEWORKS = ("/integrations/", "test_lightning_step.py", "test_two_ranks.py", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
@@ -58,7 +56,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
         patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
         if (rebuilt := sys.modules.get("autotune_loader.live.rebuilt")) is not None:
-            rebuilt.forget_all()
+            rebuilt._left.clear()
         yield folder
 
 
@@ -118,47 +116,68 @@ class UnitGuard:
     def __init__(self) -> None:
         self.is_on = False
         self.offence: str | None = None
-        self.slept_s = 0.0
-        self._sleep = time.sleep
-        self._start = multiprocessing.process.BaseProcess.start
         sys.addaudithook(self._on_audit)  # for good: Python has no way to remove one
 
-    def __enter__(self) -> UnitGuard:
-        self.is_on, self.offence, self.slept_s = True, None, 0.0
-        time.sleep = self._counted_sleep
-        multiprocessing.process.BaseProcess.start = self._refused_start  # spawn and fork server raise no audit event
-        return self
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Fails the test also for what the code under test has caught."""
+        slept_s, sleep = 0.0, time.sleep
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.is_on = False
-        time.sleep = self._sleep
-        multiprocessing.process.BaseProcess.start = self._start
+        def counted(seconds: float) -> None:
+            nonlocal slept_s
+            slept_s += seconds
+            if slept_s > MOST_SLEEP_S:
+                self.refuse(f"a unit test sleeps for more than {MOST_SLEEP_S} s")
+            sleep(seconds)
+
+        self.is_on, self.offence = True, None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "sleep", counted)
+            # Spawn and fork server raise no audit event.
+            start = "a unit test starts a process: multiprocessing"
+            patch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: self.refuse(start))
+            try:
+                yield
+            finally:
+                self.is_on = False
+        self.check()
+
+    def refuse(self, offence: str) -> None:
+        self.offence = offence
+        self.check()
 
     def check(self) -> None:
-        """Fails the test for what it did, though the code under test may have caught it."""
         if self.offence is not None:
             pytest.fail(f"{self.offence}; mark it process, system or acceptance (see tests/conftest.py)")
 
     def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         lists_fonts = bool(arguments) and arguments[0] == "fc-list"  # matplotlib, once on a new machine
         if self.is_on and event in STARTS and not lists_fonts:
-            self._refuse(f"a unit test starts a process: {event} {arguments[:2]!r}")
-
-    def _refused_start(self, *arguments: Any) -> None:
-        self._refuse("a unit test starts a process: multiprocessing")
-
-    def _counted_sleep(self, seconds: float) -> None:
-        self.slept_s += seconds
-        if self.slept_s > MOST_SLEEP_S:
-            self._refuse(f"a unit test sleeps for more than {MOST_SLEEP_S} s")
-        self._sleep(seconds)
-
-    def _refuse(self, offence: str) -> None:
-        self.offence = offence
-        self.check()
+            self.refuse(f"a unit test starts a process: {event} {arguments[:2]!r}")
 
 
 guard = UnitGuard()
+
+
+@pytest.fixture
+def unit_guard() -> UnitGuard:
+    return guard
+
+
+def _watched(item: pytest.Item) -> Any:
+    return guard.watching() if item.get_closest_marker("unit") else contextlib.nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _watched(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _watched(item):
+        return (yield)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -167,30 +186,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     kind = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
     return True if kind and kind[1] in KINDS and kind[1] != config.option.markexpr else None
-
-
-@pytest.fixture
-def unit_guard() -> UnitGuard:
-    return guard
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    return (yield from _guarded(item))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    return (yield from _guarded(item))
-
-
-def _guarded(item: pytest.Item) -> Any:
-    if item.get_closest_marker("unit") is None:
-        return (yield)
-    with guard:
-        result = yield
-    guard.check()
-    return result
 
 
 def pytest_configure() -> None:

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,10 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import load_config, tune
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.payload import Payload
-from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.tuning import study
 from autotune_loader.tuning.study import open_database
 from autotune_loader.values.errors import ConfigFileError, MissingExtraError
+from tests.support.bursts import opened, workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autotune_loader"
@@ -89,23 +86,16 @@ def test_a_hostile_file_is_refused_or_harmless(
     assert not (tmp_path / "owned").exists()
 
 
-def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path) -> None:
-    for text in ("[" * 100_000, '{"schema_version": 1e999}', '{"dataloader_kwargs": 1' + "0" * 9999):
-        (tmp_path / "loader.json").write_text(text)
-        with pytest.raises(ConfigFileError):
-            load_config(tmp_path / "loader.json")
-
-
-@pytest.fixture
-def open_umask() -> Iterator[None]:
-    before = os.umask(0)
-    yield
-    os.umask(before)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": 1e999}', '{"dataloader_kwargs": 1' + "0" * 9999])
+def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "loader.json").write_text(text)
+    with pytest.raises(ConfigFileError):
+        load_config(tmp_path / "loader.json")
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("open_umask")
-def test_the_journal_and_the_database_of_a_run_are_private(tmp_path: Path) -> None:
+def test_the_journal_and_the_database_of_a_run_are_private(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(os.umask, os.umask(0)))
     options = {"batch_size": 4, "budget": 2, "max_trials": 1, "isolation": "inline"}
     tune([torch.zeros(3)] * 8, storage=tmp_path / "study.journal", **options)
     open_database(f"sqlite:///{tmp_path}/study.db").engine.dispose()
@@ -129,19 +119,13 @@ class SpiesOnDescriptors(Dataset[torch.Tensor]):
 
 @pytest.mark.process
 def test_the_pipe_between_parent_and_probe_is_private() -> None:
-    data = DataSide.from_dataset(SpiesOnDescriptors(), batch_size=4)
-    payload = Payload.of(Workload(data=data, training=TrainingSide()), 1 << 20)
-    probe = ProcessProbe(payload, inspect_machine())
-    try:
-        probe.start()  # the dataset raises if it finds anything
+    with opened(workload(SpiesOnDescriptors())) as probe:  # the dataset raises if it finds anything
         # A program started on our side gets nothing either, not even without close_fds.
-        assert probe._child is not None
-        ours = (probe._child._connection.fileno(), probe._child._lifeline)
+        child = probe.probe._child
+        ours = (child._connection.fileno(), child._lifeline)
         look = f"import os; print([n for n in {ours} if os.path.exists(f'/proc/self/fd/{{n}}')])"
         seen = subprocess.run([sys.executable, "-c", look], close_fds=False, capture_output=True, text=True, timeout=60)
         assert seen.stdout.strip() == "[]"
-    finally:
-        probe.close()
 
 
 # A job that tells its token wherever user code can tell something: in samples that fail in workers, on stderr before the
@@ -215,6 +199,9 @@ def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, isolation
     assert stat.S_IMODE((tmp_path / "worker.json").stat().st_mode) == 0o600
 
 
+JOURNAL = r"cannot be opened \(.*\); storage='study.journal' would work"
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -222,11 +209,8 @@ def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, isolation
         ("postgresql://me:swordfish@host:port/db", "would work|pip install"),
         ("://me:swordfish@host", "would work|pip install"),
         ("postgresql+nodriver://me:swo:rd@fish@host/db", "would work|pip install"),
-        ("sqlite:////nowhere/study.db", r"cannot be opened \(.*\); storage='study.journal' would work"),
-        (
-            "postgresql+psycopg://me:sword@fish@localhost:1/db",
-            r"cannot be opened \(.*\); storage='study.journal' would",
-        ),
+        ("sqlite:////nowhere/study.db", JOURNAL),
+        ("postgresql+psycopg://me:sword@fish@localhost:1/db", JOURNAL),
     ],
 )
 def test_a_storage_that_cannot_be_opened_is_told_soon_and_without_its_password(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 
@@ -35,10 +34,3 @@ def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported() -
     assert set(autotune_loader.__all__) == PUBLIC
     assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
-
-
-def test_gpu_metrics_come_from_nvidia_ml_py_and_not_from_the_deprecated_pynvml() -> None:
-    requirements = importlib.metadata.requires("autotune-loader") or []
-    names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in requirements}
-    assert "nvidia-ml-py" in names
-    assert "pynvml" not in names

@@ -90,7 +90,7 @@ def by_search(search: str, budget_s: float) -> Strategy:
         clock.advance(START_S)
         found = TuningSession(
             probe,
-            simulated_run(machine, space, on_cpu=kind == "cpu step"),
+            simulated_run(machine, space),
             TuneOptions(budget_s=budget_s, search=search, seed=seed),
             clock=clock,
             started=0.0,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from autotune_loader.probe.inline import InlineProbe
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, failed, measured, workload
@@ -26,13 +23,13 @@ from tests.support.bursts import ALONE, ONE_WORKER, QUICK, failed, measured, wor
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
-class Sleepy(Dataset[tuple[torch.Tensor, int]]):
+class Sleepy(Dataset):
     """Sample i is i, after a nap."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         time.sleep(0.0005)
         return torch.full((4,), float(index)), index % 2
 
@@ -40,39 +37,25 @@ class Sleepy(Dataset[tuple[torch.Tensor, int]]):
 class Failing(Sleepy):
     """Works in the main process, where the probe warms up, and raises in a worker."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         if get_worker_info() is not None:
             raise LookupError(f"no sample {index} on this shelf")
         return super().__getitem__(index)
 
 
-class RecordingStep:
-    """Notes the samples it saw, so that a test can ask for them afterwards."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, model: object, batch: list[torch.Tensor]) -> None:
-        with self.path.open("a") as file:
-            file.write(f"{batch[0][:, 0].tolist()}\n")
-
-
-Make = Callable[..., Any]
-
-
-def simulated(dataset: Any, **training: Any) -> Any:
-    def fails(config: LoaderConfig) -> Failure | None:
+def simulated(dataset, **training):
+    def fails(config):
         broken = Failure(kind="user_exception", phase="first_batch", message="no sample on this shelf")
         return broken if config.num_workers and isinstance(dataset, Failing) else None
 
     return SimulatedProbe(SimulatedMachine(fails=fails), FakeClock())
 
 
-def inline(dataset: Any, **training: Any) -> Any:
+def inline(dataset, **training):
     return InlineProbe(workload(dataset, training=TrainingSide(**training)), inspect_machine())
 
 
-def in_process(dataset: Any, **training: Any) -> Any:
+def in_process(dataset, **training):
     payload = Payload.of(workload(dataset, training=TrainingSide(**training)), 1 << 30)
     return ProcessProbe(payload, inspect_machine())
 
@@ -81,13 +64,13 @@ REAL = [pytest.param(make, marks=pytest.mark.process) for make in (inline, in_pr
 
 
 @pytest.fixture(scope="module", params=[simulated, *REAL])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+def make(request):
     """Makes probes of one kind; each may be closed twice."""
-    made: list[Any] = []
+    made = []
 
-    def make_it(dataset: Any, **training: Any) -> Any:
+    def make_it(dataset, **training):
         probe = request.param(dataset, **training)
-        if not isinstance(probe, SimulatedProbe):
+        if request.param is not simulated:
             made.append(probe)
             probe.start()
         return probe
@@ -98,12 +81,12 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
-def probe(make: Make) -> Any:
+def probe(make):
     return make(Sleepy(), model=torch.nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_burst_returns_a_measurement_whose_fields_agree(probe: Any, workers: int) -> None:
+def test_bursts_and_ceilings_are_measurements_whose_fields_agree(probe, workers):
     found = measured(probe, LoaderConfig(num_workers=workers))
 
     rate = found.samples_per_s
@@ -115,34 +98,34 @@ def test_a_burst_returns_a_measurement_whose_fields_agree(probe: Any, workers: i
     assert {trace.worker for trace in found.traces} == (set(range(workers)) or {-1})
     assert all(t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end for t in found.traces)
 
-
-def test_the_step_ceiling_is_a_rate_without_loading(probe: Any) -> None:
-    found = probe.step_ceiling(1, QUICK)
-
-    assert isinstance(found, Measurement)
-    assert found.samples_per_s.value > 0
-    assert found.wait_share < 0.5
+    ceiling = probe.step_ceiling(1, QUICK)
+    assert ceiling.samples_per_s.value > 0
+    assert ceiling.wait_share < 0.5
 
 
-def test_a_failing_configuration_is_an_answer_with_the_users_traceback_and_the_next_one_works(make: Make) -> None:
+def test_a_failing_configuration_is_an_answer_with_the_users_traceback_and_the_next_one_works(make):
     probe = make(Failing())
 
     failure = failed(probe, "user_exception", ONE_WORKER)
 
     assert "shelf" in failure.message
     if not isinstance(probe, SimulatedProbe):
-        assert "LookupError: no sample" in str(failure.traceback)
-        assert "autotune_loader/" not in str(failure.traceback)
+        assert "LookupError: no sample" in failure.traceback
+        assert "autotune_loader/" not in failure.traceback
     measured(probe)
 
 
 @pytest.mark.parametrize("make_real", REAL)
-def test_equal_seeds_read_the_same_samples(make_real: Make, tmp_path: Path) -> None:
+def test_equal_seeds_read_the_same_samples(make_real, tmp_path):
     path = tmp_path / "samples"
-    probe = make_real(Sleepy(), train_step=RecordingStep(path))
+
+    def step(model, batch):
+        with path.open("a") as file:
+            file.write(f"{batch[0][:, 0].tolist()}\n")
+
+    probe, seen = make_real(Sleepy(), train_step=step), []
     try:
         probe.start()
-        seen = []
         for config, seed in [(ALONE, 1), (ONE_WORKER, 1), (ALONE, 2)]:
             path.unlink()
             measured(probe, config, BurstPlan(max_s=0.1, min_s=0.01, seed=seed))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.probe.inference import StepInferenceError
 from autotune_loader.probe.inline import InlineProbe
-from autotune_loader.probe.step import TrainingStep, build_step
+from autotune_loader.probe.step import build_step
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import workload
 
@@ -27,7 +26,7 @@ X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
 IMAGES = torch.rand(N, 2, 5, 5)
 
 
-def trained(batch: Any, runs: int = 3, **side: Any) -> TrainingStep:
+def trained(batch, runs=3, **side):
     """A step that was run on a batch a few times, as the warm-up does."""
     step = build_step(TrainingSide(**side), batch)
     for _ in range(runs):
@@ -35,17 +34,17 @@ def trained(batch: Any, runs: int = 3, **side: Any) -> TrainingStep:
     return step
 
 
-def linear(out: int = CLASSES) -> nn.Linear:
+def linear(out=CLASSES):
     return nn.Linear(IN, out)
 
 
-def own_step(body: str) -> Callable[..., Any]:
+def own_step(body):
     """The step of a training loop that goes on so once it has a loss."""
     text = f"""def step(model, optimizer, batch):
         x = batch[0].clone().requires_grad_()
         loss = cross_entropy(model(x), batch[1])
         {body}"""
-    names: dict[str, Any] = {"torch": torch, "cross_entropy": functional.cross_entropy}
+    names = {"torch": torch, "cross_entropy": functional.cross_entropy}
     exec(text, names)
     return names["step"]
 
@@ -79,10 +78,10 @@ ITSELF = ", which steps the optimizer itself"
         ("return loss.item()", True, ", forward only", 0),
     ],
 )
-def test_a_step_is_done_once_and_what_it_does_itself_is_said(body: str, is_given: bool, says: str, steps: int) -> None:
+def test_a_step_is_done_once_and_what_it_does_itself_is_said(body, is_given, says, steps):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stepped: list[int] = []
+    stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     before, run = model.weight.detach().clone(), own_step(body)
     # WHEN it is run three times, and perhaps its optimizer was given to tune() as well
@@ -97,25 +96,25 @@ def test_a_step_is_done_once_and_what_it_does_itself_is_said(body: str, is_given
     assert ["return loss" in note for note in step.notes] == ([True] if "forward only" in says else [])
 
 
-def test_watching_leaves_nothing_behind() -> None:
+def test_watching_leaves_nothing_behind_and_an_error_of_the_users_own_step_as_it_is():
     before = (torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
 
     trained((X, Y), model=linear())
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match=r"^division by zero$"):
         trained((X, Y), model=linear(), train_step=lambda model, batch: 1 / 0)
 
     assert (torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad) == before
 
 
-def test_an_optimizer_that_needs_more_than_parameters_is_named() -> None:
-    def demanding(parameters: Any, lr: float) -> Any:
+def test_an_optimizer_that_needs_more_than_parameters_is_named():
+    def demanding(parameters, lr):
         raise AssertionError
 
     with pytest.raises(TypeError, match=r"optimizer=demanding .*lr.*torch.optim.SGD\(parameters, lr=0.1\) would work"):
         trained((X, Y), model=linear(), optimizer=demanding)
 
 
-def test_a_step_that_moves_its_batch_itself_is_timed_with_its_own_copy() -> None:
+def test_a_step_that_moves_its_batch_itself_is_timed_with_its_own_copy():
     # GIVEN two steps for a device: one takes a batch that is there, the other brings it there
     batch = (X, Y)
     there = trained(batch, model=linear(), device="meta", train_step=lambda m, b: m(b[0]).sum())
@@ -125,16 +124,8 @@ def test_a_step_that_moves_its_batch_itself_is_timed_with_its_own_copy() -> None
     assert itself.move(X) is X
 
 
-def test_where_the_cpu_trains_no_time_of_the_step_is_spent_on_moving_its_batch() -> None:
-    class Unmovable:
-        def to(self, *_: Any, **__: Any) -> Any:
-            raise AssertionError
-
-    trained(Unmovable(), model=linear(), train_step=lambda model, batch: model(X).sum())
-
-
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = linear()
 
@@ -142,7 +133,7 @@ class Model(nn.Module):
 class WithTargets(Model):
     """minGPT's and nanoGPT's form: logits, and a loss where there are targets."""
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+    def forward(self, idx, targets=None):
         logits = self.layer(idx)
         return logits, (None if targets is None else functional.cross_entropy(logits, targets))
 
@@ -150,7 +141,7 @@ class WithTargets(Model):
 class WithLoss(Model):
     """A transformer's form."""
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+    def forward(self, inputs, labels=None, **_):
         logits = self.layer(inputs)
         loss = None if labels is None else functional.cross_entropy(logits, labels)
         return types.SimpleNamespace(loss=loss, logits=logits)
@@ -159,70 +150,54 @@ class WithLoss(Model):
 class Parts(nn.Module):
     """A model that returns its answer among other things."""
 
-    def __init__(self, wrap: Callable[[torch.Tensor], Any], body: nn.Module | None = None) -> None:
+    def __init__(self, wrap, body=None):
         super().__init__()
-        self.body = body if body is not None else linear()
-        self.wrap = wrap
+        self.body, self.wrap = body or linear(), wrap
 
-    def forward(self, image: torch.Tensor) -> Any:
+    def forward(self, image):
         return self.wrap(self.body(image))
 
 
 class Detector(Model):
     """torchvision's form: a list of images, and in training a dict of losses."""
 
-    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None) -> Any:
+    def forward(self, images, targets=None):
         assert targets is not None
         boxes = torch.stack([self.layer(image.flatten()[:IN]) for image in images])
         return {"loss_box": (boxes - boxes.detach()).abs().mean(), "loss_class": boxes.square().mean()}
 
 
 class Graph(Model):
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, edge_index):
         return self.layer(x + x[edge_index[0]].mean())
 
 
 class WholeGraph(Graph):
-    def forward(self, data: Any) -> torch.Tensor:
+    def forward(self, data):
         return super().forward(data.x, data.edge_index)
+
+
+class TakesAnything(Model):
+    def forward(self, **parts):
+        return self.layer(next(part for part in parts.values() if part.is_floating_point()))
 
 
 class Data:
     """As PyTorch Geometric's: attributes in a store, `to()` and `to_dict()`."""
 
-    def __init__(self, **store: Any) -> None:
+    def __init__(self, **store):
         self.__dict__["_store"] = store
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_store"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+    def __getattr__(self, name):
+        if name not in self.__dict__["_store"]:
+            raise AttributeError(name)
+        return self._store[name]
 
-    def to(self, device: Any, non_blocking: bool = False) -> Data:
+    def to(self, device, non_blocking=False):
         return Data(**{name: value.to(device) for name, value in self._store.items()})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return dict(self._store)
-
-
-class TensorDict(Mapping[str, Any]):
-    """As tensordict's: a mapping with `to()` and a batch size, whose `**` works."""
-
-    def __init__(self, source: dict[str, torch.Tensor]) -> None:
-        self._source, self.batch_size = source, torch.Size([N])
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._source[key]
-
-    def __iter__(self) -> Any:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def to(self, device: Any, non_blocking: bool = False) -> TensorDict:
-        return TensorDict({key: value.to(device) for key, value in self._source.items()})
 
 
 @dataclass
@@ -244,7 +219,7 @@ MSE = nn.MSELoss()
 SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
 CLASSIFIES = "cross_entropy(model(batch[0]), batch[1])"
 # fmt: off
-FORMS: list[tuple[str, Any, Any, Any, str]] = [
+FORMS = [
     # name, model, batch, loss_fn, what is said
     ("classes", linear(), (X, Y), None, CLASSIFIES),
     ("a wrapper that takes anything", nn.DataParallel(linear()), (X, Y), None, CLASSIFIES),
@@ -253,14 +228,9 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("classes (N, 1)", linear(), (X, Y[:, None]), None, "cross_entropy(model(batch[0]), batch[1].squeeze(1))"),
     ("one logit", linear(1), (X, Y > 1), None,
      "binary_cross_entropy_with_logits(model(batch[0]), batch[1].reshape(-1, 1).float())"),
-    ("several labels", linear(), (X, torch.ones(N, CLASSES).int()), None,
-     "binary_cross_entropy_with_logits(model(batch[0]), batch[1].float())"),
     ("soft labels", linear(), (X, torch.rand(N, CLASSES).softmax(1)), None, CLASSIFIES),
     ("regression", linear(), (X, torch.rand(N, CLASSES)), None, "mse_loss(model(batch[0]), batch[1])"),
-    ("regression (N,)", linear(1), (X, torch.rand(N)), None, "mse_loss(model(batch[0]), batch[1].reshape(-1, 1))"),
     ("masks", CONV, (IMAGES, MASKS), None, "cross_entropy(model(batch[0]), batch[1], ignore_index=255)"),
-    ("masks (N, 1, H, W)", CONV, (IMAGES, MASKS[:, None]), None,
-     "cross_entropy(model(batch[0]), batch[1].squeeze(1), ignore_index=255)"),
     ("one-logit masks", nn.Conv2d(2, 1, 1), (IMAGES, MASKS[:, None] > 0), None,
      "binary_cross_entropy_with_logits(model(batch[0]), batch[1].float())"),
     ("tokens", linear(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None,
@@ -291,8 +261,6 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
      "cross_entropy(model(*batch[0]), batch[1])"),
     ("a loss with options", linear(), (X, Y), SMOOTHED, CLASSIFIES),
     ("an index besides", linear(), (X, Y, torch.arange(N)), None, CLASSIFIES),
-    ("TensorDict", linear(), TensorDict({"image": X, "label": Y}), None,
-     "cross_entropy(model(batch['image']), batch['label'])"),
     ("graph", Graph(), GRAPH, None, "cross_entropy(model(x=batch.x, edge_index=batch.edge_index), batch.y)"),
     ("whole graph", WholeGraph(), GRAPH, None, "cross_entropy(model(batch), batch.y)"),
     ("dataclass, other names", linear(), Sample(X, Y), None, "cross_entropy(model(batch.image), batch.label)"),
@@ -304,9 +272,7 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn", "says"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
 )
-def test_a_customary_batch_and_model_are_trained_by_the_line_that_is_shown(
-    model: Any, batch: Any, loss_fn: Any, says: str
-) -> None:
+def test_a_customary_batch_and_model_are_trained_by_the_line_that_is_shown(model, batch, loss_fn, says):
     # GIVEN a model and a batch in a form that is common
     twin, before = copy.deepcopy(model), [parameter.detach().clone() for parameter in model.parameters()]
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -326,74 +292,54 @@ def test_a_customary_batch_and_model_are_trained_by_the_line_that_is_shown(
 
 
 @pytest.mark.parametrize("name", ["class", "x, __import__('os').abort()"])
-def test_no_name_in_a_batch_becomes_code(name: str) -> None:
+def test_no_name_in_a_batch_becomes_code(name):
     # GIVEN fields of any name, in an object and in a mapping, and a model that takes each
-    of_object, of_mapping = (
-        trained(each, model=TakesAnything()) for each in (Data(**{name: X, "y": Y}), {name: X, "y": Y})
-    )
+    batches = Data(**{name: X, "y": Y}), {name: X, "y": Y}
+    of_object, of_mapping = (trained(each, model=TakesAnything()) for each in batches)
     # WHEN the step is inferred THEN the name is quoted, and it trains
     assert of_mapping.description == "cross_entropy(model(**batch), batch['y'])"
     assert f"getattr(batch, {name!r})" in of_object.description
 
 
-class TakesAnything(Model):
-    def forward(self, **parts: torch.Tensor) -> torch.Tensor:
-        return self.layer(next(part for part in parts.values() if part.is_floating_point()))
-
-
-def refuses(output: torch.Tensor) -> torch.Tensor:
+def refuses(output):
     raise KeyError("volume")
 
 
+WRONG, TRIPLET = nn.Linear(9, 2), nn.TripletMarginLoss()
+
+
 @pytest.mark.parametrize(
-    ("side", "batch", "says"),
+    ("model", "loss_fn", "batch", "says"),
     [
         (
-            {"model": nn.Linear(9, 2)},
-            {"image": X, "label": Y},
-            [
-                "a dict with keys image, label",
-                "mat1 and mat2",
-                "train_step=lambda model, batch: cross_entropy(model(batch['image']), batch['label'])",
-            ],
+            *(WRONG, None, {"image": X, "label": Y}),
+            "`cross_entropy(model(batch['image']), batch['label'])` from a dict with keys image, label; "
+            "it failed with RuntimeError: mat1 and mat2",
         ),
-        ({"model": nn.Linear(9, 2)}, (X, Y), [f"a tuple of 2: tensor [{N}, {IN}]", "model(batch[0]), batch[1])"]),
-        ({"model": Parts(refuses)}, {"image": X, "label": Y}, ["inferred `", "KeyError: 'volume'"]),
-        ({"model": linear()}, object(), ["no step can be inferred from a batch of type object"]),
-        ({"model": linear()}, {"a": X, "b": X}, ["a dict with keys a, b", "failed with TypeError"]),
-        (
-            {"model": linear(), "loss_fn": nn.TripletMarginLoss()},
-            (X, X, X),
-            ["TripletMarginLoss(model(batch[0]), batch[1])` from a tuple of 3"],
-        ),
+        (WRONG, None, (X, Y), f"`{CLASSIFIES}` from a tuple of 2: tensor [{N}, {IN}], tensor [{N}]; it failed"),
+        (Parts(refuses), None, {"image": X, "label": Y}, "it failed with KeyError: 'volume'"),
+        (linear(), None, object(), "no step can be inferred from a batch of type object"),
+        (linear(), None, {"a": X, "b": X}, "a dict with keys a, b; it failed with TypeError"),
+        (linear(), TRIPLET, (X, X, X), "`TripletMarginLoss(model(batch[0]), batch[1])` from a tuple of 3"),
     ],
 )
-def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(
-    side: dict[str, Any], batch: Any, says: list[str]
-) -> None:
+def test_an_inference_that_fails_names_itself_the_batch_and_a_line_to_pass(model, loss_fn, batch, says):
     with pytest.raises(StepInferenceError) as caught:
-        trained(batch, **side)
+        trained(batch, model=model, loss_fn=loss_fn)
 
     told = str(caught.value)
     assert told.startswith("train_step=None")
+    assert says in told
+    assert "; pass train_step=lambda model, batch: " in told
     assert "\n" not in told
-    assert [part for part in ("pass train_step=", *says) if part not in told] == []
 
 
-def test_a_loss_that_is_not_one_number_is_named() -> None:
+def test_a_loss_that_is_not_one_number_is_named():
     with pytest.raises(StepInferenceError, match=rf"a loss of shape \[{N}\]"):
         trained((X, Y), model=linear(), loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 
-def test_an_error_of_the_users_own_step_is_left_as_it_is() -> None:
-    def fails(model: Any, batch: Any) -> None:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match=r"^mine$"):
-        trained((X, Y), model=linear(), train_step=fails)
-
-
-def frozen() -> nn.Module:
+def frozen():
     return linear().requires_grad_(False)
 
 
@@ -407,7 +353,7 @@ def frozen() -> nn.Module:
         ({"model": linear(), "train_step": lambda m, b: {"total": m(b[0]).sum()}}, (X, Y), "keys total none is `loss`"),
     ],
 )
-def test_a_step_that_trains_nothing_is_said_to(side: dict[str, Any], batch: Any, says: str) -> None:
+def test_a_step_that_trains_nothing_is_said_to(side, batch, says):
     step = trained(batch, **side)
 
     assert step.description.endswith("forward only")
@@ -415,17 +361,17 @@ def test_a_step_that_trains_nothing_is_said_to(side: dict[str, Any], batch: Any,
     assert trained(batch, model=None, train_step=lambda model, batch: None).notes == []  # there is nothing to train
 
 
-def test_a_loss_that_has_no_part_is_said_to() -> None:
+def test_a_loss_that_has_no_part_is_said_to():
     step = trained((X, Y), model=linear(), loss_fn=MSE, train_step=lambda m, b: m(b[0]).sum())
 
     assert step.notes == ["loss_fn=MSELoss is not used: train_step returns the loss; loss_fn=None says the same"]
 
 
-def normed() -> Any:
+def normed():
     return nn.Sequential(nn.BatchNorm1d(IN), linear())
 
 
-def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() -> None:
+def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained():
     # GIVEN a model in training with a part that is not, and one that is in evaluation as a whole
     frozen_norm, evaluated = normed(), normed().eval()
     frozen_norm[0].eval()
@@ -438,9 +384,8 @@ def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() ->
 @pytest.mark.parametrize(
     "marks",
     [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}],
-    ids=lambda marks: next(iter(marks)),
 )
-def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
+def test_a_model_that_a_library_has_placed_is_not_moved(marks):
     model = normed()
     vars(model if "_hf_hook" not in marks else model[1]).update(marks)
 
@@ -449,8 +394,8 @@ def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
+def test_parts_that_were_compiled_are_compiled_again(monkeypatch):
+    compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
     model = normed()
 
@@ -462,8 +407,7 @@ def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "dataset",
     [[torch.rand(3 + i) for i in range(8)], [[1] * (i + 1) for i in range(8)], [object() for _ in range(8)]],
-    ids=["shapes", "lengths", "types"],
 )
-def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset: Any) -> None:
+def test_samples_that_torch_cannot_put_together_ask_for_a_collate_function(dataset):
     with pytest.raises(WorkloadError, match=r"\(pass collate_fn=, or the loader that your library makes: tune\(loader"):
         InlineProbe(workload(dataset, 8), inspect_machine()).start()

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,30 +20,30 @@ from tests.support import FakeClock, FakeGpu, FakeGpus
 PERIOD_S, KEPT_S = 0.02, 2.0
 
 
-def a_gpu(clock: FakeClock, is_busy: Callable[[float], bool]) -> FakeGpu:
-    """Its driver keeps samples of the last seconds, the newest of which is late."""
+def work_of(**gpu: Any) -> GpuWork:
+    gpus = Gpus(FakeGpus([FakeGpu(uuid="GPU-1", **gpu)]), environ={})
+    (device,) = gpus.devices()
+    return GpuWork(lambda: gpus.recent_use(device))
+
+
+def work_while(is_busy: Callable[[float], bool], clock: FakeClock) -> GpuWork:
+    """Of a GPU whose driver keeps samples of the last seconds, the newest of which is late."""
 
     def samples() -> list[tuple[float, int]]:
         agos = [number * PERIOD_S for number in range(5, int(KEPT_S / PERIOD_S))]
         return [(time.time() - ago, 100 if is_busy(clock() - ago) else 0) for ago in agos]
 
-    return FakeGpu(uuid="GPU-1", samples=samples)
+    return work_of(samples=samples)
 
 
-def work_of(gpu: FakeGpu) -> GpuWork:
-    gpus = Gpus(FakeGpus([gpu]), environ={})
-    (device,) = gpus.devices()
-    return GpuWork(lambda: gpus.recent_use(device))
-
-
-def iterate(log: BatchLog, clock: FakeClock, seconds: float, *, wait_s: float = 0.05, pause_s: float = 0.0) -> None:
-    """An epoch with batches of twice the time that the loop waits, and a pause in its midst."""
-    loop, batches = Loop(log, None), round(seconds / wait_s / 2)
+def iterate(log: BatchLog, clock: FakeClock, seconds: float) -> None:
+    """An epoch with batches of 0.1 s, a pause of a minute in its midst."""
+    loop, batches = Loop(log, None), round(seconds / 0.1)
     for number in range(batches):
         loop.ask(clock())
-        clock.advance(wait_s)
+        clock.advance(0.05)
         loop.receive(clock(), [])
-        clock.advance(wait_s + pause_s * (number == batches // 2))
+        clock.advance(0.05 + 70.0 * (number == batches // 2))
     loop.ask(clock())
     loop.end(clock())
 
@@ -50,37 +51,18 @@ def iterate(log: BatchLog, clock: FakeClock, seconds: float, *, wait_s: float = 
 def test_each_loader_has_the_share_of_its_own_time() -> None:
     # GIVEN a GPU that works for 70 % of each second of training and is idle for the validation, an epoch of each in turns
     clock = FakeClock()
-    gpu = a_gpu(clock, lambda moment: moment % 14.0 < 8.0 and moment % 1.0 < 0.7)
-    training, validation = BatchLog(work_of(gpu)), BatchLog(work_of(gpu))
+    logs = [BatchLog(work_while(lambda now: now % 14.0 < 8.0 and now % 1.0 < 0.7, clock)) for _ in range(2)]
 
     for _ in range(3):
-        iterate(training, clock, 8.0)
-        iterate(validation, clock, 6.0)
+        for log, seconds in zip(logs, (8.0, 6.0), strict=True):
+            iterate(log, clock, seconds)
 
-    assert training.gpu.share == pytest.approx(0.7, abs=0.03)
-    assert validation.gpu.share == pytest.approx(0.0, abs=0.03)
-
-
-def test_a_pause_between_two_batches_does_not_count() -> None:
-    clock = FakeClock()
-    log = BatchLog(work_of(a_gpu(clock, lambda moment: moment < 4.4 or moment > 64.4)))
-
-    iterate(log, clock, 8.0, wait_s=0.2, pause_s=60.0)
-
-    assert log.gpu.share == pytest.approx(1.0, abs=0.03)
-
-
-def fails() -> list[tuple[float, float]]:
-    raise RuntimeError("driver")
+    assert [log.gpu.share for log in logs] == pytest.approx([0.7, 0.0], abs=0.03)
 
 
 @pytest.mark.parametrize(
     "work",
-    [
-        work_of(FakeGpu(uuid="GPU-1")),
-        work_of(FakeGpu(uuid="GPU-1", unsupported=frozenset(["nvmlDeviceGetSamples"]))),
-        GpuWork(fails),
-    ],
+    [work_of(), work_of(unsupported=frozenset(["nvmlDeviceGetSamples"])), GpuWork(lambda: [][0])],
     ids=["keeps no samples", "does not tell", "a driver that fails ends no training"],
 )
 def test_without_samples_there_is_no_share(work: GpuWork) -> None:

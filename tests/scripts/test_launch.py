@@ -30,23 +30,17 @@ except KeyError as error:
 """
 HOOKED = """
 import sys, traceback
-def show(kind, error, frames):
-    print(kind, error, [each.name for each in traceback.extract_tb(frames)])
 print(sys.excepthook is sys.__excepthook__)
-sys.excepthook = show
-def fail():
-    raise KeyError("x")
-fail()
+sys.excepthook = lambda kind, error, frames: print(kind, error, [each.name for each in traceback.extract_tb(frames)])
+1 / 0
 """
 SPAWNING = """
 import multiprocessing
-class Seen:
+class Seen(int):
     pass
-def see(_):
-    return Seen()
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(type(pool.apply(see, [0])) is Seen)
+        print(type(pool.apply(Seen, [0])) is Seen)
 """
 SCRIPTS = {
     "info.py": INFO,
@@ -68,9 +62,8 @@ SCRIPTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
-    (folder / "package").mkdir()
-    (folder / "beside").mkdir()
     for name, text in SCRIPTS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.cli.scripts import Launch, run_command
+from autotune_loader.cli.scripts import run_command
 from autotune_loader.cli.tuning import tune_command
 from autotune_loader.results.loader_file import Binding
 from autotune_loader.scripts import ranks
@@ -74,25 +74,22 @@ def test_one_verdict_and_the_step_that_follows_from_it(
 @pytest.mark.parametrize(
     ("shares", "count", "sentence"),
     [
-        ({0: 0.3}, 4, None),
-        ({0: 0.3, 1: 0.32}, 2, "All ranks wait for data alike: 30 % to 32 % of their time."),
-        ({0: 0.05, 1: 0.42, 2: 0.07}, 3, "Rank 1 waits most for data: 42 % of its time, the others 6 %. Its loader costs"),
-        ({0: 0.05, 1: 0.42}, 8, "Of 8 ranks, 2 are known here."),
+        ([0.3, None, None, None], 4, None),
+        ([0.3, 0.32], 2, "All ranks wait for data alike: 30 % to 32 % of their time."),
+        ([0.05, 0.42, 0.07], 3, "Rank 1 waits most for data: 42 % of its time, the others 6 %. Its loader costs"),
+        ([0.05, 0.42, None, 0.9], 4, "Of 4 ranks, 2 are known here."),  # the last one is on another machine
     ],
 )  # fmt: skip
-def test_the_rank_that_waits_most_is_named(shares: dict[int, float], count: int, sentence: str | None) -> None:
-    said = ranks.sentence(shares, count)
-    assert said is None if sentence is None else sentence in (said or "")
-
-
-def test_ranks_leave_their_shares_where_rank_0_reads_and_removes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_rank_that_waits_most_is_named_by_rank_0_which_removes_what_the_others_left(
+    shares: list[float | None], count: int, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # rank 3 is on another machine
-    for rank, share in enumerate((0.1, None, 0.3, 0.4)):
-        ranks.leave(str(tmp_path / str(rank // 3)), rank, 4, share)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for rank, share in enumerate(shares):
+        ranks.leave(str(tmp_path / str(rank // 3)), rank, count, share)
 
-    assert ranks.gather(str(tmp_path / "0"), 4) == {0: 0.1, 2: 0.3}
+    said = ranks.sentence(ranks.gather(str(tmp_path / "0"), count), count)
+
+    assert said is None if sentence is None else sentence in (said or "")
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
@@ -147,26 +144,6 @@ def test_a_block_says_what_was_changed_and_what_it_brought() -> None:
         "\n"
         "Written to loader.json."
     )
-
-
-@pytest.mark.parametrize(
-    ("typed", "target", "arguments", "output"),
-    [
-        (["train.py", "-o", "theirs", "--budget"], "train.py", ("-o", "theirs", "--budget"), "loader.json"),
-        (["-o", "own.json", "--budget", "9s", "train.py"], "train.py", (), "own.json"),
-        (["-oown.json", "--budget=9s", "train.py", "--epochs", "3"], "train.py", ("--epochs", "3"), "own.json"),
-        (["--json", "-m", "project.train", "--lr", "1"], "project.train", ("--lr", "1"), "loader.json"),
-    ],
-)
-def test_what_follows_a_script_is_its_own(
-    typed: list[str], target: str, arguments: tuple[str, ...], output: str
-) -> None:
-    launch = tune_command.main(typed, standalone_mode=False)
-
-    assert isinstance(launch, Launch)
-    assert (launch.plan.verb, launch.target, launch.arguments) == ("tune", target, arguments)
-    assert (launch.plan.output or "").endswith(f"/{output}")
-    assert launch.is_module is ("-m" in typed)
 
 
 @pytest.mark.parametrize(

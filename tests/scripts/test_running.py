@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from autotune_loader import LoaderConfig, TuningResult
@@ -64,16 +66,8 @@ def test_apply_begins_with_what_a_file_says(bench: Bench) -> None:
     assert told["loaders"][0]["settings_now"] == found.to_kwargs()
 
 
-@pytest.mark.parametrize(
-    ("loader", "why"),
-    [
-        ("DataLoader(Stream(), batch_size=4)", "IterableDataset"),
-        ("DataLoader(Epochs(), batch_size=8)", "knows the epoch"),
-        ("Own(Numbers(), batch_size=8)", "Own makes iterators of its own"),
-    ],
-)
-def test_what_may_not_be_changed_is_watched_with_the_reason(bench: Bench, loader: str, why: str) -> None:
-    bench.write(f"""
+def test_what_may_not_be_changed_is_watched_with_the_reason(bench: Bench) -> None:
+    bench.write("""
         class Epochs(Numbers):
             epoch = 0
         class Own(DataLoader):
@@ -81,11 +75,14 @@ def test_what_may_not_be_changed_is_watched_with_the_reason(bench: Bench, loader
                 yield from super().__iter__()
         if __name__ == "__main__":
             torch.manual_seed(0); random.seed(0); np.random.seed(0)
-            print([x.tolist() for x in {loader}])
+            for kind, data in ((DataLoader, Stream()), (DataLoader, Epochs()), (Own, Numbers())):
+                print([x.tolist() for x in kind(data, batch_size=8)])
         """)
     _, plain = bench.run("train.py")
 
     code, printed, report = bench.command("run", "train.py")
 
     assert (code, printed) == (0, plain)
-    assert why in report.partition("not changed: ")[2]
+    reasons = " ".join(re.findall("not changed: (.*)", report))
+    for why in ("IterableDataset", "knows the epoch", "Own makes iterators of its own"):
+        assert why in reasons

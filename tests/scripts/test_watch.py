@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -49,7 +50,9 @@ def test_weights_and_random_states_are_the_same_bit_for_bit(bench: Bench, worker
         assert f"num_workers={workers}" in block
 
 
-def test_what_binds_is_told_with_a_step_to_take_and_the_files_are_written(bench: Bench) -> None:
+def test_what_binds_is_told_with_a_step_to_take_files_are_written_and_long_waits_have_an_exit_code(
+    bench: Bench,
+) -> None:
     bench.write("""
         if __name__ == "__main__":
             os.chdir("/")
@@ -59,8 +62,12 @@ def test_what_binds_is_told_with_a_step_to_take_and_the_files_are_written(bench:
                 pass
         """)
 
-    _, told = bench.told("watch", "-o", "loader.json", "--report", "out.html", "train.py")
+    written = ("-o", "loader.json", "--report", "out.html")
+    code, output = bench.run("command.py", "watch", "--json", *written, "--fail-if-wait", "10%", "train.py")
 
+    told = json.loads(output.splitlines()[-1])
+    assert code == 4
+    assert "--fail-if-wait allows 10 %" in told["notes"][0]
     loader = told["loaders"][0]
     assert loader["binding"] == "wait"
     assert 0.6 < loader["wait_share"] < 0.95
@@ -72,21 +79,7 @@ def test_what_binds_is_told_with_a_step_to_take_and_the_files_are_written(bench:
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [0, 1]
 
 
-@pytest.mark.parametrize(("share", "code"), [("10%", 4), ("0.99", 0)])
-def test_waiting_too_long_has_an_exit_code(bench: Bench, share: str, code: int) -> None:
-    bench.write("""
-        if __name__ == "__main__":
-            for x in DataLoader(Numbers(24), batch_size=8):
-                time.sleep(0.01)
-        """)
-
-    ended, _, report = bench.command("watch", "--fail-if-wait", share, "train.py")
-
-    assert ended == code
-    assert ("and --fail-if-wait allows 10 %" in report) == (code == 4)
-
-
-@pytest.mark.parametrize(("verb", "workers"), [("watch", 0), ("watch", 2), ("run", 0), ("run", 2)])
+@pytest.mark.parametrize(("verb", "workers"), [("watch", 2), ("run", 0), ("run", 2)])
 def test_an_error_of_the_dataset_shows_no_frame_of_ours(bench: Bench, verb: str, workers: int) -> None:
     bench.write(TRAIN)
 
@@ -107,12 +100,13 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
             for x in DataLoader(Numbers(), batch_size=8):  # CHILD
                 pass
         if __name__ == "__main__":
-            if sys.argv[1:] == ["as a child"]:
+            child = [sys.executable, "train.py", "child"]
+            if sys.argv[1] == "child":
                 work()
-            elif sys.argv[1:] == ["exec"]:
-                os.execv(sys.executable, [sys.executable, "train.py", "as a child"])
-            elif sys.argv[1:] == ["subprocess"]:
-                subprocess.run([sys.executable, "train.py", "as a child"], check=True)
+            elif sys.argv[1] == "exec":
+                os.execv(sys.executable, child)
+            elif sys.argv[1] == "subprocess":
+                subprocess.run(child, check=True)
             else:
                 process = multiprocessing.get_context("fork").Process(target=work)
                 process.start()
@@ -125,13 +119,3 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
         assert list(bench.folder.glob("autotune-loader-*")) == []
         assert report.count("autotune-loader") <= 1, how  # one report, none that there is nothing to tell
         assert f"train.py:{line_of(text, 'CHILD')} " in report, how
-
-
-def test_spawned_workers_import_main_again(bench: Bench) -> None:
-    bench.write("""
-        if __name__ == "__main__":
-            loader = DataLoader(Numbers(), batch_size=8, num_workers=1, multiprocessing_context="spawn")
-            print(sum(len(x) for x in loader))
-        """)
-
-    assert bench.command("run", "train.py")[:2] == (0, "96\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from multiprocessing import util
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
@@ -17,25 +19,12 @@ from autotune_loader.scripts.enabling import Enabled
 from autotune_loader.scripts.hook import active
 
 NUMBERS = TensorDataset(torch.arange(48))
-BOTH_VERBS = pytest.mark.parametrize(
-    "verb", ["watch", pytest.param("run", marks=pytest.mark.process)]
-)  # its proof forks
-
-
-class Endless(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield 7
 
 
 @pytest.fixture
 def watching(capsys: pytest.CaptureFixture[str]) -> Iterator[Enabled]:
     with enable("watch") as enabled:
         yield enabled
-
-
-def loaders(enabled: Enabled) -> list[Any]:
-    return enabled._hook.session.loaders
 
 
 def test_loaders_of_one_line_are_one_unless_they_are_iterated_together(watching: Enabled) -> None:
@@ -46,40 +35,31 @@ def test_loaders_of_one_line_are_one_unless_they_are_iterated_together(watching:
         list(make())
         for _ in make():
             break
-    first, second = make(), make()
-    one, other = iter(first), iter(second)  # both at once
-    next(one), next(other)
+    for pair in zip(make(), make(), strict=True):  # both at once
+        assert len(pair) == 2
+        break
     list(make(batch_size=8))
 
     line = f"tests/scripts/test_watched.py:{make.__code__.co_firstlineno + 1}"
-    assert [(each.name, each.log.batches) for each in loaders(watching)] == [
+    assert [(each.name, each.log.batches) for each in watching._hook.session.loaders] == [
         (line, 27),
         (f"{line} TensorDataset", 1),
         (f"{line} TensorDataset 2", 6),
     ]
 
 
-@BOTH_VERBS
-def test_samples_are_those_of_the_dataset_whatever_a_batch_holds(verb: Any) -> None:
+@pytest.mark.parametrize("verb", ["watch", pytest.param("run", marks=pytest.mark.process)])  # its proof forks
+def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_batch(
+    verb: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with enable(verb) as enabled:
         for _ in range(2):
             loader = DataLoader(TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: items[:1])
             assert len(list(loader)) == 5
-        (known,) = loaders(enabled)
-        assert (known.log.batches, known.log.samples, known.log.epochs) == (10, 36, 2)
-
-
-@BOTH_VERBS
-def test_loaders_without_a_length_or_a_batch_are_iterated_once(
-    verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, original = list[Any](), _SingleProcessDataLoaderIter.__init__
-    noting = lambda iterator, loader: (made.append(iterator), original(iterator, loader))[1]  # noqa: E731
-    monkeypatch.setattr(_SingleProcessDataLoaderIter, "__init__", noting)
-    with enable(verb):
-        assert next(iter(DataLoader(NUMBERS, sampler=Endless())))[0].item() == 7
+        assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
-    assert len(made) == (2 if verb == "watch" else 0)
+        log = enabled._hook.session.loaders[0].log
+    assert (log.batches, log.samples, log.epochs) == (10, 36, 2)
 
 
 def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,11 +75,22 @@ def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_kept_workers_end_with_their_loader(verb: Any) -> None:
+    with enable(verb):
+        loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
+        list(loader)
+        assert len(multiprocessing.active_children()) == 1
+        del loader
+        assert not multiprocessing.active_children()
+
+
+@pytest.mark.process
 def test_workers_tell_when_batches_were_made_and_end_as_soon_as_nobody_wants_theirs(watching: Enabled) -> None:
     batches = iter(DataLoader(NUMBERS, batch_size=8, num_workers=1))
     for _ in range(4):
         next(batches)
-    traces = loaders(watching)[0].log.latest(9)
+    traces = watching._hook.session.loaders[0].log.latest(9)
     assert {trace.worker for trace in traces} == {0}
     assert all(trace.fetch_start < trace.collate_end <= trace.received for trace in traces)
 

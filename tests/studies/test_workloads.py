@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,19 +25,6 @@ def test_a_workload_survives_pickling_and_yields_a_batch(name: str) -> None:
         assert torch.equal(batch["input_ids"][3], workload.dataset[3]["input_ids"])
         batch = batch["labels"]
     assert len(batch[0] if isinstance(batch, list) else batch) == workload.batch_size
-
-
-def test_memory_mapped_pictures_are_written_once_and_read_in_any_process(tmp_path: Path) -> None:
-    made = workloads.MemmapDataset(tmp_path / "pictures.bin", 4, 8)
-    written = (tmp_path / "pictures.bin").read_bytes()
-    found = pickle.loads(pickle.dumps(workloads.MemmapDataset(tmp_path / "pictures.bin", 4, 8)))
-    samples = []
-    for dataset in (made, found):
-        torch.manual_seed(0)
-        samples.append(dataset[3][0])
-    assert torch.equal(*samples)
-    assert samples[0].shape == (3, 8, 8)
-    assert (tmp_path / "pictures.bin").read_bytes() == written
 
 
 def test_a_repeated_dataset_fetches_as_the_one_it_repeats() -> None:

@@ -1,8 +1,4 @@
-"""What no result may break: its figures and sentences agree with one another. `contradictions()` names those that do not.
-
-What a figure that
-is not there would say is not asked: None means "not measured".
-"""
+"""What no result may break: its figures and sentences agree with one another. What was not measured (None) is not asked."""
 
 from __future__ import annotations
 
@@ -37,9 +33,7 @@ def contradictions(result: TuningResult) -> list[str]:
 
 
 def _the_ceiling_is_one(result: TuningResult) -> Iterator[str]:
-    doubt = ceiling_doubt(result)
-    if doubt is not None:
-        yield doubt
+    yield from filter(None, [ceiling_doubt(result)])
 
 
 def _the_headroom_is_that_of_rate_and_ceiling(result: TuningResult) -> Iterator[str]:
@@ -47,23 +41,21 @@ def _the_headroom_is_that_of_rate_and_ceiling(result: TuningResult) -> Iterator[
     if rate is None:
         return
     expected = None if ceiling is None else max(0.0, ceiling.value / rate.value - 1)
-    if (expected is None) != (headroom is None) or not _same(expected, headroom):
+    if not _same(expected, headroom):
         yield f"headroom {headroom}, rate and ceiling make it {expected}"
 
 
 def _what_binds_has_something_to_gain(result: TuningResult) -> Iterator[str]:
     binding, wait, headroom = result.verdict.binding, result.measured.wait_share, result.verdict.headroom
+    gains = [each for each in (wait, headroom) if each is not None]
+    if not gains or binding in ("unknown", "startup", "in_memory", "memory"):
+        return
     if binding == "step":
-        if wait is not None and wait > 2 * LITTLE:
-            yield f"the step binds, and the loop waits {share_text(wait)} of the time"
-        if headroom is not None and headroom > 2 * LITTLE and (wait is None or wait > LITTLE):
-            yield f"the step binds, and is {share_text(headroom)} faster alone"
-    elif binding not in ("unknown", "startup", "in_memory", "memory"):
-        gains = [each for each in (wait, headroom) if each is not None]
-        if gains and max(gains) < LITTLE:
-            yield f"{binding} binds, and the loop waits {share_text(wait)} with a headroom of {share_text(headroom)}"
-    if binding == "wait" and wait is not None and wait < LITTLE:
-        yield f"waiting for data binds, and the loop waits {share_text(wait)} of the time"
+        contradicts = max(gains) > 2 * LITTLE and (wait is None or wait > LITTLE)
+    else:
+        contradicts = (wait if binding == "wait" and wait is not None else max(gains)) < LITTLE
+    if contradicts:
+        yield f"{binding} binds, and the loop waits {share_text(wait)} with a headroom of {share_text(headroom)}"
 
 
 def _advice_promises_no_more_than_there_is(result: TuningResult) -> Iterator[str]:
@@ -89,24 +81,21 @@ def _nothing_cheaper_is_as_fast_as_the_choice(result: TuningResult) -> Iterator[
 
 
 def _each_figure_is_that_of_the_table(result: TuningResult) -> Iterator[str]:
-    rows = {row.config: row for row in standings(result)}
-    best, baseline, measured = rows.get(result.best), rows.get(result.baseline), result.measured
-    pairs: list[tuple[str, float | None, float | None]] = []
-    if best is not None:
-        pairs.append(("samples_per_s", _value(measured.samples_per_s), _value(best.rate)))
-    if baseline is not None and result.reused is None:
-        pairs.append(("baseline_samples_per_s", _value(measured.baseline_samples_per_s), _value(baseline.rate)))
-    if best is not None and best.measurement is not None:
-        own = best.measurement
-        pairs += [(name, getattr(measured, name), getattr(own, name)) for name in ("wait_share", "first_batch_s")]
-        pairs.append(("pss_bytes", measured.pss_bytes, None if own.memory is None else own.memory.pss_bytes))
-    for name, one, other in pairs:
-        if one is not None and not _same(one, other):
-            yield f"{name} is {one:g}, in the table {other}"
-
-
-def _value(interval: Interval | None) -> float | None:
-    return None if interval is None else interval.value
+    measured = result.measured
+    for row in standings(result):
+        table: dict[str, float | None] = {}
+        if row.config == result.best:
+            table["samples_per_s"] = _value(row.rate)
+        if row.config == result.baseline and result.reused is None:
+            table["baseline_samples_per_s"] = _value(row.rate)
+        if row.config == result.best and row.measurement is not None:
+            own = row.measurement
+            table |= {"wait_share": own.wait_share, "first_batch_s": own.first_batch_s}
+            table["pss_bytes"] = None if own.memory is None else own.memory.pss_bytes
+        for name, shown in table.items():
+            figure = _value(getattr(measured, name))
+            if figure is not None and not _same(figure, shown):
+                yield f"{name} is {figure:g}, in the table {shown}"
 
 
 def _the_chosen_row_is_whole(result: TuningResult) -> Iterator[str]:
@@ -134,14 +123,16 @@ def _a_choice_is_called_decided_when_it_was(result: TuningResult) -> Iterator[st
     if result.status != "complete" or result.reused is not None:
         return
     candidates, rounds = {config.key() for config in result.finals.configs}, len(result.finals.rounds)
-    if len(candidates) < 2 or _is_at_ceiling(result):
+    chosen, own_rounds = result.measured.samples_per_s, len(result.finals.rates_of(result.best))
+    # Nothing can be faster than the step alone: whoever reaches that needs no more rounds.
+    at_ceiling = chosen and own_rounds >= LEAST_OF_WINNER and is_at_ceiling(chosen.value, _value(result.ceiling))
+    if len(candidates) < 2 or at_ceiling:
         return
     if rounds < MIN_ROUNDS:
         yield f"complete after {rounds} of at least {MIN_ROUNDS} rounds between {len(candidates)}"
     busy = [share for share in result.finals.foreign_cpu_share if share is not None and share > FOREIGN_CPU_LIMIT]
     if len(busy) > MAX_DISCARDED_SHARE * max(rounds, 1):
         yield f"complete, and others kept the cores busy in {len(busy)} of {rounds} rounds"
-    chosen = result.measured.samples_per_s
     if chosen is None or result.finals.whole_epochs:
         return
     for row in standings(result):
@@ -149,17 +140,14 @@ def _a_choice_is_called_decided_when_it_was(result: TuningResult) -> Iterator[st
             yield f"{row.config} reached {rate_text(row.rate.value)}, the choice {rate_text(chosen.value)}"
 
 
-def _is_at_ceiling(result: TuningResult) -> bool:
-    """Whether the choice needs no more rounds: nothing can be faster than the step alone."""
-    rate, ceiling = result.measured.samples_per_s, result.ceiling
-    rounds = len(result.finals.rates_of(result.best))
-    return rate is not None and rounds >= LEAST_OF_WINNER and is_at_ceiling(rate.value, _value(ceiling))
-
-
 def _a_doubt_is_said_first(result: TuningResult) -> Iterator[str]:
     says = bool(result.summary) and result.summary[0].startswith(UNDECIDED)
     if (result.status == "undecided") != says:
         yield f"status {result.status}, and it begins with {result.summary[:1]}"
+
+
+def _value(figure: Interval | float | None) -> float | None:
+    return figure.value if isinstance(figure, Interval) else figure
 
 
 def _is_cheaper(config: LoaderConfig, other: LoaderConfig) -> bool:
@@ -174,14 +162,8 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 CHECKS: tuple[Check, ...] = (
-    _the_ceiling_is_one,
-    _the_headroom_is_that_of_rate_and_ceiling,
-    _what_binds_has_something_to_gain,
-    _advice_promises_no_more_than_there_is,
-    _nothing_cheaper_is_as_fast_as_the_choice,
-    _each_figure_is_that_of_the_table,
-    _the_chosen_row_is_whole,
-    _the_speed_up_is_that_of_the_rates,
-    _a_choice_is_called_decided_when_it_was,
-    _a_doubt_is_said_first,
+    *(_the_ceiling_is_one, _the_headroom_is_that_of_rate_and_ceiling, _what_binds_has_something_to_gain),
+    *(_advice_promises_no_more_than_there_is, _nothing_cheaper_is_as_fast_as_the_choice),
+    *(_each_figure_is_that_of_the_table, _the_chosen_row_is_whole, _the_speed_up_is_that_of_the_rates),
+    *(_a_choice_is_called_decided_when_it_was, _a_doubt_is_said_first),
 )

@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 
+BASE_BYTES = 500 << 20
+"""What training needs without any worker."""
+SPIKE_FACTOR = 1.5
+"""How much slower a burst is that something disturbs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachine:
-    """A machine with a workload on it, as parameters; `SimulatedProbe` trains on it."""
+    """A machine with a workload on it; `SimulatedProbe` trains on it. Seconds are those of one batch."""
 
     cores: int = 4
     batch_size: int = 32
     cpu_s: float = 0.04
-    """CPU seconds that a worker spends on a batch, alone on the machine."""
+    """CPU seconds of a worker, alone on the machine."""
     wait_s: float = 0.0
-    """Seconds in which a worker waits for storage or the network per batch."""
+    """Seconds in which a worker waits for storage or the network."""
     service_cv: float = 0.1
     """Coefficient of variation of a batch's service time (log-normal, a property of its samples)."""
     tail_share: float = 0.0
@@ -27,13 +32,13 @@ class SimulatedMachine:
     receive_s: float = 0.0005
     """Seconds in which the training loop takes a ready batch over."""
     pin_s: float = 0.0005
-    """Seconds of the pinning thread per batch."""
+    """Seconds of the pinning thread."""
     step_s: float = 0.01
     """Seconds of an undisturbed training step."""
     step_cores: float = 0.0
     """Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb."""
     step_cv: float = 0.02
-    step_s_by_threads: Mapping[int, float] = field(default_factory=dict)
+    step_s_by_threads: Mapping[int | None, float] = field(default_factory=dict)
     """Undisturbed step seconds where `consumer_threads` is set."""
     alpha: float = 0.05
     """Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)."""
@@ -45,19 +50,14 @@ class SimulatedMachine:
     first_batch_extra_s: float = 0.02
     """CPU seconds that every worker's first batch takes longer (imports, cold caches)."""
     batch_bytes: int = 1 << 20
-    base_bytes: int = 500 << 20
     worker_bytes: int = 100 << 20
     """Private memory of one worker."""
-    memory_limit_bytes: int | None = None
-    """More than this ends a burst in a `memory_guard` failure."""
     noise_sd: float = 0.0
     """Relative standard deviation between bursts of one configuration."""
     drift_per_hour: float = 0.0
     """Relative growth of all times per hour of the probe's clock."""
     spike_share: float = 0.0
     """Share of bursts that something disturbs."""
-    spike_factor: float = 1.5
-    """How much slower a disturbed burst is."""
     neighbours: float | None = None
     """Cores that processes of others want. None: the machine has no meter of CPU use, and nobody else runs on it."""
     neighbours_share: float = 1.0

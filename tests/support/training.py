@@ -13,7 +13,7 @@ from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
-from tests.support.simulation import _Disturbed, _Events
+from tests.support.simulation import Disturbed, Run
 
 Reason = Literal["start", "change", "loss"]
 NOISE_S = 1.0
@@ -25,11 +25,7 @@ NEIGHBOURS_S = 3.0
 class SimulatedTraining:
     """Trains batch after batch, as AutoLoader does: a new pool fills its queues while the one before is emptied.
 
-    Args:
-        machine: what is trained on; `machine` may be set to another one at any time.
-        clock: moves on by what each batch takes.
-        config: what it begins with.
-        seed: of the machine's noise.
+    The machine may be set to another one at any time.
     """
 
     def __init__(self, machine: SimulatedMachine, clock: FakeClock, config: LoaderConfig, *, seed: int = 0) -> None:
@@ -40,9 +36,8 @@ class SimulatedTraining:
         self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()
         self._noise_ends = self._neighbours_end = clock() + NOISE_S
         self._machine, self._slower, self._neighbours = machine, 1.0, 0.0
-        self._running = config
-        self._is_open = True
-        self._run, self._batches = self._started(clock(), "start", 0)
+        self._is_open, self._change_begun = True, clock()
+        self._start("start", 0, self.traces.end)
 
     @property
     def machine(self) -> SimulatedMachine:
@@ -51,7 +46,7 @@ class SimulatedTraining:
     @machine.setter
     def machine(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self._disturb()
+        self._run.disturb(self._disturbed())
 
     def may_run(self, config: LoaderConfig) -> bool:
         """Simulated workers make what anyone makes."""
@@ -70,62 +65,57 @@ class SimulatedTraining:
         """What runs fails with all it has in hand, and what was asked for takes its place."""
         message = f"{self.config}: a worker exited unexpectedly"
         self.failures[self.config.key()] = Failure(kind="user_exception", phase="batches", message=message)
-        self.config = self._running = asked
-        self._mark = self.traces.end
-        self._run, self._batches = self._started(self._clock(), "loss", 0)
+        self.config, self._change_begun = asked, self._clock()
+        self._start("loss", 0, self.traces.end)
 
     def train(self) -> BatchTrace:
         """One batch; the clock is at the end of its step afterwards."""
-        if self._clock() >= self._noise_ends:
-            self._noise_ends = self._clock() + self._rng.expovariate(1 / NOISE_S)
-            self._slower = self._rng.lognormvariate(0.0, self._machine.noise_sd)
-            self._disturb()
-        if self._machine.neighbours and self._clock() >= self._neighbours_end:
-            self._neighbours_end = self._clock() + self._rng.expovariate(1 / NEIGHBOURS_S)
-            are_there = self._rng.random() < self._machine.neighbours_share
-            self._neighbours = self._machine.neighbours if are_there else 0.0
-            self._disturb()
-        if self.config is not self._running and self._is_open:
+        self._pass_time()
+        if self.config is not self._run.config and self._is_open:
             self._is_open, self._change_begun = False, self._clock()
-            self._in_hand = len(self._run.numbers) - self._run.done_count if self._running.num_workers else 0
+            self._in_hand = self._run.handed_out - self._run.done
             self._mark = self.traces.end
         trace = next(self._batches, None)
         if trace is None:
-            self._running, self._is_open = self.config, True
-            self._run, self._batches = self._started(self._change_begun, "change", self._in_hand)
+            self._is_open = True
+            self._start("change", self._in_hand, self._mark)
             trace = next(self._batches)
         self.traces.note(trace)
         self._clock.now = trace.step_end
         return trace
 
-    def _started(self, begun: float, reason: Reason, in_hand: int) -> tuple[_Events, Iterator[BatchTrace]]:
-        config, machine = self._running, self._machine
+    def _pass_time(self) -> None:
+        """Noise and neighbours come and go."""
+        now, rng, machine = self._clock(), self._rng, self._machine
+        if now >= self._noise_ends:
+            self._noise_ends = now + rng.expovariate(1 / NOISE_S)
+            self._slower = rng.lognormvariate(0.0, machine.noise_sd)
+        if machine.neighbours and now >= self._neighbours_end:
+            self._neighbours_end = now + rng.expovariate(1 / NEIGHBOURS_S)
+            self._neighbours = machine.neighbours if rng.random() < machine.neighbours_share else 0.0
+        self._run.disturb(self._disturbed())
+
+    def _start(self, reason: Reason, in_hand: int, first: int) -> None:
+        """Workers start, and take over from batch `first` on when what is in hand has been trained on."""
+        config, machine, begun = self.config, self._machine, self._change_begun
         start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
-        run = _Events(
-            _Disturbed(machine, self._slower, self._neighbours),
+        self._run = Run(
+            self._disturbed(),
             config,
             self._feed(),
             begun,
             is_running=not config.num_workers,
             pause_s=max(0.0, self._clock() - begun - start_s),
         )
-        first = self.traces.end if reason == "start" else self._mark
-        change = Change(
-            batch=first,
-            serves_from=first + in_hand,
-            config=config,
-            reason=reason,
-            begun=begun,
-            blocked_s=start_s,
+        self._batches = self._run.batches()
+        served, blocked_s = first + in_hand, start_s
+        self.traces.changes.append(
+            Change(batch=first, serves_from=served, config=config, reason=reason, begun=begun, blocked_s=blocked_s)
         )
-        self.traces.changes.append(change)
-        return run, run.batches()
 
     def _feed(self) -> Iterator[int]:
         while self._is_open:
             yield next(self._numbers)
 
-    def _disturb(self) -> None:
-        run = self._run
-        run.disturbed = _Disturbed(self._machine, self._slower, self._neighbours)
-        run.machine, run.step_s = self._machine, run.disturbed.step_seconds(self._running.consumer_threads)
+    def _disturbed(self) -> Disturbed:
+        return Disturbed(self._machine, self._slower, self._neighbours)

@@ -6,12 +6,11 @@ A page is run in a folder of its own, with a `dataset` and a `model` at hand for
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 from preloaded import PreloadedPython
@@ -21,7 +20,7 @@ from autotune_loader.results.result import TuningResult
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages of fragments: what each block takes for granted, block by block.
 TAKEN_FOR_GRANTED: dict[str, list[str]] = {
     "docs/distributed.md": [
@@ -83,33 +82,19 @@ loader = DataLoader(dataset, batch_size=16)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 PRELUDE = """
-import functools
-import time
-import torch
-import autotune_loader
-import autotune_loader.demo
-import autotune_loader.tuning.compare as _comparing
-import autotune_loader.tuning.tune as _tuner
-
-_tune = _tuner.tune
+import functools, time, torch
+import autotune_loader, autotune_loader.demo
+import autotune_loader.tuning.compare as comparing, autotune_loader.tuning.tune as tuner
 
 
-@functools.wraps(_tune)
-def _briefly(*arguments, **options):
-    return _tune(*arguments, **{**options, "budget": 1, "max_trials": 3, "isolation": "inline", "progress": False})
+def briefly(whole, **options):
+    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
-_tuner.tune = autotune_loader.tune = _briefly
-_comparing.FEWEST_ROUNDS, _compare = 1, _comparing.compare
-
-
-@functools.wraps(_compare)
-def _briefly_compared(*arguments, **options):
-    return _compare(*arguments, **{**options, "budget": 1, "isolation": "inline", "progress": False})
-
-
-_comparing.compare = autotune_loader.compare = _briefly_compared
-
+comparing.FEWEST_ROUNDS = 1
+short = {"budget": 1, "isolation": "inline"}
+comparing.compare = autotune_loader.compare = briefly(comparing.compare, **short)
+tuner.tune = autotune_loader.tune = briefly(tuner.tune, max_trials=3, **short)
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)
 
 
@@ -135,11 +120,6 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def pages_with_code() -> list[object]:
-    shown = [page for page in PAGES if blocks(page) and page.name != "README.md"]
-    return [pytest.param(p, id=name(p)) for p in shown]
-
-
 def script_of(page: Path) -> str:
     found = blocks(page)
     given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
@@ -147,7 +127,7 @@ def script_of(page: Path) -> str:
     return PRELUDE + "".join(code)
 
 
-@pytest.mark.parametrize("page", pages_with_code())
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)])
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "page.py").write_text(script_of(page), encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
@@ -158,47 +138,16 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fix
     assert run.wait(timeout=110) == 0, run.output
 
 
-def test_the_code_of_the_readme_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    (tmp_path / "page.py").write_text(script_of(ROOT / "README.md"), encoding="utf-8")
-
-    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
-
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_picture_of_a_page_is_there() -> None:
-    shown = [(page, link) for page in PAGES for link in re.findall(r"!\[[^\]]*\]\(([^)#\s]+)\)", page.read_text())]
-
-    assert [
-        (name(page), link) for page, link in shown if "://" not in link and not (page.parent / link).is_file()
-    ] == []
-
-
-def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_documentation_builds_without_a_warning_and_explains_every_field_of_a_file(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
 
     assert done.returncode == 0, done.stderr
-    pages = [tmp_path / "reference" / name / "index.html" for name in ("api", "loader-json")]
-    shown = "".join(page.read_text(encoding="utf-8") for page in pages)
-    assert [path for path in sorted(fields_of_a_file()) if f'id="{path}"' not in shown] == []
-
-
-def fields_of_a_file() -> set[str]:
-    """Every field of every record that a `loader.json` consists of, as the reference has it."""
-    left, found = [TuningResult], dict[type, set[str]]()
-    while left:
-        record = left.pop()
-        if record in found:
-            continue
-        found[record] = {f"{record.__module__}.{record.__qualname__}.{each.name}" for each in fields(record)}
-        for hint in get_type_hints(record).values():
-            parts = [hint]
-            while parts:
-                part = parts.pop()
-                parts += get_args(part)
-                if isinstance(part, type) and is_dataclass(part):
-                    left.append(part)
-    return set().union(*found.values())
+    shown = "".join((tmp_path / "reference" / page / "index.html").read_text() for page in ("api", "loader-json"))
+    schema = json.loads((ROOT / "docs" / "loader.schema.json").read_text())
+    records = {record: each["properties"] for record, each in schema["$defs"].items() if "properties" in each}
+    records = {**records, "LoaderFile": {}, "TuningResult": TuningResult.__dataclass_fields__}
+    described = [f"{record}.{field}" for record, names in records.items() for field in names]
+    assert [each for each in described if f'.{each}"' not in shown] == []

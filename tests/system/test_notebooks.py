@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +13,7 @@ pytest.importorskip("nbclient")
 pytestmark = pytest.mark.system
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("quickstart", "autoloader", "inspect_study")
+BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
 import autotune_loader, autotune_loader.tuning.tune as tuner, autotune_loader.tuning.compare as comparing
@@ -25,23 +24,13 @@ comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**
 """
 
 
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_notebooks", FOLDER / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(build: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", ["quickstart", "autoloader", "inspect_study"])
+def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(name: str) -> None:
     path = FOLDER / f"{name}.ipynb"
     committed = nbformat.read(path, as_version=4)
     outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
 
-    assert [cell.source for cell in committed.cells] == [cell.source for cell in build.make(name).cells]
+    assert [cell.source for cell in committed.cells] == [cell.source for cell in BUILD["make"](name).cells]
     assert path.stat().st_size < 1_000_000
     assert any("image/png" in out.get("data", {}) for out in outputs)
     assert [out for out in outputs if out.output_type == "error"] == []
@@ -49,10 +38,10 @@ def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(build: M
 
 @pytest.mark.parametrize("name", ["quickstart", "inspect_study"])
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
-def test_a_notebook_runs(build: ModuleType, name: str, tmp_path: Path) -> None:
-    notebook = build.make(name)
+def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
+    notebook = BUILD["make"](name)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BRIEFLY))
 
-    build.run(notebook, tmp_path, timeout_s=100)
+    BUILD["run"](notebook, tmp_path, timeout_s=100)
 
     assert (tmp_path / "loader.json").exists()

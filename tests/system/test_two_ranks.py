@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import textwrap
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,132 +16,92 @@ from autotune_loader.machine.limits import usable_cores
 ROOT = Path(__file__).resolve().parents[2]
 # What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
 HARD_DEADLINE_S = 110
-MARK = "AUTOTUNE_TEST_RUN"
 pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
 
-DATA = """
-    import json, os, sys, time, warnings
-    import torch
-    from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-    class Points(Dataset):
-        def __len__(self):
-            return 256
-        def __getitem__(self, index):
-            time.sleep(0.001)
-            return torch.full((4,), index / 256), index % 2, index
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return (Points()[index] for index in range(256))
-
-    def say(**said):
-        with open(sys.argv[1] + f"/rank-{os.environ['RANK']}.json", "w") as file:
-            json.dump(said, file)
-
-    def probed_s():
-        # CPU seconds of probe processes: a rank that tuned has waited for its own to end.
-        import resource
-        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-
-    def leave():
-        # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit.
-        time.sleep(0.5)
-
-    QUICK = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
-"""
-
 # Two ways to share out the loading, one after the other: most of a job is its start.
-ACCELERATE = """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import DataLoaderConfiguration
-    from autotune_loader.integrations.accelerate import tune_before_prepare
+SCRIPT = """
+import json, os, resource, sys, time, warnings
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from autotune_loader.integrations.accelerate import tune_before_prepare
 
-    def own_step(model, batch):
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+class Points(Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.full((4,), index / 256), index % 2, index
 
-    def trained(dispatch, data):
-        before = probed_s()
-        AcceleratorState._reset_state()  # as in a script that has only this one
-        GradientState._reset_state()
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader, result = tune_before_prepare(
-                accelerator, DataLoader(data, batch_size=16), model, train_step=own_step, **QUICK
-            )
-        workers = loader.num_workers
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        seen = []
-        for x, y, index in loader:
-            loss = own_step(model, (x, y))
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-            seen += index.tolist()
-        weights = accelerator.unwrap_model(model).weight.flatten().tolist()
-        return accelerator, dict(
-            best=result.best.to_dict(), workers=workers, seen=seen, weights=weights,
-            cores=result.fingerprint.usable_cores, warned=any("dispatch_batches" in str(each.message) for each in caught),
-            probed=probed_s() - before > 0.5,
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Points()[index] for index in range(256))
+
+def probed_s():
+    # CPU seconds of probe processes: a rank that tuned has waited for its own to end.
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+def own_step(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def trained(dispatch, data):
+    before = probed_s()
+    AcceleratorState._reset_state()  # as in a script that has only this one
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quick = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader, result = tune_before_prepare(
+            accelerator, DataLoader(data, batch_size=16), model, train_step=own_step, **quick
         )
+    workers, seen = loader.num_workers, []
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y, index in loader:
+        loss = own_step(model, (x, y))
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        seen += index.tolist()
+    return accelerator, dict(
+        best=result.best.to_dict(), workers=workers, cores=result.fingerprint.usable_cores, probed=probed_s() - before > 0.5,
+        seen=seen, weights=accelerator.unwrap_model(model).weight.flatten().tolist(),
+        warned=any("dispatch_batches" in str(each.message) for each in caught),
+    )
 
-    if __name__ == "__main__":
-        said = {}
-        for name, dispatch, data in (("a stream", None, Stream()), ("on all ranks", False, Points())):
-            accelerator, said[name] = trained(dispatch, data)
-        say(**said)
-        leave()
-        accelerator.end_training()
+if __name__ == "__main__":
+    said = {}
+    for name, dispatch, data in (("a stream", None, Stream()), ("on all ranks", False, Points())):
+        accelerator, said[name] = trained(dispatch, data)
+    with open(f"rank-{os.environ['RANK']}.json", "w") as file:
+        json.dump(said, file)
+    time.sleep(0.5)  # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit
+    accelerator.end_training()
 """
 
 # What `torchrun --standalone --nproc-per-node N` does, but that its ranks are forked: a framework's import takes seconds.
 TORCHRUN = """
-import runpy, sys, uuid
+import runpy, uuid
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-def rank():
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-del sys.argv[0]
 elastic_launch(LaunchConfig(
     min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
     rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
-), rank)()
+), lambda: runpy.run_path("job.py", run_name="__main__"))()
 """
 
 
-def run_ranks(script: str, folder: Path, python: PreloadedPython) -> list[dict[str, Any]]:
-    """What both ranks said; fails when a process that they started is still there afterwards."""
-    mark = uuid.uuid4().hex
-    (folder / "job.py").write_text(textwrap.dedent(DATA) + textwrap.dedent(script))
-    (folder / "torchrun.py").write_text(TORCHRUN)
-    environ = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "AUTOTUNE_LOADER_CACHE": str(folder / "cache"),
-        MARK: mark,
-    }
-    job = python.start("torchrun.py", "job.py", str(folder), folder=folder, environ=environ)
-    try:
-        assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
-        assert [process.cmdline() for process in started_by(job, mark)] == []
-    finally:
-        for process in started_by(job, mark):
-            process.send_signal(signal.SIGKILL)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def started_by(job: Run, mark: str) -> list[psutil.Process]:
-    """The processes of a run: of its session, or marked, whatever session they are in; what is ending does not count."""
+def started_by(job: Run, cache: str) -> list[psutil.Process]:
+    """The processes of a run: of its session, or with its cache in whatever session; what is ending does not count."""
     found = []
     for process in psutil.process_iter():
         try:
-            is_ours = os.getsid(process.pid) == job.pid or process.environ().get(MARK) == mark
+            is_ours = os.getsid(process.pid) == job.pid or process.environ().get("AUTOTUNE_LOADER_CACHE") == cache
             if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, ProcessLookupError):
@@ -160,7 +117,18 @@ def assert_trained_as_one(said: list[dict[str, Any]]) -> None:
 
 def test_accelerate_tunes_where_loading_is_done(tmp_path: Path, preloaded_frameworks: PreloadedPython) -> None:
     pytest.importorskip("accelerate")
-    both = run_ranks(ACCELERATE, tmp_path, preloaded_frameworks)
+    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "torchrun.py").write_text(TORCHRUN)
+    cache = str(tmp_path / "cache")
+    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOTUNE_LOADER_CACHE": cache}
+    job = preloaded_frameworks.start("torchrun.py", folder=tmp_path, environ=environ)
+    try:
+        assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
+        assert [process.cmdline() for process in started_by(job, cache)] == []
+    finally:
+        for process in started_by(job, cache):
+            process.kill()
+    both = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
     # THEN where all ranks load they have tuned in lock step, each with its share of the cores
     said = [rank["on all ranks"] for rank in both]

@@ -1,0 +1,67 @@
+"""Studies run in small: killed again and again, the jobs of a GPU on a CPU, a library tried."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preloaded import PreloadedPython, Run
+from torch.utils.data import TensorDataset, default_collate
+
+from studies.endurance import kills
+from studies.gpu import __main__ as jobs
+from studies.libraries.attempt import Attempt, Job, make_attempt
+from studies.libraries.page import row
+
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
+    tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Five short runs, each of which would otherwise begin with importing torch.
+    (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
+
+    def start(folder: Path) -> Run:
+        environ = {"PYTHONPATH": str(ROOT), kills.MARK: str(folder)}
+        return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=environ)
+
+    monkeypatch.setattr(kills, "start", start)
+    monkeypatch.setattr(sys, "argv", ["kills", "--kills", "2", "--seed", "5"])
+
+    assert kills.main() == 0
+
+    figures = {line[:20].strip(): int(line[20:]) for line in capsys.readouterr().out.splitlines()}
+    assert (figures["kills"], figures["leftover processes"]) == (2, 0)
+
+
+def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # put back afterwards
+    jobs.main(["--device", "cpu", "--quick", "--only", "transformer", "--budget", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("RECORD") for line in lines) >= 8
+    cells = lines[-1].split(" | ")
+    assert (len(cells), cells[0]) == (len(jobs.COLUMNS), "| transformer (step)")
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "outcome", "says"),
+    [
+        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", "Use "),
+        (TensorDataset(torch.zeros(16, 2)), 8, "wrong", "a batch of 8 samples was counted as 4"),
+        (42, 4, "refused", "would work"),
+    ],
+)
+def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
+    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "isolation": "inline", "collate_fn": default_collate}
+    job = Job(given=given, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
+    made = make_attempt(Attempt(library="torch", what="something", make=lambda: job))
+
+    assert made.outcome == outcome
+    assert says in made.sentence
+    assert f"| {outcome} |" in row(made)
