@@ -15,7 +15,7 @@ BATCH = (torch.rand(6, 4), torch.randint(0, 3, (6,)))
 
 @pytest.fixture
 def modules():
-    return pytest.importorskip("probe.lightning_modules")
+    return pytest.importorskip("tests.probe.lightning_modules")
 
 
 @pytest.mark.parametrize(
