@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -22,10 +23,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from autotune_loader.live.numbered import Raised
 from autotune_loader.live.order import Order, settle
 from autotune_loader.live.pool import Parts, Pool, WorkersLostError, without_frames
-from autotune_loader.live.state import WORKER_READ, LoaderState
+from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import Change
-from autotune_loader.live.trust import Refusal, Trust
+from autotune_loader.live.trust import OPTS_IN, Refusal, Trust, refusal
 from autotune_loader.live.workers import disown
+from autotune_loader.pipeline.look import is_users
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -38,6 +40,7 @@ CHANGED = Refusal(
     reason="the training has changed the dataset, its sampler or collate_fn in mid-epoch, which workers would not see",
     mend="num_workers=1 says that they need not",
 )
+FORKS = Refusal(reason="the script forks processes itself, and may wait for workers among them", mend=OPTS_IN)
 OVERDUE = Refusal(
     reason="workers delivered no batch for a minute or more", mend="num_workers=1 asks for them all the same"
 )
@@ -149,7 +152,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if requested >= state.wake:
             state.think(requested)
         if self._is_on_trust and not state.still_holds():
-            self._give_back()
+            self._give_back(CHANGED)
         if state.config is not self._config and not state.awaits_proof:
             self._change()
         while True:
@@ -158,7 +161,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 raise StopIteration
             try:
                 pool.is_waiting = pool.is_in_main
-                batch, fetch, number, reads = pool.receive()
+                batch, fetch, number, told = pool.receive()
                 pool.is_waiting = False
             except StopIteration:
                 pool.is_waiting = False
@@ -169,8 +172,11 @@ class EpochIterator(_BaseDataLoaderIter):
                 if not self._recovered(error):
                     raise
                 continue
-            if reads and state.is_tuned and state.asked.num_workers:
-                state.refuse(WORKER_READ)
+            if told is not None and state.is_tuned:
+                if self._is_on_trust:
+                    self._give_back(refusal(told))  # this batch, too
+                    continue
+                state.refuse(refusal(told))
             if not isinstance(batch, Raised):
                 break
             if not self._is_tried_again(number, batch):
@@ -293,10 +299,15 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._pool is None:
             self._pool = self._started("change")
 
-    def _give_back(self) -> None:
+    def _give_back(self, refusal: Refusal) -> None:
         """From now on the training process makes the batches, those that workers have in hand first."""
-        self._state.refuse(CHANGED)
+        self._state.refuse(refusal)
         self._start_anew()
+
+    def leave_no_child(self) -> None:
+        """The user forks a process and will wait for children, perhaps for whatever child there is."""
+        if self._is_on_trust and self._state.is_tuned and self._pool is not None and not self._pool.is_waiting:
+            self._give_back(FORKS)
 
     def _start_anew(self, *, is_lost: bool = False) -> int:
         """End the workers and start anew with all that they had in hand; returns how many batches that are."""
@@ -412,7 +423,13 @@ def _in_fork() -> None:
         iterator.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_in_fork)
+def _before_fork() -> None:
+    if is_users(sys._getframe(1).f_globals.get("__name__")):
+        for iterator in list(_running):
+            iterator.leave_no_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_fork)
 
 
 def _has_no_descriptors(error: BaseException) -> bool:

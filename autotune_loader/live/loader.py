@@ -242,18 +242,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
             config = replace(config, in_order=self.in_order, persistent_workers=self.persistent_workers)
         self._state.change_to(config)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers and the dataset, those that want to know, which epoch comes next."""
-        tellable: tuple[Any, ...] = (
-            self.batch_sampler,
-            getattr(self.batch_sampler, "sampler", None),
-            self.sampler,
-            self.dataset,
-        )
-        for told in tellable:
-            if hasattr(told, "set_epoch"):
-                told.set_epoch(epoch)
-
     def _get_iterator(self) -> Any:
         """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
@@ -383,7 +371,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         state = self._state
         if self._trust is None and state.is_tuned:
             self._trust = Trust(self._parts(), state.asked, self._index_sampler)
-            state.proof, state.refusal = weakref.ref(self._trust), depends_on_worker(self.worker_init_fn)
+            state.proof, state.refusal = weakref.ref(self._trust), None
+            if (refusal := depends_on_worker(self.worker_init_fn)) is not None:
+                state.refuse(refusal)
         if self._tuning is None:
             self._tuning = self._begun()
         return self._tuning

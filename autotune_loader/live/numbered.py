@@ -1,6 +1,6 @@
 """The user's dataset and collate function behind index batches that carry their number.
 
-feed ── (number, epoch seed, indices) ── fetch, collate ── (batch, fetch, number, reads) ── loop
+feed ── (number, epoch seed, indices) ── fetch, collate ── (batch, fetch, number, told) ── loop
 
 The number says which batch has arrived; with the epoch's seed it says which random numbers were its own. What workers are
 sent is one object, so that torch pickles dataset, collate function and init function together: what is one object here is
@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
 from autotune_loader.machine.sandbox import Channels, cut, die_with_starter
+from autotune_loader.pipeline.look import Held, look
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
@@ -113,10 +114,13 @@ class NumberedBatches(_Sent):
 
     seeds: WorkerSeeds | LoopSeeds | None = None
     """None leaves the random numbers to torch."""
+    is_on_trust = False
+    """Whether nobody asked for workers: they tell of what only the training process may do."""
+    _held: Held | None = None
     _traced: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     _failure: Raised | None = None
 
-    def __getitems__(self, item: Item) -> tuple[Any, Any, int, bool]:
+    def __getitems__(self, item: Item) -> tuple[Any, Any, int, str | None]:
         number, epoch_seed, indices = item
         fetch, collate = self._traced or self._begun()
         seeds = self.seeds
@@ -124,14 +128,21 @@ class NumberedBatches(_Sent):
             seeds.begin(epoch_seed, number)
         try:
             if self._failure is not None:
-                return self._failure, None, number, True
-            return *collate(fetch(indices)), number, _reads_worker
+                return self._failure, None, number, "reads"
+            return *collate(fetch(indices)), number, self._told
         except Exception as error:
             forget_open_batch()
-            return Raised() if get_worker_info() else RaisedHere(error), None, number, _reads_worker
+            return Raised() if get_worker_info() else RaisedHere(error), None, number, self._told
         finally:
             if seeds is not None:
                 seeds.end()
+
+    @property
+    def _told(self) -> str | None:
+        """What of `WHY` this worker has done."""
+        if self._held is not None and not self._held.is_unchanged():
+            return "changes"
+        return "reads" if _reads_worker else None
 
     def _begun(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         traced = TracedDataset(self._dataset)  # here, as what it is in a worker cannot be sent
@@ -142,6 +153,8 @@ class NumberedBatches(_Sent):
     def begin(self, worker: int) -> None:
         try:
             super().begin(worker)
+            if self.is_on_trust:
+                self._held = Held(look({"dataset": self._dataset, "collate_fn": self._collate_fn}))
         except Exception:
             self._failure = Raised()  # as torch, which raises it in place of a batch
 
@@ -174,7 +187,7 @@ class StreamBatches(_Sent, IterableDataset[Any]):
         """The user's, and the batch's history."""
         if self._traced is None:
             self._traced = TracedCollate(self._collate_fn, self._batched)
-        return *self._traced(samples), None, False
+        return *self._traced(samples), None, None
 
 
 def unchanged(batch: Any) -> Any:

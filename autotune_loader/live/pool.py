@@ -178,7 +178,8 @@ class Pool:
         batches = parts.sent(NumberedBatches)
         if config.num_workers:
             batches.seeds = WorkerSeeds() if parts.loop_seeds else None
-            is_own = not parts.is_asked and self._context.get_start_method() == "fork"
+            batches.is_on_trust = not parts.is_asked
+            is_own = batches.is_on_trust and self._context.get_start_method() == "fork"
             batches.ends_with_parent = self._is_hidden = is_own and self.is_in_main
             # Torch's way by file names needs a socket of the process.
             is_by_name = torch.multiprocessing.get_sharing_strategy() != "file_descriptor"

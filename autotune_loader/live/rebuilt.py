@@ -33,11 +33,6 @@ def forget(key: Hashable) -> None:
     _left.pop(key, None)
 
 
-def forget_all() -> None:
-    """Every loader begins anew."""
-    _left.clear()
-
-
 def left_by_another(key: Hashable) -> Any:
     """What a loader has learnt that is no longer iterated; None where there is none."""
     known = _left.get(key)

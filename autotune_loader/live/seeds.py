@@ -92,12 +92,11 @@ class WorkerSeeds:
 class LoopSeeds:
     """In the training process, whose generators belong to the training; each batch is put between `begin` and `end`.
 
-    Only in the thread that made the loader. Another thread fetches while the training draws, which would draw from the
+    Only in the main thread. Another one fetches while the training draws, or yet another fetches, which would draw from the
     batch's seed, and draw the same once more when its own state is put back.
     """
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
         self._batches = 0
         self._drawn: list[_Generator] = []
         """Of `random` and numpy those that the dataset was seen to draw from."""
@@ -109,7 +108,7 @@ class LoopSeeds:
         return LoopSeeds, ()
 
     def begin(self, epoch_seed: int, number: int) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.current_thread() is not threading.main_thread():
             return
         seed = mixed(epoch_seed, number)
         looks = self._batches < FIRST_BATCHES or self._batches % EVERY == 0
@@ -125,7 +124,7 @@ class LoopSeeds:
 
     def end(self) -> None:
         """Put the training's own state back, also after an exception."""
-        if threading.get_ident() != self._thread:
+        if threading.current_thread() is not threading.main_thread():
             return
         TORCH.restore(self._torch_state)
         while self._expected:

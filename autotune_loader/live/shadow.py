@@ -182,8 +182,10 @@ def _work(number: int, channel: Channel, fetch: Callable[[int], Any]) -> NoRetur
         while True:
             item = channel.next()
             try:
-                make = make or fetch(number)
-                channel.send({"item": item[:2], "digest": digest(sent(make(item), is_batch=True))})
+                if make is None:
+                    make = fetch(number)
+                    refuse_what_is_held(make(item), make(item))
+                channel.send({"item": item[:2], "digest": digest(sent(make(item)))})
             except NotSentError as error:
                 channel.send({"item": item[:2], "unsent": str(error)})
             except WorkerReadError:
@@ -204,13 +206,13 @@ class NotSentError(Exception):
 class _Pickler(ForkingPickler):
     """As that of workers, but that tensors are passed by reference: no shared memory is made."""
 
-    def __init__(self, buffer: io.BytesIO, passed: list[Any], is_batch: bool) -> None:
+    def __init__(self, buffer: io.BytesIO, passed: list[Any], parts: list[Any] | None) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self._passed, self._is_batch = passed, is_batch
+        self._passed, self._parts = passed, parts
 
     def persistent_id(self, value: Any) -> int | None:
-        if self._is_batch and type(value) is object:
-            raise pickle.PicklingError("an `object()`, which the training knows by its identity, comes as another one")
+        if self._parts is not None:
+            self._parts.append(value)
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             if value.requires_grad and not value.is_leaf:
                 raise pickle.PicklingError("a tensor with a gradient's history cannot be sent from a worker")
@@ -230,19 +232,53 @@ class _Unpickler(pickle.Unpickler):
         return self._passed[number]
 
 
-def sent(value: Any, *, is_batch: bool = False) -> Any:
+def sent(value: Any, parts: list[Any] | None = None) -> Any:
     """A value as it comes out of a queue between processes.
+
+    Args:
+        value: any.
+        parts: gets all that it consists of.
 
     Raises:
         NotSentError: it does not.
     """
     buffer, passed = io.BytesIO(), list[Any]()
     try:
-        _Pickler(buffer, passed, is_batch).dump(value)
+        _Pickler(buffer, passed, parts).dump(value)
         buffer.seek(0)
         return _Unpickler(buffer, passed).load()
     except Exception as error:
         raise NotSentError(_words(error)) from None
+
+
+def refuse_what_is_held(batch: Any, again: Any) -> None:
+    """Of two fetches of the same indices nothing may be the same object, or lie in the same memory, that can be changed.
+
+    The training then changes, or knows, what somebody holds: the dataset its samples, collate_fn a buffer. What comes from a
+    worker is a copy.
+
+    Raises:
+        NotSentError: something is, or they cannot be sent.
+    """
+    first, second = (_changeable(each) for each in (batch, again))
+    for key in first.keys() & second.keys():
+        if sent(first[key]) is not first[key]:  # classes, functions and the like are the same everywhere
+            kind = type(first[key]).__name__
+            raise NotSentError(f"a {kind} in it is held elsewhere, too, where the training may change it")
+
+
+def _changeable(batch: Any) -> dict[Any, Any]:
+    """Parts of a batch that are no mere values, by identity; tensors and arrays by where their numbers lie."""
+    parts, found = list[Any](), dict[Any, Any]()
+    sent(batch, parts)
+    for part in parts:
+        if isinstance(part, (torch.Tensor, np.ndarray)):
+            with contextlib.suppress(RuntimeError):  # sparse ones lie in several places
+                place = part.data_ptr() if isinstance(part, torch.Tensor) else part.ctypes.data * part.flags.writeable
+                found.update({("memory", place): part} if place else {})
+        elif getattr(type(part), "__hash__", None) in (None, object.__hash__):
+            found[id(part)] = part
+    return found
 
 
 def become_torch_worker(dataset: Any, number: int, base_seed: int) -> None:

@@ -24,11 +24,6 @@ from autotune_loader.values.stages import StageSamples
 
 log = logging.getLogger("autotune_loader.live")
 
-WORKER_READ = Refusal(
-    reason="its samples may depend on which worker makes them: its dataset or worker_init_fn asks who the worker is",
-    mend="do without get_worker_info().id and .num_workers",
-)
-
 SHORTEST_PATIENCE_S = 60.0
 """Storage over a network may stand still for half a minute."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
+import signal
 import sys
 import threading
 import time
@@ -45,6 +46,8 @@ PURE_SAMPLERS = {
     "pytorch_lightning.overrides.distributed", "lightning_fabric.utilities.distributed",
 }  # fmt: skip
 """Modules whose samplers draw from their arguments and a generator alone."""
+HANDLERS = ("torch.", "autotune_loader.")
+"""Packages whose handlers of SIGCHLD look at their own workers only."""
 PURE_VALUES = (tuple, range, torch.Tensor, np.ndarray)
 """Values that are samplers; a list may grow while it is iterated."""
 
@@ -58,8 +61,12 @@ WHY = {
     "unsent": ("{batch} cannot be sent from a worker: {told}", "num_workers=0 is right"),
     "raised": ("{batch} raises in a worker: {told}", OPTS_IN),
     "ended": ("{told}", OPTS_IN),
+    "changes": (
+        "fetching changes {told}",
+        f"{OPTS_IN}: each worker then changes a copy of its own",
+    ),
 }
-"""What a shadow may answer in place of a digest, and the reason and mend that it makes."""
+"""What a shadow may answer in place of a digest, or a worker beside its batch, and the reason and mend that it makes."""
 TRUSTED = "trusted"
 
 log = logging.getLogger("autotune_loader.live")
@@ -160,7 +167,7 @@ class Trust:
     def _look_before(self, item: Item) -> Look | None:
         epoch = item[1]
         if not self._looks:
-            self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method))
+            self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method) or _handler_refusal())
         seen = self._look(item)
         # The step may have changed what the dataset handed out: the samples of its batch, which only a look with them shows.
         again = seen if self._last_item is None else self._look(self._last_item)
@@ -293,9 +300,7 @@ class _Comparison:
         batch = f"batch {message['item'][0]}" if "item" in message else "a batch"
         kind, told = next((kind, message[kind]) for kind in WHY if kind in message)
         if self.verdict is None and (kind != "ended" or self._asked):
-            reason, mend = WHY[kind]
-            told = _end_of_worker(told) if kind == "ended" else told
-            self.verdict = Refusal(reason=reason.format(batch=batch, told=told), mend=mend)
+            self.verdict = refusal(kind, batch, _end_of_worker(told) if kind == "ended" else told)
 
     def _compare(self) -> None:
         for key in [key for key in self._answers if key in self._made]:
@@ -306,6 +311,12 @@ class _Comparison:
             self._same[worker] += differs is None
         if self.verdict is None and min(self._same) >= SAME:
             self.verdict = TRUSTED
+
+
+def refusal(kind: str, batch: str = "", told: Any = "what the dataset or collate_fn hold") -> Refusal:
+    """What an answer of `WHY` means."""
+    reason, mend = WHY[kind]
+    return Refusal(reason=reason.format(batch=batch, told=told), mend=mend)
 
 
 def _end_of_worker(code: int) -> str:
@@ -356,9 +367,7 @@ def _changed_by_fetching(changed: list[str], generators: set[str], *, is_first: 
             )
     if not changed or is_first:
         return None
-    return Refusal(
-        reason=f"fetching changes {shown(changed[0])}", mend=f"{OPTS_IN}: each worker then changes a copy of its own"
-    )
+    return refusal("changes", told=shown(changed[0]))
 
 
 def _changed_by_training(path: str) -> Refusal:
@@ -396,6 +405,14 @@ def _sampler_refusal(sampler: Any) -> Refusal | None:
         inner = getattr(sampler, "batch_sampler", None)
         sampler = inner if inner is not None else getattr(sampler, "sampler", None)
     return None
+
+
+def _handler_refusal() -> Refusal | None:
+    """Why the script would hear of workers: it is told of each child of the process that ends."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if handler in (signal.SIG_DFL, None) or (getattr(handler, "__module__", None) or "").startswith(HANDLERS):
+        return None
+    return Refusal(reason="the script handles SIGCHLD, and would be told when workers end", mend=OPTS_IN)
 
 
 def _method_refusal(method: str) -> Refusal | None:

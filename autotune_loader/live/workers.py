@@ -7,6 +7,7 @@ when it is next asked for a batch. Errors of other loaders' workers pass as befo
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import Queue
-from typing import Any, Protocol
+from multiprocessing.util import get_temp_dir
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -58,6 +60,8 @@ class PoolContext(BaseContext):
         self.processes: list[Any] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        with contextlib.suppress(OSError):
+            get_temp_dir()  # of this process, which removes it; workers use it, and those that are killed remove nothing
         self.processes.append(self._inner.Process(*args, **kwargs))
         return self.processes[-1]
 
@@ -81,18 +85,8 @@ def disown(processes: Iterable[Any]) -> None:
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
-class Shielded(Protocol):
-    """A pool whose lost workers are its own affair."""
-
-    is_waiting: bool
-    """Whether the main thread is inside the pool, and may be interrupted by the loss."""
-
-    def take_note(self, error: BaseException) -> bool:
-        """Called with torch's error; whether it is about this pool's workers, for the first time."""
-
-
-def shield(pool: Shielded) -> None:
-    """Keep errors about this pool's workers for the pool, from now on; as torch's own, the handler is the main thread's."""
+def shield(pool: Any) -> None:
+    """Keep errors about this `Pool`'s workers for it, from now on; as torch's own, the handler is the main thread's."""
     _shielded.add(pool)
     if threading.current_thread() is not threading.main_thread():
         return

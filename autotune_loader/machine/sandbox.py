@@ -46,6 +46,11 @@ KILLS = ("os.kill", "os.killpg", "signal.pthread_kill")
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 
 
+_filters = threading.Lock()
+"""Two threads that set warnings aside at once would put back each other's filters."""
+os.register_at_fork(after_in_child=_filters._at_fork_reinit)  # type: ignore[attr-defined]
+
+
 def forked_twice(child: Callable[[], Any]) -> int:
     """Run a function in a process that is nobody's child, so that who waits for children of their own finds none of ours.
 
@@ -53,7 +58,7 @@ def forked_twice(child: Callable[[], Any]) -> int:
         Its number.
     """
     read_end, write_end = os.pipe()
-    with _undisturbed(), warnings.catch_warnings():
+    with _undisturbed(), _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads; torch's workers are forked, too
         first = os.fork()
         if not first:
@@ -82,28 +87,12 @@ def _begin_child(write_end: int, child: Callable[[], Any]) -> NoReturn:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold signals back, so that no handler of the user's runs in a child, nor hears of the end of our own one."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    is_set_aside = callable(handler) and threading.current_thread() is threading.main_thread()
+    """Hold signals back, so that no handler of the user's runs in a child."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    if is_set_aside:  # blocking is not enough: another thread would take the signal
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
-        if is_set_aside:
-            signal.sigtimedwait([signal.SIGCHLD], 0)  # where no other thread has taken it, it still waits
-            signal.signal(signal.SIGCHLD, handler)
-            if _has_ended_child():  # one of the user's, which ended meanwhile
-                os.kill(os.getpid(), signal.SIGCHLD)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _has_ended_child() -> bool:
-    try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
 
 
 def become_helper() -> None:

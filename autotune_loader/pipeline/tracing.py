@@ -9,6 +9,7 @@ straight from the main process.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -28,10 +29,8 @@ REPORTED: Final = 7
 """Figures of a fetch that carries what clocks have seen, as its last one."""
 
 
-class _Process:
-    """What one process knows of the batch that it is making; one is made at a time, so one slot is enough."""
-
-    __slots__ = ("asked", "begun", "clock", "cpu_begun", "cpu_clock", "worker")
+class _Thread(threading.local):
+    """What one thread knows of the batch that it is making."""
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -46,7 +45,7 @@ class _Process:
         self.cpu_clock: Callable[[], float] = time.thread_time
 
 
-_here = _Process()
+_here = _Thread()
 
 
 def _begin(asked: int | None = None) -> None:

@@ -92,16 +92,13 @@ class Loop:
         log: adds up.
         loader: whose batches they are; it is not kept.
         between: called with the time before a batch is asked for.
-        keep: kept alive as long as batches may be wanted.
     """
 
     flag: Carrying | None = None
     """Of the iterator, where its batches can take their times along."""
 
-    def __init__(
-        self, log: BatchLog, loader: Any, between: Callable[[float], None] | None = None, keep: Any = None
-    ) -> None:
-        self._log, self._between, self._keep = log, between, keep
+    def __init__(self, log: BatchLog, loader: Any, between: Callable[[float], None] | None = None) -> None:
+        self._log, self._between = log, between
         size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
         self._size: int | None = size if isinstance(size, int) else None
         self._whole = 0 if self._size is None or is_stream else length_of(getattr(loader, "sampler", None)) or 0

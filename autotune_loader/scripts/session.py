@@ -109,7 +109,7 @@ class Session:
         if (loop := vars(iterator).get(LOOP)) is not None:  # that of kept workers
             loop.reset()
             return iterator
-        loop = Loop(known.log, loader, self._look if self.plan.verb == "tune" else None, keep=auto)
+        loop = Loop(known.log, loader, self._look if self.plan.verb == "tune" else None)
         loop.reset(begun)
         vars(iterator)[LOOP] = loop
         iterator.__class__ = watched(type(iterator), carries=False)

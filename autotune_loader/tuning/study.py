@@ -124,14 +124,28 @@ class OptunaStudy:
     def _ask(self, config: LoaderConfig | None) -> Claim:
         import optuna
 
-        handed = {} if config is None else _params(config, self._space)
-        self.study.sampler = optuna.samplers.PartialFixedSampler(handed, self._sampler)
-        asked = self.study.ask({name: _distribution(name, self._space) for name in handed})
-        if config is None or asked.params != handed:
-            config = _suggested(asked, self._space)
-        for name, value in ((OWNER, to_plain(Place.here())), (CONFIG, config.to_dict()), (SINCE, time.time())):
+        self.study.sampler = self._sampler
+        if config is not None and not self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):
+            return Claim(self._begun(config), config)
+        asked = self.study.ask()
+        config = _suggested(asked, self._space)
+        for name, value in _claimed(config).items():
             asked.set_user_attr(name, value)
         return Claim(asked, config)
+
+    def _begun(self, config: LoaderConfig) -> optuna.trial.Trial:
+        """A running trial that is written at once: no other host ever meets one without its owner."""
+        import optuna
+
+        params = _params(config, self._space)
+        begun = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params=params,
+            distributions={name: _distribution(name, self._space) for name in params},
+            user_attrs=_claimed(config),
+        )
+        study = self._storage.get_study_id_from_name(self._name)
+        return optuna.trial.Trial(self.study, self._storage.create_new_trial(study, begun))
 
     @quiet_optuna()
     def tell(self, claim: Claim, trial: Trial) -> None:
@@ -231,6 +245,11 @@ class OptunaStudy:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
 
+def _claimed(config: LoaderConfig) -> dict[str, Any]:
+    """What a claim says of itself; the owner last, as a trial without one is passed over."""
+    return {CONFIG: config.to_dict(), SINCE: time.time(), OWNER: to_plain(Place.here())}
+
+
 def _owner(trial: optuna.trial.FrozenTrial) -> Place:
     return from_plain(trial.user_attrs[OWNER], Place)
 
@@ -303,11 +322,12 @@ def _attributes(trial: Trial) -> dict[str, Any]:
 
 def open_storage(storage: str | None) -> Any:
     """None for memory, a URL as it is, a path as a journal file that is readable by its owner alone."""
+    from optuna.storages import InMemoryStorage, JournalStorage
+
     if storage is None:
-        return None
+        return InMemoryStorage()
     if "://" in storage:
         return open_database(storage)
-    from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
     path = Path(storage)

@@ -30,6 +30,8 @@ def test_every_config_is_legal_different_and_of_what_is_searched_with_fewest_wor
         persistent_workers=True,
         in_order=(True, False),
         multiprocessing_contexts=(None, "spawn"),
+        consumer_threads=(None, 2),
+        device_prefetch=(0, 2),
         batch_sizes=(None, 16),
         drop_lasts=(None, True),
         limits=limits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import threading
@@ -29,15 +30,11 @@ def left(what: Callable[[], list[Any]]) -> list[Any]:
 def forked() -> list[psutil.Process]:
     """Those of `multiprocessing`, and workers that nobody asked for, which it does not know of."""
     multiprocessing.active_children()  # the dead are buried
-    this = psutil.Process()
-    return [each for each in this.children() if command(each) == this.cmdline()]
-
-
-def command(process: psutil.Process) -> list[str] | None:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it has ended
-        return None
+    this, found = psutil.Process(), []
+    for each in this.children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += [each] if each.cmdline() == this.cmdline() else []
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,10 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +79,14 @@ def kept_workers_see_the_first_epoch(base: Any, workers: int) -> Any:
 
 
 def inside_its_own_loop(base: Any, workers: int) -> Any:
-    loader, seen = base(Timed(), batch_size=8, num_workers=workers), []
+    loader, seen = base(Timed(), batch_size=16, num_workers=workers), []
     for batch in loader:
         seen += [batch.tolist(), *rows(itertools.islice(loader, 2))]
     return seen
 
 
 def in_a_thread(base: Any, workers: int) -> Any:
-    seen: list[Any] = []
-    loader = base(Timed(), batch_size=8, num_workers=workers)
+    loader, seen = base(Timed(), batch_size=8, num_workers=workers), []
     made_here = iter(loader)
 
     def read() -> None:
@@ -99,16 +100,26 @@ def in_a_thread(base: Any, workers: int) -> Any:
     return seen, thread.is_alive()
 
 
+def in_threads_at_once(base: Any, workers: int) -> Any:
+    def read(seed: int) -> Any:
+        order = {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+        return rows(base(Timed(), batch_size=4, num_workers=workers, **order))
+
+    with ThreadPoolExecutor(3) as pool:
+        seen = list(pool.map(read, range(3)))
+    return seen, torch.get_rng_state().tolist(), len(warnings.filters)
+
+
+class Forever:
+    def __init__(self, inner: Any) -> None:
+        self.sampler = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(itertools.repeat(self.sampler))
+
+
 def infinite(base: Any, workers: int) -> Any:
     """As ultralytics': one iterator for all epochs, until `reset`."""
-
-    class Forever:
-        def __init__(self, inner: Any) -> None:
-            self.sampler = inner
-
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield from iter(self.sampler)
 
     class Endless(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **arguments: Any) -> None:
@@ -128,22 +139,6 @@ def infinite(base: Any, workers: int) -> Any:
     data.labels[:] = 7
     loader.reset()
     return seen + rows(loader)
-
-
-class SelfIterating(BatchSampler):
-    """Its own iterator, as Lightning's; `iter` begins anew."""
-
-    def __iter__(self) -> Any:
-        self.iterator = super().__iter__()
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator)
-
-
-def sampler_that_is_its_own_iterator(base: Any, workers: int) -> Any:
-    batches = SelfIterating(SequentialSampler(range(40)), 4, drop_last=False)
-    return rows(base(Timed(40), batch_sampler=batches, num_workers=workers))
 
 
 class NotDecodedError(Exception):
@@ -366,7 +361,6 @@ SCENARIOS = [
     inside_its_own_loop,
     in_a_thread,
     infinite,
-    sampler_that_is_its_own_iterator,
     failing(lambda: NotDecodedError("sample", 7)),
     failing(lambda: KeyError("sample")),
     failing(StopIteration),
@@ -396,7 +390,7 @@ def watched(scenario: Callable[..., Any], workers: int) -> Any:
 @pytest.mark.parametrize("how", ["AutoLoader", "watched"])
 @pytest.mark.parametrize(
     ("scenario", "workers"),
-    [*itertools.product(SCENARIOS, (0, 2)), (init_fails, 2)],
+    [*itertools.product(SCENARIOS, (0, 2)), (in_threads_at_once, 0), (init_fails, 2)],
     ids=lambda each: getattr(each, "__qualname__", str(each)).split(".")[0],
 )
 def test_a_scenario_goes_as_with_dataloader(scenario: Callable[..., Any], workers: int, how: str) -> None:

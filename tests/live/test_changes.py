@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import multiprocessing
 import os
-import random
 import select
 import signal
 import subprocess
@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader import AutoLoader as TunedLoader
+from autotune_loader.live.trust import TRUSTED
 from autotune_loader.machine.sandbox import channels, cut
 from autotune_loader.values.config import LoaderConfig
 from tests.support.schedules import KINDS, Noise, Numbers, Slow, Stream, Where, differences, draw_case
@@ -45,10 +46,6 @@ def changed(loader: AutoLoader[Any], configs: list[LoaderConfig], every: int = 3
         if number % every == every - 1 and configs:
             loader.change_to(configs.pop(0))
         yield batch
-
-
-def a_worker() -> int:
-    return random.choice(multiprocessing.active_children()).pid or 0
 
 
 # 5064: an epoch is left early near its end, when a deeper pool has reached the sampler's end, where it draws once more.
@@ -169,37 +166,30 @@ def test_a_stream_changes_between_epochs_and_is_resumed_with_as_many_workers() -
         AutoLoader(Stream(24), batch_size=2, num_workers=1).load_state_dict(state)
 
 
-# The loss falls into the waiting for a batch, or into the step.
-@pytest.mark.parametrize(("kept", "step_s"), [(False, 0.0), (True, 0.01)])
-def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(kept: bool, step_s: float) -> None:
+# The loss falls into the waiting for a batch, into the step, or into a change, while two pools live.
+@pytest.mark.parametrize(
+    ("kept", "step_s", "changes", "kills"),
+    [(False, 0.0, {}, {3: 1, 20: 1}), (True, 0.01, {}, {3: 1, 20: 1}), (False, 0.0, {5: TWO}, {6: 3})],
+)
+def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(
+    kept: bool, step_s: float, changes: dict[int, LoaderConfig], kills: dict[int, int]
+) -> None:
     loader = AutoLoader(Slow(160), batch_size=4, config=LoaderConfig(num_workers=3, persistent_workers=kept))
     seen = []
     for number, batch in enumerate(loader):
         seen.append(batch)
         time.sleep(step_s)
-        if number in (3, 20):
-            os.kill(a_worker(), signal.SIGKILL)
-            time.sleep(step_s)
+        if number in changes:
+            loader.change_to(changes[number])
+        for process in multiprocessing.active_children()[: kills.get(number, 0)]:
+            os.kill(process.pid or 0, signal.SIGKILL)
+        time.sleep(step_s)
 
     assert indices(seen) == FOURS
-    assert loader.losses == 2
+    assert loader.losses == 2 or changes
     assert loader.config.num_workers == 1  # halved, as after memory ran out
     assert len(indices(loader)) == 40
     del loader, seen
-
-
-def test_workers_lost_while_two_pools_live_lose_nothing() -> None:
-    loader = AutoLoader(Slow(160), batch_size=4, config=TWO)
-    seen = []
-    for number, batch in enumerate(loader):
-        seen.append(batch)
-        if number == 5:
-            loader.change_to(LoaderConfig(num_workers=3))
-        if number == 6:
-            for process in multiprocessing.active_children()[:3]:
-                os.kill(process.pid or 0, signal.SIGKILL)
-
-    assert indices(seen) == FOURS
 
 
 class Deadly(Numbers):
@@ -316,11 +306,58 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+class Counting(Numbers):
+    """Samples that cannot be read are rare."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 150:
+            self.bad.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_workers_that_nobody_asked_for_end_where_the_script_would_miss_or_find_something(forks: bool) -> None:
+    data = Counting(160)
+    data.bad = list[int]()
+    loader, seen = TunedLoader(data, batch_size=4), list[Any]()
+    for number, batch in enumerate(loader):
+        seen += indices([batch])
+        if not number:
+            loader._trust.verdict, loader._state.wake = TRUSTED, math.inf
+            loader._state.change_to(TWO)
+        if number == 10:
+            assert len(loader._state.tuned()._workers) == 2
+            if forks and not (child := os.fork()):
+                os._exit(0)
+            if forks:
+                assert os.wait()[0] == child
+                with pytest.raises(ChildProcessError):
+                    os.wait()
+
+    assert seen == FOURS
+    assert data.bad == [150]
+    assert loader._state.refusal.reason.startswith("the script forks" if forks else "fetching changes")
+
+
 class Labelled(Numbers):
     label = 0
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([index, self.label])
+
+
+def label_of_worker(worker: int) -> None:
+    get_worker_info().dataset.label = 1 + worker
+
+
+def test_a_loader_that_takes_the_place_of_another_is_not_trusted_as_that_one_was() -> None:
+    for init in (None, label_of_worker):
+        loader: Any = TunedLoader(Labelled(40), batch_size=2, worker_init_fn=init)
+        for number, batch in enumerate(loader):
+            assert int(batch[0, 1]) == 0
+            if not number and init is None:
+                loader._trust.verdict, loader._state.wake = TRUSTED, math.inf
+                loader._state.change_to(TWO)
 
 
 def test_kept_workers_stay_where_new_ones_would_see_another_dataset() -> None:
@@ -343,9 +380,10 @@ for number, batch in enumerate(loader):
 """
 
 
-def test_ctrl_c_ends_the_job_and_its_workers() -> None:
-    command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as job:
+def test_ctrl_c_ends_the_job_and_its_workers(tmp_path: Path) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command, where = [sys.executable, "-c", SCRIPT], {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    with subprocess.Popen(command, **where, **pipes, start_new_session=True) as job:
         try:
             assert job.stdout is not None
             assert job.stdout.readline() == "running\n"
@@ -356,3 +394,4 @@ def test_ctrl_c_ends_the_job_and_its_workers() -> None:
     assert "KeyboardInterrupt" in told
     with pytest.raises(ProcessLookupError):
         os.killpg(job.pid, 0)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,6 @@ class Slotted:
         self.value = value
 
 
-class Bag:
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -44,7 +40,7 @@ class Bag:
         ({3, 1, 2}, {2, 3, 1}),
         (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
         (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous()),
-        (Bag(a=object()), Bag(a=object())),
+        (SimpleNamespace(a=object()), SimpleNamespace(a=object())),
     ],
 )
 def test_same(one: Any, other: Any) -> None:
@@ -62,7 +58,7 @@ def test_same(one: Any, other: Any) -> None:
         ((1, 2), [1, 2], "`batch`"),
         (Record(RAMP, 1), Record(RAMP, 2), "`batch.label`"),
         (Slotted(1), Slotted(2), "`batch.value`"),
-        (Bag(a=Bag(b=b"1")), Bag(a=Bag(b=b"2")), "`batch.a.b`"),
+        (SimpleNamespace(a=SimpleNamespace(b=b"1")), SimpleNamespace(a=SimpleNamespace(b=b"2")), "`batch.a.b`"),
         (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), "`batch['a']`"),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "`batch`"),
         (torch.zeros(2), torch.zeros(2, requires_grad=True), "`batch`"),

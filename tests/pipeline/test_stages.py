@@ -113,12 +113,6 @@ class Flip:
         return sample
 
 
-class Layer(nn.Module):
-    def forward(self, sample: Any) -> Any:
-        now.works(4)
-        return sample
-
-
 def crop(sample: Any, by: int = 0) -> Any:
     now.works(5)
     return sample
@@ -154,7 +148,7 @@ class Stream(IterableDataset[Any]):
     [
         (Of(Compose(Compose(Flip(), Flip()), Compose(crop))), {"Of.__getitem__": 2, "Flip": 6, "crop": 5}),
         (Of(Compose(lambda sample: crop(sample))), {"Of.__getitem__": 2, "lambda": 5}),
-        (Of(Compose(nn.Sequential(nn.Identity(), Layer()))), {"Of.__getitem__": 2, "Layer": 4, "Identity": 0}),
+        (Of(Compose(nn.Sequential(nn.Identity()), Flip())), {"Of.__getitem__": 2, "Identity": 0, "Flip": 3}),
         (Of(functools.partial(crop, by=3)), {"Of.__getitem__": 2, "crop": 5}),
         (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), {"Of.__getitem__": 2, "crop": 5}),
         # what libraries read and decode has its own name, and the user's line
@@ -264,7 +258,7 @@ def test_waiting_for_a_core_is_no_stages_own_and_other_threads_are_told_apart() 
 
 
 class Known(Dataset[torch.Tensor]):
-    """Waits 6 ms, and computes as long."""
+    """Waits 24 ms, and computes 6 ms."""
 
     def __len__(self) -> int:
         return 4096
@@ -274,7 +268,7 @@ class Known(Dataset[torch.Tensor]):
         return self.spin()
 
     def fetch(self) -> None:
-        time.sleep(0.006)
+        time.sleep(0.024)
 
     def spin(self) -> torch.Tensor:
         end = time.thread_time() + 0.006
@@ -295,9 +289,9 @@ def test_waiting_and_computing_are_told_apart_in_workers() -> None:
         return outcome.stages
 
     found = {each.stage: each for each in stage_times(stages(1, 1.0))}
-    assert 0.3 < found["fetch"].wall_share < 0.7
+    assert 0.5 < found["fetch"].wall_share < 0.9
     assert found["fetch"].cpu_share < 0.1
-    assert found["spin"].cpu_share > 0.9
+    assert found["spin"].cpu_share > 0.8
     assert "test_stages.py:" in found["fetch"].where
     assert sum(each.wall_share for each in found.values()) == pytest.approx(1)
     # THEN here nothing is clocked, nor where there are no workers

@@ -122,22 +122,6 @@ def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds: int, prefe
     assert max(rate.high / rate.low for rate in rates) < 1.5
 
 
-def test_batches_that_quick_workers_make_ahead_of_the_others_count() -> None:
-    # GIVEN deep queues, and every four rounds other workers are quick
-    def in_turns(batch: int, worker: int) -> float:
-        return 1.3 if (batch // 32 + worker) % 2 else 0.7
-
-    loader = {"workers": 8, "prefetch": 8, "service_s": 0.1, "step_s": 0.0005, "variation": 0.05, "slowness": in_turns}
-    truth = long_run_rate(**loader)
-    # WHEN a burst ends while some of them are ahead, and what they made lies in the queues
-    bursts = [simulate(33, seed=seed, **loader) for seed in range(10)]
-    rates = [summarise(burst, workers=8, started=0.0).samples_per_s for burst in bursts]
-    consumed = [SAMPLES * 24 / (burst[32].step_end - burst[8].step_end) for burst in bursts]
-    # THEN its rate is nearly that of what is made, and not that of what was consumed
-    assert fmean(consumed) < 0.82 * truth
-    assert fmean(rate.value for rate in rates) == pytest.approx(truth, rel=0.10)
-
-
 @pytest.mark.parametrize(
     "loader",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from multiprocessing import util
@@ -71,6 +72,17 @@ def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]
     assert (len(util._finalizer_registry), sys.meta_path, active) == (before, finders, [])
     assert capsys.readouterr().err.count("48 batches, ") == 4
     assert type(iter(DataLoader(NUMBERS))) is _SingleProcessDataLoaderIter
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_kept_workers_end_with_their_loader(verb: Any) -> None:
+    with enable(verb):
+        loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
+        list(loader)
+        assert len(multiprocessing.active_children()) == 1
+        del loader
+        assert not multiprocessing.active_children()
 
 
 @pytest.mark.process

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import AutoLoader, tune
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.results.loader_file import ENDED
 from autotune_loader.results.result import TuningResult
@@ -67,6 +66,7 @@ class FullyShardedDataParallel(nn.Module):
 
 SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 1)
 LOADER = DataLoader(SAMPLES)
+TWO = [LOADER, DataLoader(SAMPLES)]
 of = "dataset_or_loader"
 
 
@@ -86,6 +86,13 @@ def one_by_one() -> Iterator[Any]:
         ("data/", None, {}, TypeError, rf"{of}='data/' is a path.*ImageFolder\('data/'\) would work"),
         (pd.DataFrame({"x": [1.0]}), None, {}, TypeError, r"DataFrame looks up columns.*TensorDataset\(.*would work"),
         ({"train": SAMPLES}, None, {}, TypeError, r"looks up 'train', .*data\['train'\] would work"),
+        # what holds data somewhere else
+        (SimpleNamespace(get_train_dataloader=None), None, {}, TypeError, rf"{of}=.*tune_trainer\(trainer\) would work"),
+        (SimpleNamespace(fit_loop=None), None, {}, TypeError, rf"{of}=.*lightning.tuned\(model, .*would work"),
+        (SimpleNamespace(train_dataloader=None), None, {}, TypeError, r"tune\(datamodule.train_dataloader\(\), model\)"),
+        (SimpleNamespace(dataset=SAMPLES), None, {}, TypeError, rf"{of}=.*tune\(simplenamespace.dataset, .*would work"),
+        (SimpleNamespace(loaders=TWO), None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\), would"),
+        (TWO, None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\), would work"),
         # data and model
         (nn.Sequential(nn.Linear(2, 2)), SAMPLES, {}, TypeError, rf"{of}=Sequential is a model.*tune\(dataset, model\)"),
         ([1, 2], SAMPLES, {}, TypeError, r"model=TensorDataset holds data.*tune\(dataset, model\) would work"),
@@ -125,33 +132,48 @@ def test_what_is_wrong_is_named_with_what_would_work(
     assert "would work" in str(caught.value)
 
 
+def batched(samples: Any) -> Any: ...
+def unbatched(samples: Any) -> Any: ...
+
+
+class ThreadLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+HELD = DataLoader(SAMPLES, batch_size=5)
+
+
 @pytest.mark.parametrize(
-    ("dataset", "options", "size", "samples", "says"),
+    ("given", "options", "size", "samples", "says"),
     [
-        ([1, 2, 3] * 20, {}, 32, 60, ["batch_size was not given: measured with 32; pass the one you train with"]),
-        (SAMPLES, {"batch_size": 16}, 16, 10, ["an epoch has 10 samples, less than one batch of 16"]),
-        (SAMPLES, {"batch_size": np.int64(2)}, 2, 10, []),
-        (LengthRaises(), {"batch_size": 2, "sampler": range(4)}, 2, 4, []),
+        ([1, 2, 3] * 20, {}, 32, 60, "batch_size was not given: measured with 32; pass the one you train with"),
+        (SAMPLES, {"batch_size": 16}, 16, 10, "an epoch has 10 samples, less than one batch of 16"),
+        (SAMPLES, {"batch_size": np.int64(2)}, 2, 10, None),
+        (LengthRaises(), {"batch_size": 2, "sampler": range(4)}, 2, 4, None),
+        (LOADER, {}, 1, 10, None),
+        (AutoLoader(SAMPLES), {}, 1, 10, None),
+        (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has an __iter__ of its own"),
+        # a wrapper around one loader: webdataset's, timm's, Lightning's
+        (Stream(pipeline=[HELD]), {}, 5, 10, f"{of}=Stream holds a DataLoader (pipeline[0]), which is what was tuned"),
+        (SimpleNamespace(loader=HELD), {}, 5, 10, f"{of}=SimpleNamespace holds a DataLoader (loader)"),
+        (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, f"{of}=SimpleNamespace holds a DataLoader (_iterables['a'])"),
+        # a pipeline that makes batches, and one that takes them apart again
+        (Stream(pipeline=[len, batched]), {}, None, None, "the dataset makes its own batches, so the DataLoader makes none"),
+        (Stream(pipeline=[batched, unbatched]), {"batch_size": 4}, 4, None, None),
     ],
-)
-def test_what_is_right_is_read_and_what_is_assumed_is_said(
-    dataset: Any, options: Any, size: int, samples: int | None, says: list[str]
+)  # fmt: skip
+def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(
+    given: Any, options: Any, size: int | None, samples: int | None, says: str | None
 ) -> None:
-    workload, notes = make_workload(dataset, **options)
-    assert (workload.data.batch_size, workload.data.samples_per_epoch(), notes) == (size, samples, says)
-    assert type(workload.data.batch_size) is int
+    workload, notes = make_workload(given, **options)
+    assert (workload.data.batch_size, workload.data.samples_per_epoch()) == (size, samples)
+    assert type(workload.data.batch_size) is type(size)
+    assert len(notes) == (says is not None)
+    assert says is None or notes[0].startswith(says)
 
 
 # The step and its device
-
-
-def test_a_loss_may_be_a_class_and_parts_that_were_compiled_are_kept_and_said() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    model[0]._compiled_call_impl = model[0].forward  # what compile() sets, and a copy forgets
-    workload, notes = make_workload(SAMPLES, model, batch_size=2, loss_fn=nn.CrossEntropyLoss)
-    assert workload.training.compiled == ("0",)
-    assert "model.compile() is called anew" in notes[0]
-    assert isinstance(workload.training.loss_fn, nn.CrossEntropyLoss)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +211,6 @@ def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(m
     assert found == ["cuda", "cuda:1"]
 
 
-def test_the_seconds_of_a_step_stand_in_for_it_and_the_model_stays_at_home() -> None:
-    workload, _ = make_workload(SAMPLES, nn.Linear(2, 2), batch_size=2, train_step=0.05)
-    assert (workload.training, workload.on_cpu) == (TrainingSide(train_step=StepTime(0.05)), False)
-
-
-# What libraries hand out, imitated
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -210,25 +224,6 @@ def test_a_wrapper_around_one_loader_is_unwrapped_and_the_note_says_what_is_left
     workload, notes = make_workload(wrapped)
     assert (workload.data.dataset, workload.data.batch_size) == (SAMPLES, 5)
     assert any(type(wrapped).__name__ in note and "holds a DataLoader" in note for note in notes)
-
-
-TWO = [LOADER, DataLoader(SAMPLES)]
-
-
-@pytest.mark.parametrize(
-    ("given", "answer"),
-    [
-        (SimpleNamespace(get_train_dataloader=None), r"tune_trainer\(trainer\) would work"),
-        (SimpleNamespace(fit_loop=None), r"lightning.tuned\(model, .*would work"),
-        (SimpleNamespace(train_dataloader=None), r"tune\(datamodule.train_dataloader\(\), model\).* would work"),
-        (SimpleNamespace(dataset=SAMPLES), r"tune\(simplenamespace.dataset, .*would work"),
-        (SimpleNamespace(loaders=TWO), r"2 DataLoaders .*; one at a time, tune\(loader, model\), would work"),
-        (TWO, r"2 DataLoaders .*; one at a time, tune\(loader, model\), would work"),
-    ],
-)
-def test_what_is_neither_dataset_nor_loader_is_answered_with_the_call_that_works(given: Any, answer: str) -> None:
-    with pytest.raises(TypeError, match=f"{of}=.*{answer}"):
-        make_workload(given)
 
 
 @pytest.mark.process
@@ -251,86 +246,43 @@ def test_named_shared_memory_of_the_users_outlives_tuning() -> None:
         memory.unlink()
 
 
-def batched(samples: Any) -> Any: ...
-def unbatched(samples: Any) -> Any: ...
-
-
-def test_a_pipeline_that_makes_batches_is_not_batched_again() -> None:
-    workload, notes = make_workload(Stream(pipeline=[len, batched]))
-    assert workload.data.batch_size is None
-    assert notes == ["the dataset makes its own batches, so the DataLoader makes none (batch_size=None)"]
-    workload, _ = make_workload(Stream(pipeline=[batched, unbatched]), batch_size=4)
-    assert workload.data.batch_size == 4
-
-
-class ThreadLoader(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-
-
-def test_a_loader_that_does_something_of_its_own_with_batches_is_told() -> None:
-    _, notes = make_workload(ThreadLoader(SAMPLES))
-    assert any(note.startswith("ThreadLoader has an __iter__ of its own") for note in notes)
-    assert make_workload(LOADER)[1] == make_workload(AutoLoader(SAMPLES))[1] == []
-
-
-@pytest.mark.process
-def test_a_step_that_fails_for_what_the_bursts_leave_out_is_told_so() -> None:
-    data = TensorDataset(torch.zeros(16, 4, dtype=torch.uint8), torch.zeros(16, dtype=torch.long))
-    with pytest.raises(WorkloadError) as caught:
-        tune(SimpleNamespace(loader=DataLoader(data, 4)), nn.Linear(4, 2), isolation="inline", progress=False)
-    told = str(caught.value).splitlines()[0]
-    assert "pass train_step=lambda model, batch: cross_entropy(model(batch[0]), batch[1])" in told
-    assert "What SimpleNamespace itself does to batches is no part of the measurement" in told
-
-
 class OwnIterator(IterableDataset[Any]):
-    """Its own iterator, as litdata's datasets are; `restarts` tells whether `iter()` begins again."""
+    """Its own iterator, which does not begin again."""
 
-    def __init__(self, restarts: bool) -> None:
-        self.restarts, self.next = restarts, 0
+    read = 0
 
     def __iter__(self) -> OwnIterator:
-        if self.restarts:
-            self.next = 0
         return self
 
     def __next__(self) -> Any:
-        if self.next == 64:
-            raise StopIteration
-        self.next += 1
-        return torch.tensor([float(self.next)])
+        self.read += 1
+        return torch.tensor([float(self.read)])
 
 
 @pytest.mark.process
-def test_a_dataset_that_is_its_own_iterator_is_tuned_where_it_begins_again() -> None:
-    def burst(data: OwnIterator) -> Any:
-        workload, _ = make_workload(data, batch_size=4)
-        with open_probe(workload, inspect_machine(), "inline", None) as opened:
-            return opened.probe.burst(LoaderConfig(), PLAN)
-
-    data, once = OwnIterator(restarts=True), OwnIterator(restarts=False)
-    assert isinstance(burst(data), Measurement)
-    assert len(list(data)) == 64  # inline it is read itself, and training reads it from its begin
-    with pytest.raises(WorkloadError, match="OwnIterator can be read only once"):
-        burst(once)
-    assert once.next == 0
+def test_a_dataset_that_is_its_own_iterator_is_refused_unread() -> None:
+    once = OwnIterator()
+    workload, _ = make_workload(once, batch_size=4)
+    with (
+        pytest.raises(WorkloadError, match="OwnIterator can be read only once"),
+        open_probe(workload, inspect_machine(), "inline", None),
+    ):
+        pytest.fail("it was opened")
+    assert once.read == 0
 
 
 # Files and databases
 
 
-@pytest.mark.parametrize("name", ["", "a-file/loader.json"], ids=["a folder", "below a file"])
-def test_an_output_that_cannot_be_written_is_refused_before_a_probe_starts(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a-file").touch()
-    with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
-        tune(SAMPLES, batch_size=8, output=tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
-
-
-def test_a_disk_that_fills_up_meanwhile_costs_a_warning_and_not_the_result(
+def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fills_up_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "a-file").touch()
+    for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
+        with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
+            tune(SAMPLES, batch_size=8, output=place)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
     def no_space(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

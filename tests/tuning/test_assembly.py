@@ -14,7 +14,7 @@ from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.summary import why_undecided
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import BadSample, Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round
 from tests.support import (
@@ -59,23 +59,23 @@ def test_what_was_not_decided_is_told_with_what_would_decide_it(found: RaceOutco
 
 
 BUSY = SimulatedMachine(cores=2, cpu_s=0.06, step_s=0.06, step_cores=2.0, noise_sd=0.1, neighbours=2.0)
+WAITING = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
 
 
-def test_a_choice_beside_busy_processes_says_first_that_it_is_a_guess() -> None:
-    found = simulated_result(BUSY, budget_s=20.0)
+@pytest.mark.parametrize(
+    ("machine", "budget_s", "why"),
+    [
+        (BUSY, 20.0, "other processes kept the cores busy in "),
+        (WAITING, 1.0, "the budget ended before a second configuration could be measured"),
+    ],
+    ids=["beside busy processes", "a budget for one configuration"],
+)
+def test_a_guess_says_first_that_it_is_one(machine: SimulatedMachine, budget_s: float, why: str) -> None:
+    found = simulated_result(machine, budget_s=budget_s)
     assert found.status == "undecided"
-    assert found.report().startswith("Not decided: other processes kept the cores busy in ")
+    assert str(found).startswith(f"Not decided: {why}")
     assert "nothing else is worth its cost" not in found.report() + str(found)
-
-
-def test_a_budget_for_one_configuration_alone_decides_nothing() -> None:
-    # GIVEN fetches that wait, so that workers would help
-    machine = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
-    found = simulated_result(machine, budget_s=1.0)
-    assert (found.status, len(found.trials)) == ("undecided", 1)
-    assert str(found).startswith("Not decided: the budget ended before a second configuration could be measured")
-    assert "nothing else is worth its cost" not in str(found)
-    assert not any("Allow more workers" in each.action for each in found.advice)
+    assert machine is BUSY or not any("Allow more workers" in each.action for each in found.advice)
 
 
 def test_the_ceiling_is_measured_again_beside_the_finals() -> None:
@@ -126,6 +126,21 @@ def test_when_every_trial_fails_the_defaults_are_given_with_the_distinct_errors(
     assert {"user_exception: broken in a worker", "user_exception: broken in the main process"} <= {*result.summary}
     assert TuningResult.load(tmp_path / "x.json").status == "fallback"
     assert any("failed (user_exception)" in warning for warning in result.warnings)
+
+
+def test_a_bad_sample_is_named_first_and_is_no_property_of_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Broken(SimulatedProbe):
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Any:
+            return replace(
+                super().burst(config, plan), bad_samples=(BadSample(name="sample 40", error="ValueError: no"),)
+            )
+
+    result = tuned(monkeypatch, Broken, output=tmp_path / "x.json", max_trials=3)
+    assert result.warnings[0].startswith("sample 40 raises ValueError: no; training will end there")
+    assert all(trial.failure is None for trial in result.trials)
+    assert TuningResult.load(tmp_path / "x.json").warnings == result.warnings
 
 
 def test_an_interrupted_search_says_so_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

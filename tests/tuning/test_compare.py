@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from autotune_loader import Comparison, LoaderConfig, TuningResult, compare
 from autotune_loader import __main__ as cli
@@ -102,24 +101,7 @@ def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said
 
 # Arguments
 
-
-class Rows(Dataset[Any]):
-    """Rows that take a while."""
-
-    def __init__(self, seconds: float = 0.0, broken: bool = False) -> None:
-        self.seconds, self.broken = seconds, broken
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getitem__(self, index: int) -> Any:
-        if self.broken:
-            raise KeyError("pixels")
-        time.sleep(self.seconds)
-        return torch.zeros(4), 0
-
-
-LOADER = DataLoader(Rows(), batch_size=8)
+LOADER = DataLoader([0] * 10_000, batch_size=8)
 WRONG = [
     (LOADER, TypeError, "is not a dict of loaders by name"),
     ({"a": LOADER}, ValueError, "holds 1 of the two sides"),
@@ -134,28 +116,19 @@ def test_wrong_sides_are_named(sides: Any, error: type[Exception], message: str)
         compare(sides)
 
 
-# In processes
+def step(model: Any, batch: Any) -> None: ...
 
 
-def step(model: Any, batch: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-@pytest.mark.process
-def test_loaders_steps_and_models_are_compared_as_they_are() -> None:
-    slow, fast = DataLoader(Rows(0.03), batch_size=4), DataLoader(Rows(0.003), batch_size=4)
-    model = torch.nn.Linear(4, 2)
-    sides = {
-        "now": slow,
-        "step": (fast, step),
-        "model": (fast, torch.nn.Linear(4, 2)),
-        "broken": DataLoader(Rows(broken=True), batch_size=8),
-    }
-    found = compare(sides, model, loss_fn=torch.nn.CrossEntropyLoss(), budget=2, isolation="inline", progress=False)
+def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    slow = {(None, id(model))}
+    on_simulated_machines(
+        monkeypatch,
+        lambda each: SLOW if (each.training.train_step, id(each.training.model)) in slow else FAST,
+    )
+    found = compare({"now": LOADER, "step": (LOADER, step), "model": (LOADER, other)}, model, progress=False)
     assert set(found.ratios) == {"step", "model"}
     assert all(ratio.value > 1.3 for ratio in found.ratios.values())
-    assert found["broken"].error == "sample 0 raises KeyError: 'pixels', and so do sample 1 and sample 2"
-    assert "KeyError" in (found["broken"].traceback or "")
 
 
 JOB = """

@@ -1,4 +1,4 @@
-"""Ranks in lock-step: real processes with gloo between them, bursts on simulated machines; every wait has a hard deadline."""
+"""Ranks in lock-step: in threads, and as real processes with gloo between them; bursts on simulated machines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +19,13 @@ from typing import Any
 import pytest
 import torch
 from preloaded import PreloadedPython, Run
+from torch.distributed import HashStore
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.machine.ranks import Link, RankLostError
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.ranks import (
-    is_distributed,
-    slowest,
-    unwrapped,
-    within_cores,
-)
+from autotune_loader.tuning.ranks import LockstepProbe, Ranks, is_distributed, serve, slowest, unwrapped, within_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -53,16 +51,9 @@ def launch(tmp_path: Path, preloaded: PreloadedPython) -> Any:
 
     def start(script: str, rank: int, world_size: int) -> Run:
         (tmp_path / "job.py").write_text(textwrap.dedent(script))
-        environ = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        environ = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         started.append(preloaded.start("job.py", folder=tmp_path, environ=environ))
         return started[-1]
 
@@ -73,59 +64,6 @@ def launch(tmp_path: Path, preloaded: PreloadedPython) -> Any:
         run.wait(timeout=10)
 
 
-# A lock-step study over simulated probes: real ranks and messages, no bursts.
-SIMULATED_JOB = """
-    import json, os, signal, sys, threading, time
-    from dataclasses import replace
-    import torch.distributed as dist
-    from autotune_loader.values.config import LoaderConfig
-    from autotune_loader.tuning import ranks
-    from autotune_loader.tuning.ranks import LockstepProbe, joined_ranks, serve
-    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-    from autotune_loader.values.measurement import Failure
-    from autotune_loader.values.plan import BurstPlan
-
-    class Probe(SimulatedProbe):
-        def burst(self, config, plan):
-            self.plans = [*getattr(self, "plans", []), plan]
-            return on_burst(self, config, plan) or super().burst(config, plan)
-
-    def on_burst(probe, config, plan):
-        {on_burst}
-
-    def lead(probe):
-        {lead}
-
-    ranks.FAREWELL_DEADLINE_S = 2.0
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    probe = Probe(SimulatedMachine(cpu_s=0.02 * (1 + rank)), FakeClock())
-    try:
-        with joined_ranks(grace_s={grace_s}) as ranks:
-            if ranks.leads:
-                said = lead(LockstepProbe(ranks, probe))
-                ranks.ask(None, said)
-            else:
-                said = serve(ranks, probe, deadline_s={follow_s})
-            seeds = [plan.seed for plan in probe.plans]
-        print("SAID", json.dumps(dict(rank=rank, said=said, seeds=seeds)), flush=True)
-    except Exception as error:
-        print("ERROR", type(error).__name__, error, flush=True)
-        os._exit(3)
-"""
-
-
-def simulated_job(lead: str, on_burst: str = "return None", grace_s: float = 20.0, follow_s: float = 30.0) -> str:
-    return SIMULATED_JOB.format(lead=lead, on_burst=on_burst, grace_s=grace_s, follow_s=follow_s)
-
-
-def said_by(output: str) -> dict[str, Any]:
-    line = next((line for line in output.splitlines() if line.startswith("SAID ")), None)
-    assert line is not None, output
-    said: dict[str, Any] = json.loads(line.removeprefix("SAID "))
-    return said
-
-
 def test_the_slowest_rank_counts_with_the_bad_samples_of_all_and_a_failure_fails_for_all() -> None:
     bad = BadSample(name="sample 7", error="ValueError: broken")
     failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
@@ -134,14 +72,11 @@ def test_the_slowest_rank_counts_with_the_bad_samples_of_all_and_a_failure_fails
     assert slowest({0: fast, 1: failure}) == replace(failure, message="rank 1: a worker was killed")
 
 
-def test_a_launched_rank_without_a_process_group_is_told_what_to_call() -> None:
+def test_a_launched_rank_without_a_process_group_is_told_what_to_call_and_others_train_alone() -> None:
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) before tune\(\)"):
         is_distributed({"RANK": "1", "WORLD_SIZE": "4"})
-
-
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_a_process_that_no_launcher_started_trains_alone(environ: dict[str, str]) -> None:
-    assert not is_distributed(environ)
+    for environ in ({}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert not is_distributed(environ)
 
 
 def test_the_model_travels_without_its_distributed_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,71 +94,60 @@ def test_ranks_share_the_cores_among_workers_that_compute_but_not_among_those_th
     assert within_cores(Space(max_workers=found), 8).max_workers == kept
 
 
-@pytest.mark.system
-def test_all_ranks_burst_on_their_own_samples_and_get_one_result(launch: Any) -> None:
-    lead = "return probe.burst(LoaderConfig(num_workers=2), BurstPlan(seed=5)).samples_per_s.value"
-    ranks = [launch(simulated_job(lead), rank, 2) for rank in (0, 1)]
-    said = [said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0]) for rank in ranks]
-    # THEN both have the result of the slow rank, and each read other samples
-    slow = SimulatedProbe(SimulatedMachine(cpu_s=0.04), FakeClock())
-    plan = BurstPlan(seed=5 + 100_003, min_s=BurstPlan().max_s)
-    expected = slow.burst(LoaderConfig(num_workers=2), plan)
-    assert isinstance(expected, Measurement)
-    assert [each["said"] for each in said] == [pytest.approx(expected.samples_per_s.value)] * 2
-    assert [each["seeds"] for each in said] == [[5], [5 + 100_003]]
+# Two ranks in two threads
 
 
-@pytest.mark.system
-def test_a_rank_that_dies_in_a_burst_ends_the_tuning_on_the_others(launch: Any) -> None:
-    lead = "return [probe.burst(LoaderConfig(), BurstPlan(seed=s)).samples_per_s.value for s in range(9)]"
-    on_burst = "os.kill(os.getpid(), signal.SIGKILL) if rank == 2 and len(probe.plans) == 2 else None"
-    ranks = [launch(simulated_job(lead, on_burst), rank, 3) for rank in (0, 1, 2)]
-    output = [rank.communicate(timeout=HARD_DEADLINE_S)[0] for rank in ranks]
-    # THEN rank 0 names the lost one, and rank 1 hears of it from rank 0
-    assert "ERROR RankLostError rank 2 is gone" in output[0], output
-    assert "ERROR RankLostError rank 0 gave up: rank 2 is gone" in output[1], output
+def two_ranks(kind: type[Ranks] = Ranks) -> tuple[Ranks, Ranks]:
+    store = HashStore()
+    return Ranks(Link(store, 0, 2), grace_s=0.1), kind(Link(store, 1, 2), grace_s=0.1)
 
 
-LASTING_BURST = "time.sleep(600) if rank == 1 else None"
+PLAN = BurstPlan(seed=5)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("lead", "on_burst", "deadlines", "waiting", "told"),
-    [
-        ("", LASTING_BURST, {"grace_s": 2.0}, 0, "rank 1 did not answer within"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "return None", {"follow_s": 2.0}, 1, "rank 0 did not answer within"),
-    ],
-    ids=["a burst that hangs", "rank 0 stands still, and the store with it"],
-)
-def test_nobody_waits_longer_than_the_deadline(
-    lead: str, on_burst: str, deadlines: dict[str, float], waiting: int, told: str, launch: Any
+def a_probe(cpu_s: float) -> SimulatedProbe:
+    return SimulatedProbe(SimulatedMachine(cpu_s=cpu_s), FakeClock())
+
+
+class Interrupted(Ranks):
+    """Ctrl-C reaches it so many times while it waits."""
+
+    times = 1
+
+    def next_ask(self, deadline_s: float) -> Any:
+        if self.asked and self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+        return super().next_ask(deadline_s)
+
+
+@pytest.mark.parametrize("kind", [Ranks, Interrupted])
+def test_all_ranks_burst_on_their_own_samples_and_get_one_result_also_after_ctrl_c(kind: type[Ranks]) -> None:
+    leader, follower = two_ranks(kind)
+    leader.grace_s = 30.0
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(serve, follower, a_probe(0.04), deadline_s=30.0)
+        measured = LockstepProbe(leader, a_probe(0.02)).burst(LoaderConfig(num_workers=2), PLAN)
+        leader.ask(None, "the result")
+        assert result.result() == "the result"
+    # THEN it is that of the slow rank, which read other samples, and all the time that it had
+    assert measured == a_probe(0.04).burst(
+        LoaderConfig(num_workers=2), replace(PLAN, seed=5 + 100_003, min_s=PLAN.max_s)
+    )
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_waits_and_nobody_waits_longer_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lead = f"probe.burst(LoaderConfig(), BurstPlan(deadline_s=1.0)); {lead}"
-    ranks = [launch(simulated_job(lead, on_burst, **deadlines), rank, 2) for rank in (0, 1)]
-    output = ranks[waiting].communicate(timeout=HARD_DEADLINE_S)[0]
-    assert f"ERROR RankLostError {told}" in output, output
-
-
-INTERRUPT = "threading.Timer({after_s}, os.kill, (os.getpid(), signal.SIGINT)).start()"
-
-
-@pytest.mark.system
-def test_ctrl_c_while_a_rank_waits_for_rank_0_still_gives_it_the_result(launch: Any) -> None:
-    lead = "probe.burst(LoaderConfig(), BurstPlan()); time.sleep(2.0); return 'partial'"
-    on_burst = f"if rank == 1: {INTERRUPT.format(after_s=0.5)}"
-    ranks = [launch(simulated_job(lead, on_burst), rank, 2) for rank in (0, 1)]
-    assert [said_by(rank.communicate(timeout=HARD_DEADLINE_S)[0])["said"] for rank in ranks] == ["partial", "partial"]
-
-
-@pytest.mark.system
-def test_a_second_ctrl_c_ends_a_rank_that_waits_and_the_others_hear_of_it(launch: Any) -> None:
-    lead = "probe.burst(LoaderConfig(), BurstPlan()); time.sleep(2.0); probe.burst(LoaderConfig(), BurstPlan())"
-    on_burst = f"if rank == 1: {'; '.join(INTERRUPT.format(after_s=after) for after in (0.5, 1.0))}"
-    ranks = [launch(simulated_job(lead, on_burst), rank, 2) for rank in (0, 1)]
-    output = [rank.communicate(timeout=HARD_DEADLINE_S)[0] for rank in ranks]
-    assert "ERROR RankLostError rank 1 gave up: KeyboardInterrupt" in output[0], output
-    assert "KeyboardInterrupt" in output[1], output
+    monkeypatch.setattr(Interrupted, "times", 2)
+    leader, follower = two_ranks(Interrupted)
+    follower.asked = 1
+    with pytest.raises(KeyboardInterrupt):
+        serve(follower, a_probe(0.04), deadline_s=0.1)
+    with pytest.raises(RankLostError, match="rank 1 did not answer within"):
+        LockstepProbe(leader, a_probe(0.02)).burst(LoaderConfig(), replace(PLAN, deadline_s=0.1))
+    with pytest.raises(RankLostError, match="rank 0 did not answer within"):
+        serve(follower, a_probe(0.04), deadline_s=0.1)
 
 
 # Two calls of `tune()` on every rank, on a machine that is an expression.
@@ -294,9 +218,18 @@ def test_torchrun_gives_both_ranks_one_configuration_and_one_file_and_rank_0_loo
 
 @pytest.mark.system
 @pytest.mark.timeout(HARD_DEADLINE_S + 20)
-def test_a_dataset_that_fails_on_one_rank_fails_on_all(launch: Any) -> None:
-    script = TUNING_JOB.format(machine="'OSError: no such bucket' if dist.get_rank() else SimulatedMachine()")
+@pytest.mark.parametrize(
+    ("on_rank_1", "told", "own"),
+    [
+        ("'OSError: no such bucket'", "rank 1 gave up: .*OSError: no such bucket", "ERROR WorkloadError"),
+        ("os.kill(os.getpid(), 9)", "rank 1 is gone", ""),
+    ],
+    ids=["its dataset fails", "it is killed"],
+)
+def test_what_ends_one_rank_ends_all_and_rank_0_says_whose_it_was(
+    on_rank_1: str, told: str, own: str, launch: Any
+) -> None:
+    script = TUNING_JOB.format(machine=f"{on_rank_1} if dist.get_rank() else SimulatedMachine()")
     output = [rank.communicate(timeout=HARD_DEADLINE_S)[0] for rank in [launch(script, rank, 2) for rank in (0, 1)]]
-    # THEN rank 1 raises its own error and rank 0 says whose it is
-    assert "ERROR WorkloadError" in output[1], output
-    assert re.search("ERROR RankLostError rank 1 gave up: .*OSError: no such bucket", output[0]), output
+    assert own in output[1], output
+    assert re.search(f"ERROR RankLostError {told}", output[0]), output

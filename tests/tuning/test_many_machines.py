@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import pwd
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import optuna
 import pytest
@@ -23,15 +22,23 @@ import pytest
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.processes import process_start
 from autotune_loader.machine.ranks import Place
-from autotune_loader.tuning.study import LOST_S, OptunaStudy, open_database
+from autotune_loader.tuning import session
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.study import LOST_S, SINCE, OptunaStudy, open_database
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.serialization import to_plain
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
+from tests.support.searching import SILENT
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from preloaded import PreloadedPython
 
 
-def a_ledger(url: str) -> OptunaStudy:
-    return OptunaStudy(storage=url, name="shared", space=Space(max_workers=8), search="random", seed=0)
+def a_ledger(folder: Path) -> OptunaStudy:
+    space = Space(max_workers=8)
+    return OptunaStudy(storage=str(folder / "study.journal"), name="shared", space=space, search="random", seed=0)
 
 
 ME = Place.here()
@@ -55,182 +62,144 @@ def test_what_others_run_is_passed_over_and_what_died_is_not(
     tmp_path: Path, owner: Place, ago_s: float, is_run: bool, state: str
 ) -> None:
     # GIVEN a running trial of somebody
-    url = f"sqlite:///{tmp_path}/study.db"
-    theirs = a_ledger(url)
-    claim = theirs.ask(LoaderConfig(num_workers=3))
+    claim = a_ledger(tmp_path).ask(LoaderConfig(num_workers=3))
     claim.asked.set_user_attr("owner", to_plain(owner))
     claim.asked.set_user_attr("since", time.time() - ago_s)
     # WHEN a run of ours begins
-    mine = a_ledger(url)
+    mine = a_ledger(tmp_path)
     # THEN it knows what is run by others, lets their trials run, and ends what nobody runs any more
     assert mine.elsewhere() == ({claim.config} if is_run else set())
     assert [trial.state.name for trial in mine.study.get_trials(deepcopy=False)] == [state]
-    theirs.close()
-    mine.close()
 
 
-def test_of_two_who_begin_at_once_the_first_counts(tmp_path: Path) -> None:
-    url, config = f"sqlite:///{tmp_path}/study.db", LoaderConfig(num_workers=3)
-    theirs, mine = a_ledger(url), a_ledger(url)
+@pytest.mark.parametrize("config", [LoaderConfig(num_workers=3), None], ids=["asked", "proposed by the sampler"])
+def test_of_two_who_begin_at_once_the_first_counts_and_nobody_meets_half_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LoaderConfig | None
+) -> None:
+    theirs, mine, write = a_ledger(tmp_path), a_ledger(tmp_path), optuna.trial.Trial.set_user_attr
+    seen = list[set[LoaderConfig]]()
+
+    def watched(trial: optuna.trial.Trial, name: str, value: Any) -> None:
+        write(trial, name, value)
+        seen.append(mine.elsewhere())  # does not fail
+
+    monkeypatch.setattr(Place, "here", lambda: THERE)
+    monkeypatch.setattr(optuna.trial.Trial, "set_user_attr", watched)
     first = theirs.ask(config)
-    first.asked.set_user_attr("owner", to_plain(THERE))
-    second = mine.ask(config)
-    assert config in mine.elsewhere(before=second)
-    assert config not in theirs.elsewhere(before=first)
-    theirs.close()
-    mine.close()
-
-
-class Server:
-    """A PostgreSQL server of our own on loopback, run by somebody who is not root."""
-
-    def __init__(self, folder: Path, user: str | None) -> None:
-        self.folder, self.user = folder, user
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
-        self._run("initdb", "-D", str(folder / "data"), "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
-        self.url = f"postgresql+psycopg://tuner@127.0.0.1:{self.port}/postgres"
-
-    def start(self) -> None:
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off"
-        self._run(
-            "pg_ctl", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-w", "-o", options, "start"
-        )
-
-    def kill(self) -> None:
-        """As a crash would end it: every connection breaks at once."""
-        self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "-w", "stop")
-
-    def _run(self, program: str, *arguments: str) -> None:
-        found = shutil.which(program) or ""
-        done = subprocess.run(
-            [found, *arguments], user=self.user, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=60, check=False, env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{program} {arguments} failed"
+    assert config is None or not seen  # written at once, with the trial
+    second = mine.ask(first.config)
+    assert first.config in mine.elsewhere(before=second)
+    assert first.config not in theirs.elsewhere(before=first)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    for program in ("initdb", "pg_ctl", "postgres"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program} (Debian: apt-get install postgresql)")
+def url() -> Iterator[str]:
+    """Of a PostgreSQL server of our own, run by somebody who is not root."""
+    if any(shutil.which(program) is None for program in ("initdb", "pg_ctl", "postgres")):
+        pytest.skip("needs initdb, pg_ctl and postgres (Debian: apt-get install postgresql)")
     pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
-    user = None
-    if os.geteuid() == 0:  # the server refuses to be run by root
-        user = next((name for name in ("postgres", "nobody") if _exists(name)), None)
-        if user is None:
-            pytest.skip("runs as root, and there is no other user to run the server as")
-    # Not tmp_path: its parents are closed to other users.
-    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))
+    users = {"postgres", "nobody"} & {each.pw_name for each in pwd.getpwall()}
+    user = max(users) if os.geteuid() == 0 else None  # the server refuses to be run by root
+    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))  # not tmp_path: its parents are closed to other users
     if user is not None:
         shutil.chown(folder, user)
-    server = Server(folder, user)
-    server.start()
+
+    def run(program: str, *arguments: str) -> None:
+        subprocess.run(
+            [shutil.which(program) or "", "-D", str(folder / "data"), *arguments], user=user, cwd=folder, timeout=60,
+            check=True, env={"PATH": os.environ["PATH"], "LC_ALL": "C"}, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    run("initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
+    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
+    run("pg_ctl", "-l", str(folder / "log"), "-w", "-o", options, "start")
     try:
-        yield server
+        yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
     finally:
-        server.kill()
+        run("pg_ctl", "-m", "immediate", "-w", "stop")
         shutil.rmtree(folder)
 
 
-def _exists(name: str) -> bool:
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True
+GRID = Space(max_workers=2, workers_are_capped=True)
 
 
-HOST = """
-    import json, platform, sys, time
-    platform.node = lambda: sys.argv[2]
-    from autotune_loader.tuning import study
-    study.LOST_S = 2.0
-    from autotune_loader.tuning import session
-    from autotune_loader.tuning.session import TuningSession
-    from autotune_loader.tuning.options import TuneOptions
-    from autotune_loader.decision.space import Space
-    from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
+def run_host(url: str, name: str, on_burst: Callable[[int], None] = lambda number: None) -> tuple[int, int]:
+    """Search the grid as a host of this name; its trials, others' among them, and its bursts."""
 
     class Probe(SimulatedProbe):
-        def burst(self, config, plan):
-            time.sleep(0.15)
+        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+            on_burst(len(self.bursts))
             return super().burst(config, plan)
-
-    class Nobody:
-        def trial(self, state, trial, seconds_left): print("TRIAL", flush=True)
-        def finals_round(self, number, rates, seconds_left): pass
 
     clock = FakeClock()
     probe = Probe(SimulatedMachine(), clock)
-    options = TuneOptions(storage=sys.argv[1], search="grid", budget_s=1e6)
-    run = simulated_run(probe.machine, Space(max_workers=8), has_step=False)
-    search = TuningSession(probe, run, options, clock=clock, started=0.0, listener=Nobody(), study_name="shared")
-    session.run_finals = lambda *_: None
-    found = search.run()
-    print("SAID", json.dumps([trial.config.to_dict() for trial in found.trials]), flush=True)
+    options = TuneOptions(storage=url, search="grid", budget_s=1e6)
+    run = simulated_run(probe.machine, GRID, has_step=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: name)
+        patch.setattr(session, "run_finals", lambda *_: None)
+        search = session.TuningSession(
+            probe, run, options, clock=clock, started=0.0, listener=SILENT, study_name="shared"
+        )
+        return len(search.run().trials), len(probe.bursts)
+
+
+LOST_HOST = f"""
+import sys, time
+from pathlib import Path
+sys.path[:0] = {sys.path}
+from test_many_machines import run_host
+
+def stand_still(number):
+    if number == 2:
+        Path("stands-still").touch()
+        time.sleep(600)
+
+run_host(sys.argv[1], "second", stand_still)
 """
 
 
 @pytest.mark.system
 @pytest.mark.timeout(110)
-def test_two_hosts_share_a_study_and_one_that_is_killed_loses_nothing(server: Server, tmp_path: Path) -> None:
-    # GIVEN two hosts that take trials of one study, a grid of 33 configurations
-    script = tmp_path / "host.py"
-    script.write_text(textwrap.dedent(HOST))
-    started: list[subprocess.Popen[str]] = []
+def test_two_hosts_share_a_study_and_one_that_is_killed_loses_nothing(
+    url: str, tmp_path: Path, preloaded: PreloadedPython
+) -> None:
+    # GIVEN two hosts that take trials of one study, a grid of nine configurations
+    (tmp_path / "host.py").write_text(LOST_HOST)
+    storage = open_database(url)
+    second = preloaded.start("host.py", url, folder=tmp_path)
 
-    def host(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(script), server.url, name]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
-        )
-        return started[-1]
+    def trials() -> list[optuna.trial.FrozenTrial]:
+        return optuna.load_study(study_name="shared", storage=storage).get_trials()
+
+    def lose_the_second(number: int) -> None:
+        if number != 3:
+            return
+        while not (tmp_path / "stands-still").exists():
+            assert second.poll() is None, second.output
+            time.sleep(0.05)
+        second.kill()
+        second.wait(timeout=60)
+        (theirs,) = [each for each in trials() if (each.state.name, node_of(each)) == ("RUNNING", "second")]
+        storage.set_trial_user_attr(theirs._trial_id, SINCE, time.time() - LOST_S - 1)
 
     try:
-        first, second = host("first"), host("second")
-        assert second.stdout is not None
-        lines = [second.stdout.readline() for _ in range(4)]
-        assert lines[-1].startswith("TRIAL"), "".join(lines + second.stdout.readlines())
-        # WHEN one is killed in the middle of a trial
-        second.kill()
-        output = first.communicate(timeout=60)[0]
+        # WHEN one is killed in the middle of its third trial, and a minute passes
+        found, _ = run_host(url, "first", lose_the_second)
         # THEN the other comes to the end, and what was running on the lost one was run again
-        told = trials_of(server.url)
-        assert "SAID" in output
-        configs = Counter(config for _, state, config in told if state == "COMPLETE")
-        assert set(configs) == set(Space(max_workers=8).configs())
-        assert set(configs.values()) == {1}
-        counts = Counter(node for node, state, _ in told if state == "COMPLETE")
-        assert set(counts) == {"first", "second"}
-        assert counts["second"] >= 4
-
+        told = [each for each in trials() if each.state.name == "COMPLETE"]
+        assert Counter(LoaderConfig.from_dict(each.user_attrs["config"]) for each in told) == Counter(GRID.configs())
+        assert Counter(node_of(each) for each in told) == {"first": 7, "second": 2}
         # AND WHEN the lost one begins again THEN it has all trials, runs none, and no trial is left running
-        again = host("second").communicate(timeout=60)[0]
-        assert len(json.loads(again[again.index("SAID ") :].removeprefix("SAID "))) == len(configs)
-        assert "TRIAL" not in again
-        assert {state for _, state, _ in trials_of(server.url)} <= {"COMPLETE", "FAIL"}
+        assert run_host(url, "second") == (found, 0) == (9, 0)
+        assert {each.state.name for each in trials()} <= {"COMPLETE", "FAIL"}
     finally:
-        for each in started:
-            if each.poll() is None:
-                each.kill()
-            each.communicate()
+        storage.remove_session()
+        storage.engine.dispose()
+        if second.poll() is None:
+            second.kill()
+        second.wait(timeout=10)
 
 
-def trials_of(url: str) -> list[tuple[str, str, LoaderConfig]]:
-    """Node, state and configuration of every trial, as Optuna alone reads them."""
-    storage = open_database(url)
-    trials = optuna.load_study(study_name="shared", storage=storage).get_trials()
-    storage.remove_session()
-    storage.engine.dispose()
-    return [
-        (
-            trial.user_attrs["owner"]["node"],
-            trial.state.name,
-            LoaderConfig.from_dict(trial.user_attrs["config"]),
-        )
-        for trial in trials
-    ]
+def node_of(trial: optuna.trial.FrozenTrial) -> str:
+    return trial.user_attrs["owner"]["node"]

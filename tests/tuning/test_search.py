@@ -83,7 +83,6 @@ def test_a_search_tells_every_trial_and_round_and_begins_with_what_the_user_has(
 def test_a_search_ends_at_the_ceiling_of_the_step():
     # GIVEN a step that two workers keep busy
     found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
-    # THEN the search ends there, soon
     assert found.stop_reason is StopReason.CEILING
     assert len(found.trials) <= 8
 
@@ -132,30 +131,12 @@ def test_a_resumed_search_keeps_its_trials_measures_none_again_and_goes_on_as_it
     assert searched("other.journal", 9)[1].bursts == probe.bursts
 
 
-def test_a_step_that_sleeps_keeps_no_core_busy():
-    class Idle(Interrupting):
-        def step_ceiling(self, threads, plan):
-            return replace(self.probe.step_ceiling(threads, plan), cpu_share=0.01)
-
-    machine = SimulatedMachine(step_cores=4.0)
-    found, _, _ = run_on(machine, probe=Idle(SimulatedProbe(machine, FakeClock()), at=10_000))
-    assert found.context.consumer_cores < 0.1
-
-
 # Failures
 
 
 def failing(kind, when):
     answer = Failure(kind=kind, phase="batches", message="no")
     return lambda config: answer if when(config) else None
-
-
-def test_a_step_that_binds_gets_few_workers_however_noisy_the_machine():
-    # GIVEN a step that two workers keep busy, 16 cores, and bursts that scatter by 6 %
-    machine = SimulatedMachine(cores=16, cpu_s=0.02, step_s=0.015, service_cv=0.05, noise_sd=0.06)
-    found, _, _ = run_on(machine, own=None)
-    # THEN nobody gets many workers for a lucky burst
-    assert 1 < found.finals.winner.num_workers <= 5
 
 
 class Hanging(SimulatedProbe):
@@ -185,17 +166,6 @@ def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind,
     # THEN these are chosen, in time
     assert found.finals.winner.num_workers == safe
     assert clock() <= 62
-
-
-def test_no_round_waits_for_a_hang_that_was_to_be_expected():
-    # GIVEN a budget that one hang all but spends
-    probe = Hanging(SimulatedMachine(cores=2, cpu_s=0.01, wait_s=0.02, step_s=0.001), FakeClock())
-    probe.safe = 2
-    # THEN what was never seen to work does not race, and the most that did is the fastest
-    found, _, clock = run_on(probe.machine, own=None, probe=probe, budget_s=25)
-    assert found.finals is None
-    assert found.fastest().config.num_workers == 2
-    assert clock() < 25
 
 
 def test_where_a_fetch_takes_seconds_workers_are_tried_first_and_no_round_begins_that_does_not_fit():

@@ -119,20 +119,6 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
     assert space_of(told, "persistent_workers").persistent_workers
 
 
-def test_workers_that_wait_may_be_many_on_few_cores() -> None:
-    """128 ms of waiting before a step of 12 ms want 11 workers, whatever the cores; four a core were too few for two."""
-    here = inspect_machine()
-    job: dict[str, Any] = {
-        "side": data(rows(4096)),
-        "machine": replace(here, cores=replace(here.cores, usable=2)),
-        "first_fetch_s": 0.128,
-        "first_fetch_cpu_s": 0.002,
-    }
-    assert space_of(**job, step_s=0.012).max_workers >= 20
-    assert space_of(**job, step_s=0.1).max_workers <= 8
-    assert space_of(**job, step_s=0.012, max_workers=6).max_workers == 6
-
-
 @pytest.mark.parametrize("said", [{"reads_by_itself": True}, {"on_accelerator": True}, {"same_in_workers": False}])
 def test_a_dataset_that_workers_cannot_read_gets_none(said: dict[str, bool]) -> None:
     assert space_of(**said).max_workers == 0  # type: ignore[arg-type]

@@ -111,13 +111,6 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def a_trained_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.rand(4, 3)).sum().backward()
-    optimizer.step()
-    model.eval()
-
-
 def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
     """What a run does with the caller's objects: a probe of them is opened, and bursts with and without workers."""
     workload, _ = make_workload(dataset, model, **given)
@@ -141,7 +134,9 @@ def _everything_was_imported_and_used_once() -> None:
 def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
-    a_trained_step(model, optimizer)
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    model.eval()
     generator = torch.Generator().manual_seed(5)
     dataset = Caching()
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
@@ -186,20 +181,6 @@ def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> No
     del caught
     assert process_state() == process
     assert settled(left) == left
-
-
-class Locked(Caching):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shelf = {"lock": threading.Lock()}
-
-
-@pytest.mark.parametrize("isolation", ["auto", "process"])
-def test_what_cannot_be_pickled_is_named_and_read_in_a_fork(isolation: str) -> None:
-    dataset = Locked()
-    opened = burst(dataset, net(), isolation, batch_size=4)
-    assert any("dataset.shelf" in note and "in forks" in note for note in opened.notes)
-    assert dataset.cache == {}
 
 
 def test_the_fork_server_of_an_inline_run_is_stopped() -> None:

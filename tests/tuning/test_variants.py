@@ -41,7 +41,6 @@ class Batches:
     clock: FakeClock = field(default_factory=FakeClock)
     epoch_batches: int | None = None
     asked: list[LoaderConfig] = field(default_factory=list)
-    ceilings: list[int | None] = field(default_factory=list)
 
     def _probe(self, batch_size: int | None) -> SimulatedProbe:
         size = batch_size or OWN_SIZE
@@ -59,7 +58,6 @@ class Batches:
         return replace(outcome, gpu=GpuUse(memory_bytes=1000 * (config.batch_size or OWN_SIZE)))
 
     def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        self.ceilings.append(plan.batch_size)
         return self._probe(plan.batch_size).step_ceiling(consumer_threads, plan)
 
 
@@ -74,19 +72,6 @@ def space(**changes: Any) -> Space:
 def winner(found: SearchState) -> LoaderConfig:
     assert found.finals is not None
     return found.finals.winner
-
-
-def test_the_users_batch_size_stays_where_another_gains_nothing_or_none_is_allowed() -> None:
-    # GIVEN a step whose time is that of its samples
-    probe = Batches(per_batch_s=0.0)
-    found = searched(probe, space(batch_sizes=SIZES))
-    assert winner(found).batch_size is None
-    assert {config.batch_size for config in probe.asked} >= {64, 128, 16}
-    # AND one for which a larger batch would gain
-    probe = Batches(per_batch_s=0.009)
-    searched(probe, space())
-    assert {config.batch_size for config in probe.asked} == {None}
-    assert set(probe.ceilings) == {None}
 
 
 def test_a_batch_that_the_device_has_no_memory_for_ends_the_growth_and_nothing_else() -> None:
@@ -153,6 +138,7 @@ def test_a_tuned_batch_size_is_in_the_file_the_loader_and_the_warnings(
 @pytest.mark.parametrize(
     ("name", "dataset", "values"),
     [
+        ("batch_size", ROWS, {None, 64, 128, 16}),
         ("multiprocessing_context", ROWS, {None, "forkserver"}),
         ("sharing_strategy", ROWS, {None, "file_system"}),
         ("in_order", ROWS, {True, False}),

@@ -37,9 +37,9 @@ def test_other_workers_and_cores_are_predicted_near_the_truth_also_from_a_file(
     result: TuningResult, tmp_path: Path
 ) -> None:
     result.save(tmp_path / "loader.json")
+    truths = {workers: truth(MACHINE, workers) for workers in (0, 3, 6)}
     for known in (result, TuningResult.load(tmp_path / "loader.json")):
-        for workers in (0, 3, 6):
-            assert known.predict(workers).samples_per_s.value == truth(MACHINE, workers)
+        assert {workers: known.predict(workers).samples_per_s.value for workers in truths} == truths
         here, there = known.predict(8), known.predict(8, cores=8)
         assert there.samples_per_s.value > 1.5 * here.samples_per_s.value
 
