@@ -201,8 +201,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-    # Longest first, so that no long one is left alone at the end; files stay together.
-    items.sort(key=lambda item: next(rank for rank, kind in enumerate(LONGEST_FIRST) if item.get_closest_marker(kind)))
+    # Longest first, so that no long one is left alone at the end: the frameworks, which are one group, then kind by kind.
+    ranks = {kind: rank for rank, kind in enumerate(LONGEST_FIRST)}
+    items.sort(
+        key=lambda item: (_group_of(item) != "frameworks", min(ranks.get(each.name, 9) for each in item.iter_markers()))
+    )
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
 
 

@@ -34,8 +34,8 @@ MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
     *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.session"),
 )
-MOST_DESCRIPTORS = 8
-"""Beside its two streams a script may be given so many."""
+MOST_DESCRIPTORS, MOST_BYTES = 10, 1 << 20
+"""Of a request: its descriptors begin with the output and the pipe for the exit status."""
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 
 
@@ -87,7 +87,7 @@ class PreloadedPython:
     def __init__(self, *more: str) -> None:
         modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
         self._started: list[Run] = []
-        self._ours, theirs = socket.socketpair()
+        self._ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
@@ -110,11 +110,9 @@ class PreloadedPython:
 
     def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
         report, reported = os.pipe()
-        message = json.dumps(request).encode()
-        socket.send_fds(self._ours, [len(message).to_bytes(8, "big")], [stream.fileno(), reported, *more])
-        self._ours.sendall(message)
+        socket.send_fds(self._ours, [json.dumps(request).encode()], [stream.fileno(), reported, *more])
         os.close(reported)
-        self._started.append(Run(int.from_bytes(self._ours.recv(8), "big"), report, stream))
+        self._started.append(Run(int(self._ours.recv(32)), report, stream))
         return self._started[-1]
 
     def close(self) -> None:
@@ -139,11 +137,11 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             os.close(ended)
         if connection.fileno() not in ready:
             continue
-        size, descriptors, _, _ = socket.recv_fds(connection, 8, 2 + MOST_DESCRIPTORS)
-        if not size:
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
+        if not message:
             end(list(running.values()))
+        request = json.loads(message)
         stream, report, *more = descriptors
-        request = receive(connection, int.from_bytes(size, "big"))
         pid = os.fork()
         if pid == 0:
             connection.close()
@@ -157,7 +155,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         for descriptor in (stream, *more):
             os.close(descriptor)
         running[os.pidfd_open(pid)] = (pid, report)
-        connection.sendall(pid.to_bytes(8, "big"))
+        connection.send(str(pid).encode())
 
 
 def place(received: Sequence[int], numbers: Sequence[int]) -> None:
@@ -168,14 +166,6 @@ def place(received: Sequence[int], numbers: Sequence[int]) -> None:
     for each, number in zip(beyond, numbers, strict=True):
         os.dup2(each, number)
         os.close(each)
-
-
-def receive(connection: socket.socket, size: int) -> dict[str, Any]:
-    data = b""
-    while len(data) < size:
-        data += connection.recv(size - len(data))
-    request: dict[str, Any] = json.loads(data)
-    return request
 
 
 def end(running: Sequence[tuple[int, int]]) -> NoReturn:

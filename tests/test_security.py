@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloaded import PreloadedPython
 from torch.utils.data import Dataset
 
 from autotune_loader import load_config, tune
@@ -93,14 +94,10 @@ def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path, text: str) -
         load_config(tmp_path / "loader.json")
 
 
-@pytest.mark.process
-def test_the_journal_and_the_database_of_a_run_are_private(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_database_of_a_run_is_private(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(os.umask, os.umask(0)))
-    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "isolation": "inline"}
-    tune([torch.zeros(3)] * 8, storage=tmp_path / "study.journal", **options)
     open_database(f"sqlite:///{tmp_path}/study.db").engine.dispose()
-    for name in ("study.journal", "study.db"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "study.db").stat().st_mode) == 0o600
 
 
 class SpiesOnDescriptors(Dataset[torch.Tensor]):
@@ -129,7 +126,7 @@ def test_the_pipe_between_parent_and_probe_is_private() -> None:
 
 
 # A job that tells its token wherever user code can tell something: in samples that fail in workers, on stderr before the
-# process dies, in what cannot be pickled, in the very first batch. Storage URLs carry another one.
+# process dies, in what cannot be pickled, in the very first batch. The URL of its storage carries another one.
 TELLTALE = """
 import logging, os, sys, traceback, torch
 from pathlib import Path
@@ -138,7 +135,6 @@ from autotune_loader import TuningResult, tune
 from autotune_loader.report.page import render_html
 
 logging.basicConfig(level=logging.DEBUG)
-isolation = sys.argv[1]
 
 class Telltale(Dataset):
     def __init__(self, where):
@@ -157,46 +153,44 @@ class Telltale(Dataset):
             raise TypeError(f"no access for {os.environ['HF_TOKEN']}")
         return Telltale, (self.where,)
 
-def attempt(where, **options):
+def attempt(where, isolation, **options):
+    name = f"{where}-{isolation}"
     try:
         loader = DataLoader(Telltale(where), batch_size=4, num_workers=int(where == "worker"))
-        result = tune(loader, isolation=isolation, progress=True, output=f"{where}.json",
-                      **{"budget": 2, "max_workers": 1, "max_trials": 3, "reuse": False, **options})
+        result = tune(loader, isolation=isolation, progress=True, output=f"{name}.json", budget=2, max_workers=1,
+                      max_trials=1, reuse=False, **options)
     except Exception:
         traceback.print_exc()
         return
     print(result.report(), result)
-    Path(f"{where}.html").write_text(render_html(TuningResult.load(f"{where}.json")))
+    Path(f"{name}.html").write_text(render_html(TuningResult.load(f"{name}.json")))
 
 def arm(model, batch):
     Path("armed").touch()
 
-attempt("worker")
-attempt("main")
-attempt("pickling")
-if isolation == "process":
-    attempt("death", train_step=arm)
-attempt("fine", storage="nodb://me:swordfish@host/db")
+for isolation in ("process", "inline"):
+    for where in ("worker", "main", "pickling"):
+        attempt(where, isolation)
+attempt("death", "process", train_step=arm)
+attempt("fine", "inline", storage=sys.argv[1])
 """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("isolation", ["process", "inline"])
-def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, isolation: str) -> None:
-    secret = "hf_planted4711"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TELLTALE, isolation],
-        cwd=tmp_path, capture_output=True, text=True, timeout=110,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": secret, "AUTOTUNE_LOADER_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, preloaded: PreloadedPython) -> None:
+    secret, folder = "hf_planted4711", tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "job.py").write_text(TELLTALE)
+    environ = {"PYTHONPATH": str(ROOT), "HF_TOKEN": secret, "AUTOTUNE_LOADER_CACHE": str(folder / "cache")}
+    run = preloaded.start(str(tmp_path / "job.py"), "nodb://me:swordfish@host/db", folder=folder, environ=environ)
+    assert run.wait(timeout=110) == 0, run.output
 
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    told = "\n".join([done.stdout, done.stderr, *(path.read_text(errors="replace") for path in files)])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    told = "\n".join([run.output, *(path.read_text(errors="replace") for path in files)])
     assert "no access for ***" in told
-    assert {"worker.json", "worker.html"} <= {path.name for path in files}
+    names = {f"worker-{isolation}.{kind}" for isolation in ("process", "inline") for kind in ("json", "html")}
+    assert names <= {path.name for path in files}
     assert [line for line in told.splitlines() if secret in line or "swordfish" in line] == []
-    assert stat.S_IMODE((tmp_path / "worker.json").stat().st_mode) == 0o600
 
 
 JOURNAL = r"cannot be opened \(.*\); storage='study.journal' would work"

@@ -99,7 +99,7 @@ def _notes(session: Session) -> Iterator[str]:
     if session.ranks > 1:
         yield f"These are the loaders of rank 0 of {session.ranks}."
     if session.stopped is not None:
-        yield f"The script was ended as by Ctrl-C: {session.stopped}."
+        yield f"The script was asked to end, as by Ctrl-C: {session.stopped}."
     elif session.plan.verb == "tune":
         several = " It has several ranks, none of which is ended: autotune-loader run is for them."
         yield f"The script ended by itself before tuning was done.{several if session.ranks > 1 else ''}"

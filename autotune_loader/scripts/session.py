@@ -43,7 +43,9 @@ class Session:
         self.loaders: list[ScriptLoader] = []
         self.begun = time.monotonic()
         self.stopped: str | None = None
-        """Why `tune` ended the script."""
+        """Why `tune` asked the script to end."""
+        self._asked_in: int | None = None
+        """The training loader's epoch in which it did."""
         rank, self.ranks = rank_of_environment()
         self.rank = rank or 0
         self._lines = lines
@@ -125,12 +127,17 @@ class Session:
         return self._file.best if known.site.is_shuffled else None
 
     def _look(self, now: float) -> None:
-        """End the script, as Ctrl-C would, once the training loader has settled or time is up."""
-        if now < self._next_look or self.stopped is not None:
+        """Ask the script to end, as Ctrl-C would, once the training loader has settled or time is up.
+
+        It is asked once, and in each epoch that it begins all the same.
+        """
+        if now < self._next_look:
             return
         self._next_look = now + LOOK_S
         main, budget_s = self.main, self.plan.budget_s
         if threading.current_thread() is not threading.main_thread() or self.ranks > 1 or main is None:
+            return
+        if main.log.epochs == self._asked_in:
             return
         whole_s = sum(each.log.active_s for each in self.loaders)
         if main.is_settled and main.log.active_s >= MAIN_SHARE * whole_s:
@@ -138,4 +145,5 @@ class Session:
         if budget_s is not None and now - self.begun >= budget_s:
             self.stopped = f"the budget of {budget_s:.0f} s is spent"
         if self.stopped is not None:
+            self._asked_in = main.log.epochs
             signal.raise_signal(signal.SIGINT)

@@ -1,28 +1,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import Dataset, _utils
+from torch.utils.data import _utils
 
-# Enough for a handful of bursts; what is chosen does not matter here, only that it is used.
-QUICK: dict[str, Any] = {"budget": 2.5, "max_trials": 2, "max_workers": 3, "progress": False}
-
-
-class Points(Dataset[Any]):
-    """Points that take a millisecond to wait for; the label says on which side of a line they lie."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.001)
-        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
-        return x, int(x.sum() > 0)
+from tests.integrations.job import Waiting
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +20,11 @@ def torch_hears_of_dead_workers() -> Iterator[None]:
 
 
 @pytest.fixture
-def points() -> Points:
-    return Points()
+def few() -> Waiting:
+    return Waiting(256, 0.001)
 
 
 @pytest.fixture
 def quick() -> dict[str, Any]:
-    return dict(QUICK)
+    """Enough for a handful of bursts; what is chosen does not matter here, only that it is used."""
+    return {"budget": 2.5, "max_trials": 2, "max_workers": 3, "progress": False}

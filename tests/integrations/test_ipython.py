@@ -43,7 +43,9 @@ def test_a_cell_is_told_of_by_its_lines(shell: Any, capsys: pytest.CaptureFixtur
     assert "autotune-loader" not in capsys.readouterr().err
 
 
-def test_a_cell_that_fails_has_failed(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_fails_has_failed_and_another_cell_magic_may_follow(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = shell.run_cell("%%watch\nlist(kept)\n1 / 0")
 
     assert isinstance(ran.error_in_exec, ZeroDivisionError)
@@ -52,7 +54,5 @@ def test_a_cell_that_fails_has_failed(shell: Any, capsys: pytest.CaptureFixture[
     assert "autotune_loader" not in captured.out
     assert "8 batches" in captured.err
 
-
-def test_another_cell_magic_may_follow(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert shell.run_cell("%%watch\n%%time\nx = len(list(kept))").success
     assert (shell.user_ns["x"], "8 batches" in capsys.readouterr().err) == (8, True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,42 +8,39 @@ import pytest
 import torch
 
 from autotune_loader.integrations import transformers as integration
+from autotune_loader.integrations.accelerate import tune_live
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
 from autotune_loader.values.config import LoaderConfig
+from tests.integrations.job import BATCH, EPOCHS, Classifier, Waiting, assert_changed, collate
 from tests.support import SimulatedMachine, simulated_result
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # its import takes most of it on a busy machine
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
+@pytest.fixture
+def trainer_of(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a Trainer with a collator, of a class and with arguments of one's own."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.layer(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+    def make(
+        dataset: Waiting, kind: Any = transformers.Trainer, *, size: int = 32, epochs: int = 2, **fields: Any
+    ) -> Any:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=size, num_train_epochs=epochs, learning_rate=0.05, use_cpu=True,
+            save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", **fields,
+        )  # fmt: skip
+        return kind(Classifier(), arguments, train_dataset=dataset, data_collator=collate)
 
-
-def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    return {"x": torch.stack([x for x, _ in samples]), "labels": torch.tensor([y for _, y in samples])}
-
-
-def arguments(folder: Path, **fields: Any) -> Any:
-    return transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=32, num_train_epochs=2, learning_rate=0.05, use_cpu=True,
-        save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", **fields,
-    )  # fmt: skip
+    return make
 
 
-def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, points: Any, quick: Any) -> None:
-    # GIVEN a Trainer with a collator and a dataset
-    trainer = transformers.Trainer(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate)
+def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(
+    trainer_of: Callable[..., Any], few: Waiting, quick: Any
+) -> None:
+    trainer = trainer_of(few)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
 
-    # WHEN it is tuned
     result = tune_trainer(trainer, **quick)
 
     # THEN its arguments are the tuned ones, its weights untouched, and it trains with them
@@ -53,26 +51,21 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(tmp_path: Path, p
     assert trainer.train().global_step == 2 * 8
 
 
-def test_a_sampler_of_the_trainers_own_is_kept(tmp_path: Path, points: Any) -> None:
-    class Ordered(transformers.Trainer):  # type: ignore[misc, name-defined]
-        """As one that groups by length."""
+class Own(transformers.Trainer):
+    """Has a loss of its own, and its own order, as one that groups by length."""
 
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(points)
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        return model(**inputs)["loss"] * 2
 
-    for kind, sampler in ((transformers.Trainer, "RandomSampler"), (Ordered, "SequentialSampler")):
-        trainer = kind(Model(), arguments(tmp_path), train_dataset=points, data_collator=collate)
-        assert type(plain_loader(trainer).sampler).__name__ == sampler
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def test_a_loss_and_a_precision_of_the_trainers_own_are_heeded(
-    tmp_path: Path, points: Any, monkeypatch: pytest.MonkeyPatch
+def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(
+    trainer_of: Callable[..., Any], few: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN a Trainer with a loss of its own, in bf16
-    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
-            return model(**inputs)["loss"] * 2
-
+    samplers = [type(plain_loader(trainer_of(few, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
+    assert samplers == ["RandomSampler", "SequentialSampler"]
     was_on: list[bool] = []
 
     def tuned(*_: Any, **__: Any) -> Any:
@@ -80,18 +73,30 @@ def test_a_loss_and_a_precision_of_the_trainers_own_are_heeded(
         return simulated_result(SimulatedMachine())
 
     monkeypatch.setattr(integration, "tune", tuned)
-    trainer = Own(Model(), arguments(tmp_path, bf16=True), train_dataset=points, data_collator=collate)
+    trainer = trainer_of(few, Own, bf16=True)
     # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
     assert any("own compute_loss; pass train_step=" in note for note in tune_trainer(trainer).warnings)
     assert not any("compute_loss" in note for note in tune_trainer(trainer, train_step=0.01).warnings)
     assert was_on == [True, True]
 
 
-def test_the_fields_of_a_file_make_training_arguments(tmp_path: Path, points: Any) -> None:
-    args = arguments(
-        tmp_path, **training_arguments(LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True))
-    )
-    loader = transformers.Trainer(Model(), args, train_dataset=points, data_collator=collate).get_train_dataloader()
+def test_the_fields_of_a_file_make_training_arguments(trainer_of: Callable[..., Any], few: Waiting) -> None:
+    config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
+
+    loader = trainer_of(few, **training_arguments(config)).get_train_dataloader()
 
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
     assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
+
+
+class Live(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return tune_live(super().get_train_dataloader())
+
+
+def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_of: Callable[..., Any]) -> None:
+    trainer = trainer_of(Waiting(), Live, size=BATCH, epochs=EPOCHS)
+
+    trainer.train()
+
+    assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)

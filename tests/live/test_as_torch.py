@@ -79,7 +79,7 @@ def kept_workers_see_the_first_epoch(base: Any, workers: int) -> Any:
 
 
 def inside_its_own_loop(base: Any, workers: int) -> Any:
-    loader, seen = base(Timed(), batch_size=8, num_workers=workers), []
+    loader, seen = base(Timed(), batch_size=16, num_workers=workers), []
     for batch in loader:
         seen += [batch.tolist(), *rows(itertools.islice(loader, 2))]
     return seen

@@ -118,15 +118,6 @@ def test_trouble_on_the_device_costs_one_burst(trouble, told, tmp_path):
         measured(probe.probe, ONE_WORKER, PLAN)
 
 
-def test_an_optimizer_from_the_host_is_moved_with_its_model():
-    model = torch.nn.Linear(16, 4)
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, torch.ones(2, 16)).backward()
-    optimizer.step()  # its momenta are on the host
-    with on_gpu(model=model, optimizer=optimizer) as probe:
-        measured(probe.probe, ALONE, PLAN)
-
-
 def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst():
     def in_half(model, batch):
         with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -5,6 +5,7 @@ One probe process goes through all of it; what kills it starts a new one.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from dataclasses import replace
@@ -39,21 +40,22 @@ SHM = "raise /dev/shm"
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "device_memory", "train_step=0.05"),
         (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
         (RuntimeError("CUDA error: device-side assert triggered"), "user_exception", "device-side assert"),
+        # the exit codes of workers tell what torch does not hear below a fork server
+        (3, "crashed", "a worker died"),
+        (-signal.SIGKILL, "oom_killed", "OOM killer"),
+        (-signal.SIGBUS, "shared_memory", SHM),
     ],
 )
 def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says):
-    failure = failure_of(error, "batches")
+    deaths = []
+    if isinstance(error, int):
+        deaths = deaths_of([SimpleNamespace(pid=6161, exitcode=error)])
+        error = RuntimeError("DataLoader worker (pid(s) 6161) exited unexpectedly")
+    failure = failure_of(error, "batches", deaths)
     assert failure.kind == kind
     assert says in failure.message
     assert kind == "shared_memory" or SHM not in failure.message
     assert is_device_broken(failure) is ("CUDA error" in str(error))  # full memory breaks no process
-
-
-@pytest.mark.parametrize(("code", "kind"), [(3, "crashed"), (-9, "oom_killed"), (-7, "shared_memory")])
-def test_exit_codes_tell_what_torch_does_not_hear_below_a_fork_server(code, kind):
-    worker = SimpleNamespace(pid=6161, exitcode=code)
-    error = RuntimeError("DataLoader worker (pid(s) 6161) exited unexpectedly")
-    assert failure_of(error, "batches", deaths_of([worker])).kind == kind
 
 
 def probe_of(dataset, **limits):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import namedtuple
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -200,17 +200,8 @@ class Data:
         return dict(self._store)
 
 
-@dataclass
-class Sample:
-    image: torch.Tensor
-    label: torch.Tensor
-
-
-class Pair(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-
-
+Sample = make_dataclass("Sample", ["image", "label"])
+Pair = namedtuple("Pair", ["x", "y"])
 GRAPH = Data(x=X, edge_index=torch.zeros(2, 5, dtype=torch.long), y=Y)
 CONV = nn.Conv2d(2, CLASSES, 1)
 MASKS = torch.randint(0, CLASSES, (N, 5, 5))

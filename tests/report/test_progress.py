@@ -57,11 +57,8 @@ def test_who_gets_the_lines(
     # All that a script may put in stderr's place.
     stream: Any = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
-        progress, first, second = (
-            make_progress(mode, stream=stream),
-            measured(0, NONE, 389.0),
-            measured(1, FOUR, 1308.0),
-        )
+        progress = make_progress(mode, stream=stream)
+        first, second = measured(0, NONE, 389.0), measured(1, FOUR, 1308.0)
         progress.announce("config [/red] [bold]")  # square brackets are text
         progress.trial(first, first, 55.0)
         progress.trial(second, second, 53.4)

@@ -33,16 +33,11 @@ def ran(number: int, config: LoaderConfig, rate: float | Failure) -> Trial:
 NONE, ONE = LoaderConfig(), LoaderConfig(num_workers=1)
 TWO, THREE = LoaderConfig(num_workers=2, pin_memory=True), LoaderConfig(num_workers=3, pin_memory=True)
 CROWDED = LoaderConfig(num_workers=8, prefetch_factor=16)
-TRIED = ((NONE, 400.0), (TWO, 1200.0), (THREE, 1210.0), (ONE, 700.0), (CROWDED, FULL))
+RATES: dict[LoaderConfig, Any] = {NONE: 400.0, TWO: 1200.0, THREE: 1210.0, ONE: 700.0, CROWDED: FULL}
+TRIED = tuple(ran(number, *each) for number, each in enumerate(RATES.items()))
 FINALS = Finals(configs=(TWO, THREE, NONE), rounds=((1200.0, 1204.0, 402.0), (1190.0, 1194.0, 398.0)), as_fast=(THREE,))
 NEVER_RAN = replace(FINALS, configs=(*FINALS.configs, ONE), rounds=tuple((*each, None) for each in FINALS.rounds))
-SMALL = TuningResult(
-    best=TWO,
-    status="complete",
-    baseline=NONE,
-    finals=FINALS,
-    trials=tuple(ran(n, *each) for n, each in enumerate(TRIED)),
-)
+SMALL = TuningResult(best=TWO, status="complete", finals=FINALS, trials=TRIED)
 TABLE = """\
    workers  prefetch  also    samples/s  95 % interval  from      wait  first batch   memory
 ────────────────────────────────────────────────────────────────────────────────────────────

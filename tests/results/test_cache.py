@@ -34,32 +34,18 @@ def rows(length: int = 64) -> TensorDataset:
     return TensorDataset(torch.zeros(length, 3))
 
 
-def collate(samples: list[Any]) -> Any:
-    return samples
+def key(
+    *, length: int = 64, batch_size: int = 8, collate_fn: Any = len, model: Any = None, loss_fn: Any = None,
+    own: LoaderConfig | None = None, machine: Fingerprint = HERE, step: str = "no model", ranks: int = 1, **options: Any,
+) -> str:  # fmt: skip
+    data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=collate_fn)
+    training = TrainingSide(model=model or torch.nn.Linear(3, 2), loss_fn=loss_fn)
+    workload = Workload(data=data, training=training, own_config=own)
+    return result_key(workload, machine, TuneOptions(**options).limits(), step=step, ranks=ranks)
 
 
-def key(*, length: int = 64, batch_size: int = 8, machine: Fingerprint = HERE, **other: Any) -> str:
-    parts = {
-        "model": torch.nn.Linear(3, 2),
-        "collate_fn": collate,
-        "loss_fn": None,
-        "step": "no model",
-        "ranks": 1,
-        "own": None,
-    }
-    parts |= {name: other.pop(name) for name in parts if name in other}
-    data = DataSide.from_dataset(rows(length), batch_size=batch_size, collate_fn=parts["collate_fn"])
-    training = TrainingSide(model=parts["model"], loss_fn=parts["loss_fn"])
-    workload, limits = Workload(data=data, training=training, own_config=parts["own"]), TuneOptions(**other).limits()
-    return result_key(workload, machine, limits, step=parts["step"], ranks=parts["ranks"])
-
-
-RESULT = TuningResult(
-    best=BEST,
-    status="complete",
-    baseline=LoaderConfig(),
-    measured=Measured(samples_per_s=Interval(value=800.0, low=780.0, high=820.0, count=9)),
-)
+MEASURED = Measured(samples_per_s=Interval(value=800.0, low=780.0, high=820.0, count=9))
+RESULT = TuningResult(best=BEST, status="complete", measured=MEASURED)
 
 
 @pytest.fixture
@@ -98,7 +84,7 @@ def test_what_was_kept_is_found_by_the_same_key_in_a_private_loader_json(folder:
         ({"max_workers": 2}, False),
         ({"tolerance": 0.05}, False),
         ({"model": torch.nn.Linear(3, 2)}, True),
-        ({"collate_fn": partial(collate)}, True),
+        ({"collate_fn": partial(len)}, True),
         ({"budget_s": 5.0, "seed": 7, "output": "loader.json"}, True),
         ({"own": LoaderConfig(num_workers=2)}, True),
         ({"machine": replace(HERE, driver="570")}, True),

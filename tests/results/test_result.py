@@ -7,6 +7,8 @@ import json
 import math
 import re
 import stat
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 from report.example import synthetic_result
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from autotune_loader.machine.facts import Fingerprint, inspect_machine
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.load import MAX_FILE_BYTES, load_config
 from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Reused
 from autotune_loader.results.result import TuningResult
@@ -249,9 +251,45 @@ def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
         assert warning.filename == __file__
 
 
-def test_this_very_machine_loads_in_silence(tmp_path):
-    path = saved(finished_run(fingerprint=inspect_machine().fingerprint(dataset="my dataset")), tmp_path)
-    assert load_config(path, on_mismatch="raise") == BEST
+def test_the_variable_comes_before_the_directory_and_the_user(tmp_path, monkeypatch):
+    # GIVEN a file in each place
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", "named.json")
+    named, here, users = (
+        Path("named.json"),
+        Path("loader.json"),
+        tmp_path / "config" / "autotune-loader" / "loader.json",
+    )
+    for workers, path in enumerate((named, here, users)):
+        TuningResult(best=LoaderConfig(num_workers=workers), status="complete").save(path)
+    # WHEN one after the other is taken away THEN the next is found
+    assert load_config().num_workers == 0
+    named.unlink()
+    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='named\.json' names no file"):
+        load_config()
+    monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG")
+    assert load_config().num_workers == 1
+    here.unlink()
+    assert load_config().num_workers == 2
+    users.unlink()
+    # AND at last an error names every place
+    with pytest.raises(ConfigFileError, match=f"AUTOTUNE_LOADER_CONFIG .*{re.escape(f'{here.absolute()}, {users}')}"):
+        load_config()
+
+
+@pytest.mark.process
+def test_reading_a_file_needs_the_standard_library_alone(tmp_path):
+    # GIVEN a machine without torch and without what tuning needs
+    path = written(tmp_path, {})
+    blocked = "torch numpy pandas msgspec optuna click rich psutil pynvml matplotlib platformdirs jinja2"
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked.split()}))\n"
+        f"from autotune_loader import load_config; print(load_config({str(path)!r}).to_kwargs()['num_workers'])"
+    )
+    # WHEN THEN a training job reads its configuration
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def test_the_schema_in_docs_is_the_one_of_the_code_and_refuses_what_loading_refuses():

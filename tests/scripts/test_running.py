@@ -43,15 +43,28 @@ def test_what_was_learnt_stays_where_a_loader_is_made_for_each_epoch(bench: Benc
     assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
 
 
-def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench) -> None:
-    bench.write(WAITING)
+CAUGHT = """
+def saving(loader, caught=[]):
+    try:
+        yield from loader
+    except KeyboardInterrupt:
+        if caught:
+            raise
+        caught.append(True)
+
+"""
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench, catches: bool) -> None:
+    bench.write(CAUGHT + WAITING.replace("x in loader:", "x in saving(loader):") if catches else WAITING)
 
     code, printed, report = bench.command(
         "tune", "--budget", "10s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"
     )
 
     assert (code, printed) == (0, "cleaned up\n")
-    assert "The script was ended as by Ctrl-C" in report
+    assert "The script was asked to end, as by Ctrl-C: " in report
     assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
 
 

@@ -1,22 +1,15 @@
-"""In a real browser: the HTML report, and optuna-dashboard on the journal that a tuning run leaves, as it is."""
+"""The HTML report in a real browser."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
 from report.example import synthetic_result
 
-from autotune_loader import tune
 from autotune_loader.report.page import render_html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -54,38 +47,3 @@ def test_the_report_is_shown_whole_with_every_picture_and_without_a_complaint(tm
     assert "Measured configurations" in shown
     assert complaints == []
     assert f"<title>{','.join(['true'] * 4)}</title>" in measured
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_the_dashboard_shows_the_study_of_a_journal(tmp_path: Path) -> None:
-    pytest.importorskip("optuna_dashboard")
-    # GIVEN the journal of a tuning run
-    data = torch.utils.data.TensorDataset(torch.rand(128, 8), torch.randint(0, 2, (128,)))
-    journal = str(tmp_path / "study.journal")
-    result = tune(
-        data, torch.nn.Linear(8, 2), batch_size=16, storage=journal, budget=3, max_trials=3, max_workers=1,
-        isolation="inline", progress=False,
-    )  # fmt: skip
-    assert result.study is not None
-
-    # WHEN the dashboard opens it and a browser opens the dashboard
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    serve = f"from optuna_dashboard._cli import main; import sys; sys.argv[1:] = {[journal, '--port', port]!r}; main()"
-    server = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline, is_there = time.monotonic() + 30.0, False
-        while not is_there and time.monotonic() < deadline:
-            time.sleep(0.2)
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/dashboard", timeout=2).close()
-                is_there = True
-        shown, _ = browse(tmp_path, f"http://127.0.0.1:{port}/dashboard/studies/0/trials")
-    finally:
-        server.terminate()
-        server.wait(timeout=10)
-
-    # THEN study and trials are on the page
-    assert result.study.study_name in shown
-    assert "Trial 0" in shown
