@@ -160,7 +160,6 @@ run_host(sys.argv[1], "second", stand_still)
 
 
 @pytest.mark.system
-@pytest.mark.timeout(110)
 def test_two_hosts_share_a_study_and_one_that_is_killed_loses_nothing(
     url: str, tmp_path: Path, preloaded: PreloadedPython
 ) -> None:
