@@ -89,10 +89,13 @@ TORCHRUN = """
 import runpy, uuid
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+def rank():
+    runpy.run_path("job.py", run_name="__main__")  # and returns nothing: the agent would send it
+
 elastic_launch(LaunchConfig(
     min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
     rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
-), lambda: runpy.run_path("job.py", run_name="__main__"))()
+), rank)()
 """
 
 
