@@ -299,10 +299,10 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._pool is None:
             self._pool = self._started("change")
 
-    def _give_back(self, refusal: Refusal) -> None:
+    def _give_back(self, refusal: Refusal, *, is_lost: bool = False) -> None:
         """From now on the training process makes the batches, those that workers have in hand first."""
         self._state.refuse(refusal)
-        self._start_anew()
+        self._start_anew(is_lost=is_lost)
 
     def leave_no_child(self) -> None:
         """The user forks a process and will wait for children, perhaps for whatever child there is."""
@@ -327,8 +327,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if not self._config.num_workers and not isinstance(error, Exception):
             self.order.put_back()  # Ctrl-C in the midst of a fetch
         if self._is_on_trust and str(error).startswith("DataLoader timed out after"):
-            self._state.refuse(OVERDUE)
-            self._start_anew(is_lost=True)
+            self._give_back(OVERDUE, is_lost=True)
             return True
         lost = [pool for pool in pools if isinstance(error, Exception) and pool.has_lost(error)]
         if not lost or self._parts.is_stream:

@@ -16,7 +16,7 @@ from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.numbered import Item, Raised
 from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces
-from autotune_loader.live.trust import TRUSTED, WAIT_FETCHES, Refusal, Trust
+from autotune_loader.live.trust import TRUSTED, Refusal, Trust
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
@@ -124,7 +124,7 @@ class LoaderState:
     def patience_s(self) -> float:
         """How long workers that nobody asked for may take for a batch."""
         trust = self.trust
-        return SHORTEST_PATIENCE_S if trust is None else max(SHORTEST_PATIENCE_S, WAIT_FETCHES * trust.slowest_fetch_s)
+        return SHORTEST_PATIENCE_S if trust is None else trust.patience_s(SHORTEST_PATIENCE_S)
 
     @property
     def awaits_proof(self) -> bool:

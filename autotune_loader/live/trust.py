@@ -124,10 +124,9 @@ class Trust:
             self._guarded(self._comparison.take, item, batch)
             self._conclude(self._comparison.verdict)
 
-    @property
-    def slowest_fetch_s(self) -> float:
-        """The longest that the loop has taken for a batch of the proof."""
-        return self._comparison.slowest_s
+    def patience_s(self, least_s: float) -> float:
+        """Seconds after which a worker's batch does not come any more: so many, or many of the loop's slowest fetches."""
+        return self._comparison.patience_s(least_s)
 
     def begun(self) -> None:
         """Workers begin now: they see the dataset as it is."""
@@ -234,7 +233,7 @@ class _Comparison:
         self._made: dict[tuple[int, int], list[Leaf]] = {}
         self._answers: dict[tuple[int, int], list[Leaf]] = {}
         self._same = [0] * WORKERS
-        self.slowest_s, self._began = 0.0, 0.0
+        self._slowest_s, self._began = 0.0, 0.0
 
     def ask(self, item: Item) -> None:
         """Have the shadow fetch an item, which the loop is about to fetch."""
@@ -255,7 +254,7 @@ class _Comparison:
         """The loop's own batch."""
         key = item[:2]
         if key in self._asked:
-            self.slowest_s = max(self.slowest_s, time.monotonic() - self._began)
+            self._slowest_s = max(self._slowest_s, time.monotonic() - self._began)
             self._made[key] = digest(batch)
             self._hear()
 
@@ -264,6 +263,9 @@ class _Comparison:
             self._shadow.close()
         self._shadow = None
         self._asked, self._made, self._answers = {}, {}, {}
+
+    def patience_s(self, least_s: float) -> float:
+        return max(least_s, WAIT_FETCHES * self._slowest_s)
 
     def _waiting(self, worker: int) -> int:
         return sum(each == worker for each, _ in self._asked.values())
@@ -286,7 +288,7 @@ class _Comparison:
         self._compare()
         if self.verdict is None and any(channel.is_closed for channel in self._shadow.channels):
             self.close()  # its time was up: the loop had paused
-        patience = max(SHORTEST_WAIT_S, WAIT_FETCHES * self.slowest_s)
+        patience = self.patience_s(SHORTEST_WAIT_S)
         late = [key for key, (_, when) in self._asked.items() if self._began - when > patience]
         if late and self.verdict is None:
             self.verdict = Refusal(
