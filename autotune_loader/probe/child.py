@@ -111,6 +111,7 @@ def main(connection_fd: int, lifeline_fd: int, data_fd: int, training_fd: int, s
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        lifeline.let_go()
         leave(code)
 
 
@@ -121,6 +122,7 @@ def serve_forked(connection_fd: int, lifeline_fd: int, workload: Workload, scrat
     lifeline.hold(lifeline_fd, scratch)
     with contextlib.suppress(*PARENT_IS_GONE):
         _serve(Connection(connection_fd), lambda: _bench_of(workload, lambda: workload.data))
+    lifeline.let_go()
 
 
 def _serve(connection: Connection, make_bench: Callable[[], Bench]) -> None:

@@ -21,12 +21,17 @@ def hold(lifeline_fd: int, scratch: str) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(lifeline_fd, 1)
-        shutil.rmtree(scratch, ignore_errors=True)
+        let_go()
         if os.getpgrp() == os.getpid():  # our own group, as the parent started us: workers included
             os.killpg(os.getpgrp(), signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
     # Otherwise each worker that sends a tensor makes a folder of its own (`pymp-...`), and one that is killed leaves it there.
     # There is no public way. Children take the setting over, however they are started.
     vars(multiprocessing.current_process()).get("_config", {})["tempdir"] = scratch
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def let_go() -> None:
+    """Remove the folder. Where the parent is gone whoever notices first does: this process may end before the other has."""
+    shutil.rmtree(vars(multiprocessing.current_process())["_config"]["tempdir"], ignore_errors=True)

@@ -251,7 +251,7 @@ class _Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leave nothing: no process of the group, no descriptor, no shared-memory segment, no file."""
+        """Leave nothing: no process of the group, no descriptor, no shared-memory segment, no file. Safe to call twice."""
         members = process_group_members(self.pid)
         try:
             self._connection.close()
@@ -261,8 +261,8 @@ class _Child:
         finally:  # also when a second Ctrl-C comes
             self.kill()
             self._process.wait()
-            for descriptor in self._ends:
-                os.close(descriptor)
+            while self._ends:
+                os.close(self._ends.pop())
             remove_segments_of({*members, self.pid}, self._segments_before)
             self._held.close()
 
