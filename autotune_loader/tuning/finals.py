@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from autotune_loader.decision.acquisition import shortlist
 from autotune_loader.decision.evidence import Ask, Evidence, EvidenceSource, Kind
-from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceOutcome, RaceRules
+from autotune_loader.decision.race import LEAST_OF_WINNER, Race, RaceRules
 from autotune_loader.decision.selection import cost
 from autotune_loader.decision.variants import faster_variants
 from autotune_loader.tuning.state import SearchState
@@ -41,16 +41,17 @@ def run_finals(
     seconds_left: Callable[[], float],
     on_round: Callable[[int, dict[LoaderConfig, float], float], None],
     seed: int = 0,
-) -> RaceOutcome | None:
-    """Rounds between the shortlist and the baseline; None where nothing can race or no round was completed.
+) -> None:
+    """Rounds between the shortlist and the baseline, where anything can race.
 
-    The state is told whether whole epochs are run, and the ceilings between the rounds; its beliefs learn from them.
+    The state is told their outcome, also that of the rounds before Ctrl-C; whether whole epochs are run; and the ceilings
+    between the rounds. Its beliefs learn from them.
     """
     source, beliefs = state.source, state.beliefs
     state.whole_epochs = source.has_short_epochs(seconds_left())
     candidates = _candidates(state, seconds_left())
     if not candidates:
-        return None
+        return
     rules = RaceRules(
         tolerance=state.run.tolerance,
         cost=lambda config: cost(config, beliefs.space),
@@ -66,7 +67,10 @@ def run_finals(
     def learn(gathered: Sequence[Evidence]) -> None:
         _learn(state, race, gathered, seconds_left())
 
-    return run_rounds(race, source, state.kind, seconds_left=seconds_left, seed=seed, learn=learn, on_round=on_round)
+    try:
+        run_rounds(race, source, state.kind, seconds_left=seconds_left, seed=seed, learn=learn, on_round=on_round)
+    finally:
+        state.finals = race.outcome()
 
 
 def _candidates(state: SearchState, seconds_left: float) -> list[LoaderConfig]:
@@ -129,7 +133,7 @@ def run_rounds(
     seed: int = 0,
     learn: Callable[[Sequence[Evidence]], None] = lambda gathered: None,
     on_round: Callable[[int, dict[LoaderConfig, float], float], None] = lambda number, rates, seconds_left: None,
-) -> RaceOutcome | None:
+) -> None:
     """Run rounds until the race is decided, or another one is not worth its time.
 
     `learn` is told the evidence of each round, which the race has recorded; `on_round` its number from 1, its rates, and the
@@ -146,7 +150,6 @@ def run_rounds(
         done = race.record([(config, each.outcome) for config, each in gathered], seconds)
         learn([each for _, each in gathered])
         on_round(len(race.rounds), dict(done.rates), seconds_left())
-    return race.outcome()
 
 
 def paired(

@@ -87,7 +87,7 @@ class TuningSession:
         self.state = SearchState(run=run, source=self._source, beliefs=self._beliefs, trials=trials)
 
     def run(self) -> SearchState:
-        """Search until there is a reason to stop; on Ctrl-C what was found so far is returned, marked as interrupted."""
+        """Search until there is a reason to stop; on Ctrl-C what was found so far, if anything, is returned, marked as such."""
         try:
             self._adopt(self._study.restored())
             if self._run.workload.has_step:
@@ -95,8 +95,10 @@ class TuningSession:
             for config in self._proposals():
                 self._try(config)
             on_round = self._listener.finals_round
-            self.state.finals = run_finals(self.state, self.seconds_left, on_round, self._options.seed)
+            run_finals(self.state, self.seconds_left, on_round, self._options.seed)
         except KeyboardInterrupt:
+            if self.state.fastest() is None:
+                raise
             self.state.stop_reason = StopReason.INTERRUPTED
         finally:
             self.state.study = self._study.study

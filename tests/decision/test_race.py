@@ -81,7 +81,8 @@ def race(probe, candidates, *, budget_s=1000.0, prior=None, nominate=list, **rul
 
     context = TwinContext(usable_cores=64, consumer_cores=1.0)
     source = BurstSource(probe, Space(max_workers=8), context, [], seconds_left)
-    return run_rounds(running, source, seconds_left=seconds_left, seed=0, learn=learn, on_round=lambda *_: None)
+    run_rounds(running, source, seconds_left=seconds_left, seed=0, learn=learn, on_round=lambda *_: None)
+    return running.outcome()
 
 
 def known(rates, sd):

@@ -213,19 +213,25 @@ def test_a_failure_that_may_pass_is_tried_once_more():
 # Interruptions
 
 
-def test_an_interruption_at_any_moment_keeps_the_trials():
+def test_an_interruption_at_any_moment_keeps_the_trials_and_the_rounds():
     # GIVEN how many calls a whole search makes, and its trials
     machine = SimulatedMachine(step_s=0.005)
     whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
     complete, _, _ = run_on(machine, probe=whole, max_trials=4)
-    calls, kept = 10_000 - whole.left, 0
+    calls, kept, rounds = 10_000 - whole.left, 0, 0
     # WHEN it is interrupted at each of them
     for at in range(calls):
-        found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=4)
-        # THEN every trial before it is kept, and none is left running
-        assert (found.stop_reason, found.finals, found.bursts) == (StopReason.INTERRUPTED, None, at + 1)
+        try:
+            found, _, _ = run_on(machine, probe=Interrupting(SimulatedProbe(machine, FakeClock()), at=at), max_trials=4)
+        except KeyboardInterrupt:  # there is nothing to keep
+            assert kept == 0
+            continue
+        # THEN every trial and round before it is kept, and none is left running
+        assert (found.stop_reason, found.bursts) == (StopReason.INTERRUPTED, at + 1)
+        done = found.finals.rounds if found.finals else ()
         assert kept <= len(found.trials)
-        kept = len(found.trials)
+        assert rounds <= len(done)
+        kept, rounds = len(found.trials), len(done)
         assert [trial.config for trial in found.trials] == [trial.config for trial in complete.trials[:kept]]
         assert all(frozen.state.is_finished() for frozen in found.study.get_trials())
-    assert kept == len(complete.trials)
+    assert (kept, rounds + 1) == (len(complete.trials), len(complete.finals.rounds))
