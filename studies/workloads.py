@@ -46,7 +46,7 @@ def workload_of(study: StudyWorkload) -> Any:
     """The study's workload as `tune()` would make it, on the CPU."""
     from autotune_loader.tuning.arguments import make_workload
 
-    workload, _ = make_workload(
+    return make_workload(
         study.dataset,
         study.model,
         batch_size=study.batch_size,
@@ -54,7 +54,6 @@ def workload_of(study: StudyWorkload) -> Any:
         device="cpu",
         drop_last=True,
     )
-    return workload
 
 
 class AccelStep:

@@ -56,7 +56,7 @@ def compare_command(
     if job is None:
         return _compare_watched(paths, fail_if_slower, as_json)
     configs = {name: load_config(path) for name, path in zip(_names(paths), paths, strict=True)}
-    workload, _ = make_workload(**load_workload(job))
+    workload = make_workload(**load_workload(job))
     budget_s = parse_seconds("budget", options.pop("budget"))
     found = compare_workloads(
         sides_of(configs, workload), TuneOptions(budget_s=budget_s, progress="off" if quiet else "on", **options)

@@ -170,6 +170,8 @@ class Workload:
     training: TrainingSide
     own_config: LoaderConfig | None = None
     """The configuration of the user's own loader, where one was given."""
+    notes: tuple[str, ...] = ()
+    """What the user should be told about how the arguments were read."""
 
     @property
     def has_step(self) -> bool:

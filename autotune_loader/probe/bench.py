@@ -81,8 +81,6 @@ class WarmupReport:
     """Whether workers read the samples that a process alone reads; False where they share an open file, say."""
     default_threads: int
     """Intra-op threads of the process before anything was tuned."""
-    warm_up_s: float = 0.0
-    """Wall seconds of the step's first runs: for a compiled one mostly the compiling."""
     notes: tuple[str, ...] = ()
     """What the user should know of the step, such as that nothing is trained."""
     bad_samples: tuple[BadSample, ...] = ()
@@ -173,9 +171,7 @@ class Bench:
             announce(phase)
             self._step = build_step(self._training, first.batch)
             self._timeline = timeline_of(self._step.device)
-            begun = time.monotonic()
             step_s = warm_up(self._step, first.batch, self._timeline)
-            warm_up_s = time.monotonic() - begun
         except StopIteration:
             if self._bad.ends_run is not None:  # nothing is left without them
                 raise self._bad.ends_run from None
@@ -187,7 +183,7 @@ class Bench:
             return failure_of(error, phase)
         finally:
             forget_open_batch()
-        return self._report_on(self._step, first, private, step_s * first.share_of_whole, warm_up_s)
+        return self._report_on(self._step, first, private, step_s * first.share_of_whole)
 
     def _batches(self, data: DataSide, size: int | None) -> Iterator[Any]:
         for batch, fetch in make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0):
@@ -197,9 +193,7 @@ class Bench:
         at_most = self._first.at_most if self._first is not None else None
         return for_bursts(replace(data, batch_size=at_most or data.batch_size), self._bad.left_out)
 
-    def _report_on(
-        self, step: TrainingStep, first: FirstBatch, private: DataSide, step_s: float, warm_up_s: float
-    ) -> WarmupReport:
+    def _report_on(self, step: TrainingStep, first: FirstBatch, private: DataSide, step_s: float) -> WarmupReport:
         """What the first batches tell of the workload, and what workers make of it."""
         shape, data, more = BatchShape.of(first.batch), self._data(), first.share_of_whole
         counts_batches = not data.is_batched and first.samples == 1 and samples_in(first.batch) is None
@@ -231,7 +225,6 @@ class Bench:
             shardable=not repeats,
             same_in_workers=not why_none,
             default_threads=torch.get_num_threads(),
-            warm_up_s=warm_up_s,
             notes=(*step.notes, *(note for note, holds in told.items() if holds), *why_none),
             bad_samples=tuple(self._bad.by_name.values()),
         )

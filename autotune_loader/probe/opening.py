@@ -55,8 +55,6 @@ class OpenProbe:
     """A warm probe and what is known of the workload."""
 
     probe: ProcessProbe | InlineProbe
-    workload: Workload
-    """What it runs."""
     warmup: WarmupReport
     notes: list[str] = field(default_factory=list)
     """What the user should know about how it runs."""
@@ -69,7 +67,7 @@ def open_probe(
     isolation: Isolation,
     memory_budget_bytes: int | None,
     *,
-    start_deadline_s: float = START_DEADLINE_S,
+    budget_s: float = 0.0,
 ) -> Iterator[OpenProbe]:
     """A warm probe, closed at the end with everything it started.
 
@@ -78,14 +76,13 @@ def open_probe(
         machine: limits of this machine.
         isolation: a process of its own, inline, or whichever works.
         memory_budget_bytes: most memory of the probe's process tree.
-        start_deadline_s: a process of its own must have had its first batch and its warm-up by then.
+        budget_s: of the caller; a start may take as long, where that is longer than it may take anyway.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch.
         ValueError: the workload cannot travel, and `isolation="process"` was asked for, or its step would hang in a fork.
     """
-    if compiles(workload.training):
-        start_deadline_s = max(start_deadline_s, COMPILE_DEADLINE_S)
+    start_deadline_s = max(COMPILE_DEADLINE_S if compiles(workload.training) else START_DEADLINE_S, budget_s)
     limits: _Limits = {"memory_budget_bytes": memory_budget_bytes, "start_deadline_s": start_deadline_s}
     with contextlib.ExitStack() as exits:
         opened: _Opened | str = ""
@@ -106,7 +103,7 @@ def open_probe(
         notes += probe.notes
         notes += [] if warmup.shardable else [REPEATED_SAMPLES]
         notes += [*warmup.notes, *note_of(read_torch_state())]
-        yield OpenProbe(probe=probe, workload=workload, warmup=warmup, notes=notes)
+        yield OpenProbe(probe=probe, warmup=warmup, notes=notes)
 
 
 _Opened: TypeAlias = "tuple[ProcessProbe | InlineProbe, WarmupReport]"

@@ -8,8 +8,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 
-# Generous: torch may come from a network file system, and the first sample from a cold bucket.
-START_DEADLINE_S = 180.0
+# Generous: torch may come from a network file system or be imported on a busy machine, the first sample from a cold bucket.
+START_DEADLINE_S = 120.0
 
 
 class Probe(Protocol):

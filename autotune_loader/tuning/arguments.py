@@ -13,7 +13,7 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -74,8 +74,8 @@ def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_A
     return answering
 
 
-def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tuple[Workload, list[str]]:
-    """The workload and what the user should be told about how the arguments were read.
+def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> Workload:
+    """The workload, and in its notes how the arguments were read.
 
     Args:
         dataset_or_loader: as in `tune()`, like `model`.
@@ -114,7 +114,7 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> tu
     notes += _check_epoch(data)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
-    return Workload(data=data, training=training, own_config=own_config), notes
+    return Workload(data=data, training=training, own_config=own_config, notes=tuple(notes))
 
 
 def _check_order(dataset: Any, model: Any) -> None:
@@ -410,7 +410,7 @@ def _neither(given: Any, answer: str | None = None) -> TypeError:
 
 
 @contextlib.contextmanager
-def told_beside_errors(notes: list[str]) -> Iterator[None]:
+def told_beside_errors(notes: Sequence[str]) -> Iterator[None]:
     """What the bursts leave out of a loader is most likely why a step fails on its very first batch."""
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from autotune_loader.decision.rounds import as_round, averaged
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
+from autotune_loader.probe.failures import failure_of_workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
+from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
 from autotune_loader.report.progress import make_progress
@@ -30,7 +32,7 @@ from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, Measurement
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 """An interval of fewer rounds says nothing; that of more is hardly narrower. Time alone decides between them, so that the
 interval holds: rounds that end when it suits favour whoever was lucky."""
-START_DEADLINE_S = 300.0
-"""A side that compiles its model may take minutes for its first step."""
 
 
 def compare(  # noqa: PLR0913 - all that a user may say
@@ -155,7 +155,7 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     elif rest:
         given["model"], given["train_step"] = rest
     try:
-        workload, _ = make_workload(loader, **given)
+        workload = make_workload(loader, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"sides[{name!r}]: {error}") from error
     return replace(workload, own_config=workload.own_config or LoaderConfig())
@@ -165,10 +165,10 @@ def _opened(
     workload: Workload, machine: Machine, options: TuneOptions, exits: contextlib.ExitStack
 ) -> OpenProbe | WorkloadError:
     """A warm probe that is closed in the end, or why there is none."""
-    deadline_s = max(START_DEADLINE_S, options.budget_s)
+    memory_bytes = machine.memory_budget_bytes
     try:
         return exits.enter_context(
-            open_probe(workload, machine, options.isolation, machine.memory_budget_bytes, start_deadline_s=deadline_s)
+            open_probe(workload, machine, options.isolation, memory_bytes, budget_s=options.budget_s)
         )
     except WorkloadError as error:
         return error
@@ -182,6 +182,8 @@ class _Entrant:
     workload: Workload
     source: BurstSource = field(init=False)
     notes: tuple[str, ...] = ()
+    bad_samples: list[BadSample] = field(default_factory=list)
+    """Those that bursts leave out."""
     counts_batches: bool = False
     trials: list[Trial] = field(default_factory=list)
     step: Measurement | None = None
@@ -198,11 +200,10 @@ class _Entrant:
     def begin(self, opened: OpenProbe | WorkloadError, machine: Machine) -> None:
         """Time the step alone and run one burst."""
         if isinstance(opened, WorkloadError):
-            self.failure, self.traceback = str(opened).splitlines()[0], opened.user_traceback
+            self._fail(failure_of_workload(opened, "first_batch"))
             return
-        # Sides of the same parts share a probe, and differ in their configurations.
         config, warmup = self.config, opened.warmup
-        self.workload, self.notes = replace(opened.workload, own_config=config), tuple(opened.notes)
+        self.notes, self.bad_samples = tuple(opened.notes), list(warmup.bad_samples)
         self.counts_batches = warmup.counts_batches
         context, space = (
             twin_context(self.workload, warmup, machine.usable_cores),
@@ -220,12 +221,25 @@ class _Entrant:
 
     def gather(self, ask: Ask) -> Measurement | Failure:
         """What a burst says, which is remembered."""
-        outcome = self.source.gather(self.config, ask).outcome
+        try:
+            outcome = self.source.gather(self.config, ask).outcome
+        except WorkloadError as error:  # too many of its samples raise
+            outcome = failure_of_workload(error, "batches")
         if isinstance(outcome, Failure):
-            self.failure, self.traceback = f"{outcome.kind}: {outcome.message}", outcome.traceback
+            self._fail(outcome)
         else:
             self.bursts.append(outcome)
+            self.bad_samples += outcome.bad_samples
         return outcome
+
+    def told(self) -> Iterator[str]:
+        """What is to be known of this side."""
+        yield from self.workload.notes
+        yield from self.notes
+        yield from summary.bad_samples(self.bad_samples)
+
+    def _fail(self, failure: Failure) -> None:
+        self.failure, self.traceback = f"{failure.kind}: {failure.message}", failure.traceback
 
 
 def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], whole_epochs: bool, seconds: float) -> Comparison:
@@ -238,7 +252,7 @@ def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], whole_epochs: b
         )
     usable = usable_rounds(rounds)
     sides = tuple(_side(each, usable.rounds, whole_epochs) for each in entrants)
-    notes = [f"{each.name}: {note}" for each in entrants for note in each.notes]
+    notes = [f"{each.name}: {note}" for each in entrants for note in each.told()]
     return Comparison(
         sides=sides,
         rounds=usable.rounds,

@@ -42,7 +42,7 @@ class TuneOptions:
     """
 
     budget_s: float = 60.0
-    """Wall seconds from call to result, everything counted."""
+    """Wall seconds from call to result."""
     max_trials: int | None = None
     max_workers: int | None = None
     max_cores: int | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.opening import OpenProbe, compiles, open_probe
+from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
@@ -42,10 +42,8 @@ from autotune_loader.values.serialization import require_writable
 if TYPE_CHECKING:
     import torch
 
-LONG_COMPILING_S = 5.0
-"""Compiling that takes longer than this is not counted against the budget."""
-SHORTEST_START_DEADLINE_S = 30.0
-"""However small the budget, importing torch and the first batch get so long; a larger budget may be spent on them."""
+BURSTS_SHARE = 0.5
+"""Of the budget so much is left for bursts, however long importing torch, the first batch and compiling have taken."""
 
 
 @answers_loader_arguments
@@ -104,8 +102,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         worker_init_fn: as in `DataLoader`.
         generator: as in `DataLoader`; its state is left as it was.
         drop_last: as in `DataLoader`.
-        budget: wall seconds from call to result, such as 60, "60s" or "3m". Compiling a step of yours (`torch.compile`) comes
-            on top where it takes long.
+        budget: wall seconds from call to result, such as 60, "60s" or "3m". Half of it is left for bursts where starting
+            takes longer, as on a busy machine or where a step is compiled.
         max_trials: most configurations to try.
         max_workers: most workers to try.
         max_cores: the cores that the training job will have, where these are fewer than here. Bursts, those of the baseline,
@@ -142,21 +140,20 @@ def tune(  # noqa: PLR0913 - all that a user may say
     given = dict(locals())  # every argument by its name
     started = time.monotonic()
     options = parse_options({name: given[name] for name in OPTIONS})
-    workload, notes = make_workload(**given)
-    with told_beside_errors(notes), joined_ranks() as ranks:
+    workload = make_workload(**given)
+    with told_beside_errors(workload.notes), joined_ranks() as ranks:
         leads = ranks is None or ranks.leads
         shown = make_progress(options.progress if leads else "off")
         if leads and options.output is not None:
             require_writable("output", options.output)
         whole = inspect_machine(environ=environment(ranks))
         with confined_to(options.max_cores and options.max_cores * whole.world_size):
-            return _tuned(workload_of_rank(ranks, workload), options, notes, started, ranks, shown, whole)
+            return _tuned(workload_of_rank(ranks, workload), options, started, ranks, shown, whole)
 
 
 def _tuned(
     workload: Workload,
     options: TuneOptions,
-    notes: list[str],
     started: float,
     ranks: Ranks | None,
     progress: Progress,
@@ -165,10 +162,8 @@ def _tuned(
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
     progress.announce_machine(machine.usable_cores)
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
-    deadline_s = max(SHORTEST_START_DEADLINE_S, options.budget_s)
-    with open_probe(workload, machine, options.isolation, memory_bytes, start_deadline_s=deadline_s) as opened:
-        workload = opened.workload
-        begun, waited = start_of_budget(started, opened, options.budget_s)
+    with open_probe(workload, machine, options.isolation, memory_bytes, budget_s=options.budget_s) as opened:
+        begun, waited = start_of_budget(started, time.monotonic(), options.budget_s)
         space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:
             return follow(ranks, opened.probe, loader_parts(workload))
@@ -181,7 +176,7 @@ def _tuned(
             warmup=opened.warmup,
             fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
-            notes=(*notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
+            notes=(*workload.notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
         )
         earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
         seen = earlier.check(probe, progress.announce)
@@ -204,11 +199,12 @@ def _tuned(
     return share(ranks, result)
 
 
-def start_of_budget(started: float, opened: OpenProbe, budget_s: float) -> tuple[float, list[str]]:
-    """When the budget begins, and a note where that is not when `tune()` was called: a step had to be compiled."""
-    warm_up_s = opened.warmup.warm_up_s
-    if warm_up_s <= LONG_COMPILING_S or not compiles(opened.workload.training):
-        return started, []
-    return started + warm_up_s, [
-        f"torch.compile took {warm_up_s:.0f} s before the first burst; the budget of {budget_s:.0f} s was counted without them"
+def start_of_budget(called: float, warm: float, budget_s: float) -> tuple[float, list[str]]:
+    """When the budget begins, and a note where that is not when `tune()` was called: the probe was warm late."""
+    latest = warm - (1 - BURSTS_SHARE) * budget_s
+    if called >= latest:
+        return called, []
+    took, left = warm - called, BURSTS_SHARE * budget_s
+    return latest, [
+        f"starting (imports, the first batch, compiling) took {took:.0f} s; {left:.0f} s were left for bursts"
     ]

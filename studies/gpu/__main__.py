@@ -115,7 +115,7 @@ def _loader(loop: Loop) -> DataLoader[Any]:
 
 def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     """Seconds until the probe is warm, seconds from then until it is known whether the step binds, and the answer."""
-    workload, _ = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
+    workload = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
     machine = inspect_machine()
     begun = time.monotonic()
     with open_probe(workload, machine, "process", None) as opened:

@@ -325,7 +325,7 @@ def test_a_loader_has_what_was_tuned_and_the_parts_of_the_users_own_and_argument
 )
 def test_a_sampler_of_the_users_own_is_kept_over_its_dataset_and_asked_for_over_another(order, batches):
     (name,) = order
-    workload, _ = make_workload(DataLoader(DATA, **{"batch_size": 1, **order} if name == "sampler" else order))
+    workload = make_workload(DataLoader(DATA, **{"batch_size": 1, **order} if name == "sampler" else order))
     size = BatchSizeChoice(value=workload.data.batch_size)
     result = finished_run(best=LoaderConfig(), parts=loader_parts(workload), batch_size=size)
     # WHEN a loader is made over the same dataset THEN it has that order

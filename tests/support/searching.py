@@ -123,7 +123,7 @@ def on_simulated_machines(
             raise WorkloadError(machine, "the traceback")
         batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
         probe = probe_on(machine, clock, epoch_batches=batches)
-        yield OpenProbe(probe=probe, workload=workload, warmup=simulated_run(machine).warmup)
+        yield OpenProbe(probe=probe, warmup=simulated_run(machine).warmup)
 
     for module in (tuner, comparer):
         monkeypatch.setattr(module, "open_probe", opened)

@@ -166,11 +166,11 @@ HELD = DataLoader(SAMPLES, batch_size=5)
 def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(
     given: Any, options: Any, size: int | None, samples: int | None, says: str | None
 ) -> None:
-    workload, notes = make_workload(given, **options)
+    workload = make_workload(given, **options)
     assert (workload.data.batch_size, workload.data.samples_per_epoch()) == (size, samples)
     assert type(workload.data.batch_size) is type(size)
-    assert len(notes) == (says is not None)
-    assert says is None or notes[0].startswith(says)
+    assert len(workload.notes) == (says is not None)
+    assert says is None or workload.notes[0].startswith(says)
 
 
 # The step and its device
@@ -195,7 +195,7 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if cuda is None else 3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(cuda))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda)
-    workload, _ = make_workload(SAMPLES, model, batch_size=2, device="auto")
+    workload = make_workload(SAMPLES, model, batch_size=2, device="auto")
     assert workload.training.device == chosen
 
 
@@ -207,7 +207,7 @@ def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(m
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", opened, raising=False)
     inspect_machine()
-    found = [make_workload(SAMPLES, batch_size=2, device=device)[0].training.device for device in ("auto", "cuda:1")]
+    found = [make_workload(SAMPLES, batch_size=2, device=device).training.device for device in ("auto", "cuda:1")]
     assert found == ["cuda", "cuda:1"]
 
 
@@ -221,9 +221,9 @@ def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(m
 )
 def test_a_wrapper_around_one_loader_is_unwrapped_and_the_note_says_what_is_left_out(wrap: Any) -> None:
     wrapped = wrap(DataLoader(SAMPLES, batch_size=5))
-    workload, notes = make_workload(wrapped)
+    workload = make_workload(wrapped)
     assert (workload.data.dataset, workload.data.batch_size) == (SAMPLES, 5)
-    assert any(type(wrapped).__name__ in note and "holds a DataLoader" in note for note in notes)
+    assert any(type(wrapped).__name__ in note and "holds a DataLoader" in note for note in workload.notes)
 
 
 @pytest.mark.process
@@ -236,7 +236,7 @@ def test_named_shared_memory_of_the_users_outlives_tuning() -> None:
         # WHEN it is a cache THEN no other process attaches to it, which would remove it at its end
         cached = TensorDataset(torch.zeros(8, 1))
         cached.memory = memory  # type: ignore[attr-defined]
-        workload, _ = make_workload(cached, batch_size=2)
+        workload = make_workload(cached, batch_size=2)
         with open_probe(workload, inspect_machine(), "auto", None) as opened:
             assert isinstance(opened.probe.burst(LoaderConfig(), PLAN), Measurement)
         assert any("dataset.memory" in note and "remove at its end" in note for note in opened.notes)
@@ -262,7 +262,7 @@ class OwnIterator(IterableDataset[Any]):
 @pytest.mark.process
 def test_a_dataset_that_is_its_own_iterator_is_refused_unread() -> None:
     once = OwnIterator()
-    workload, _ = make_workload(once, batch_size=4)
+    workload = make_workload(once, batch_size=4)
     with (
         pytest.raises(WorkloadError, match="OwnIterator can be read only once"),
         open_probe(workload, inspect_machine(), "inline", None),

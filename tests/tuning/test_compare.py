@@ -17,6 +17,7 @@ from autotune_loader.report.units import ratio_text
 from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
 from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure
 from tests.support import SimulatedMachine, on_simulated_machines
 
@@ -36,6 +37,10 @@ def test_two_sides_take_turns_in_being_first_and_more_run_in_an_order_that_the_s
 
 FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s=0.04, noise_sd=0.02)
 BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
+
+
+def too_many_samples_raise(config: LoaderConfig) -> Failure:
+    raise WorkloadError("sample 3 raises KeyError, and so do sample 5 and sample 8")
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | str) -> Comparison:
@@ -74,8 +79,12 @@ def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "sides",
-    [{"broken": BROKEN, "works": FAST}, {"works": FAST, "broken": "the first batch failed"}],
-    ids=["in a burst", "at once"],
+    [
+        {"broken": BROKEN, "works": FAST},
+        {"works": FAST, "broken": SimulatedMachine(fails=too_many_samples_raise)},
+        {"works": FAST, "broken": "the first batch failed"},
+    ],
+    ids=["in a burst", "for its samples", "at once"],
 )
 def test_a_side_that_fails_is_an_answer(
     monkeypatch: pytest.MonkeyPatch, sides: dict[str, SimulatedMachine | str]
@@ -119,6 +128,11 @@ def test_wrong_sides_are_named(sides: Any, error: type[Exception], message: str)
 def step(model: Any, batch: Any) -> None: ...
 
 
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
     slow = {(None, id(model))}
@@ -126,8 +140,9 @@ def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch: pytest.Monkey
         monkeypatch,
         lambda each: SLOW if (each.training.train_step, id(each.training.model)) in slow else FAST,
     )
-    found = compare({"now": LOADER, "step": (LOADER, step), "model": (LOADER, other)}, model, progress=False)
+    found = compare({"now": LOADER, "step": (LOADER, step), "model": (Own([0] * 9), other)}, model, progress=False)
     assert set(found.ratios) == {"step", "model"}
+    assert "model: Own has an __iter__ of its own, which the bursts leave out" in found.report()
     assert all(ratio.value > 1.3 for ratio in found.ratios.values())
 
 

@@ -113,7 +113,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
     """What a run does with the caller's objects: a probe of them is opened, and bursts with and without workers."""
-    workload, _ = make_workload(dataset, model, **given)
+    workload = make_workload(dataset, model, **given)
     with open_probe(workload, inspect_machine(), isolation, None) as opened:
         for workers in (0, 1):
             outcome = opened.probe.burst(LoaderConfig(num_workers=workers), BurstPlan(max_s=0.1, min_s=0.05))
@@ -185,7 +185,7 @@ def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> No
 
 def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
     left = leftovers()
-    workload, _ = make_workload([(torch.zeros(3), 0)] * 16, net(), batch_size=4)
+    workload = make_workload([(torch.zeros(3), 0)] * 16, net(), batch_size=4)
     with open_probe(workload, inspect_machine(), "inline", None) as opened:
         config = LoaderConfig(num_workers=1, multiprocessing_context="forkserver")
         assert isinstance(opened.probe.burst(config, BurstPlan(max_s=0.1, min_s=0.05)), Measurement)
