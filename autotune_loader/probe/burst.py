@@ -137,7 +137,7 @@ def _measure(
             lane = timeline.make_lane()
             open_loader.ahead = lambda batches: prefetched(batches, lane, config.device_prefetch)
     if isinstance(data, Cached):
-        loader: Any = replace(data, batch=step.move(data.batch))
+        loader: Any = replace(data, batch=step.ready(data.batch))
     else:
         loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
     run = Run(plan, config.num_workers, time.monotonic(), enter, timeline, lane, bad)
