@@ -21,6 +21,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from typing import Any, ClassVar
 
 import torch
@@ -223,6 +224,8 @@ class OpenLoader:
     def open(self, loader: Any) -> None:
         """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
         before = set(multiprocessing.active_children())
+        if loader.num_workers:
+            get_temp_dir()  # of this process, which removes it; one of a worker's own stays where that is killed
         try:
             self.iterator = iter(loader)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -172,7 +173,7 @@ class _Child:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
-            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
+            self._scratch = f"{tempfile.gettempdir()}/autotune-loader-{secrets.token_hex(4)}"
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             self._segments_before = segments()
             lifeline_read, self._lifeline = os.pipe()
