@@ -22,6 +22,8 @@ GPU_UTILIZATION_SAMPLES = 1
 
 COVERED_SHARE = 0.5
 """Of a stretch of time that samples must tell of."""
+LONGEST_PERIOD_S = 1.2
+"""NVML samples once a second at least; further apart there were none in between, as while a GPU is idle."""
 
 
 def _since_boot() -> float:
@@ -189,7 +191,7 @@ def busy_within(samples: Sequence[tuple[float, float]], start: float, end: float
     """
     busy_s = covered_s = 0.0
     for (before, _), (moment, share) in pairwise(samples):
-        inside_s = max(0.0, min(moment, end) - max(before, start))
+        inside_s = max(0.0, min(moment, end) - max(before, start)) * (moment - before <= LONGEST_PERIOD_S)
         busy_s, covered_s = busy_s + inside_s * share, covered_s + inside_s
     return busy_s, covered_s
 

@@ -132,7 +132,8 @@ def make_traced_loader(
     parts: dict[str, Any] = {
         "collate_fn": TracedCollate(data.collate_fn or default, batched),
         "worker_init_fn": TracedWorkerInit(data.worker_init_fn, stages),
-        "generator": data.generator or torch.Generator().manual_seed(seed),
+        # Torch draws a seed for the workers with it, on the default device.
+        "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
     }
     drop_last = data.drop_last if config.drop_last is None else config.drop_last
     batch_size = config.batch_size or data.batch_size

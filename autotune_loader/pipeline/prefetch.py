@@ -1,9 +1,7 @@
 """Copy batches to the device ahead of the training loop, on a CUDA stream of their own.
 
-    loader stream       copy 1   copy 2   copy 3
-    training stream              step 1   step 2   step 3
-
-Torch is imported when a `DevicePrefetcher` is made, not before.
+loader stream       copy 1   copy 2   copy 3
+training stream              step 1   step 2   step 3
 """
 
 from __future__ import annotations
@@ -13,6 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
+from autotune_loader.pipeline.batches import leaves, mapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_int
 
@@ -40,8 +41,6 @@ class DevicePrefetcher:
     """
 
     def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1, non_blocking: bool = True) -> None:
-        import torch
-
         require_int("depth", depth, minimum=1)
         self.loader = loader
         self.device = torch.device(device)
@@ -64,8 +63,6 @@ class DevicePrefetcher:
 
 def prefetched_as_tuned(loader: _Loader, config: LoaderConfig, device: Any) -> _Loader | DevicePrefetcher:
     """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
-    import torch
-
     if not config.device_prefetch or torch.device(device).type != "cuda":
         return loader
     return DevicePrefetcher(loader, device, depth=config.device_prefetch)
@@ -106,8 +103,6 @@ class CudaLane:
     """Copies on a side stream of one device, which are under way while the training loop does something else."""
 
     def __init__(self, device: Any, *, non_blocking: bool) -> None:
-        import torch
-
         self._device = device
         self._non_blocking = non_blocking
         self.stream = torch.cuda.Stream(device)
@@ -115,15 +110,11 @@ class CudaLane:
 
     def open(self) -> None:
         """Called once before the first batch of an epoch."""
-        import torch
-
         # Whatever already lies on the device was made on the current stream.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def send(self, batch: Any) -> tuple[Any, Any]:
         """Begin to copy; the answer is to be given to `receive`."""
-        import torch
-
         if not self._is_all_recorded:
             # A batch that has been freed is out of use once the steps launched so far are done: copy after them.
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -133,8 +124,6 @@ class CudaLane:
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """The batch on the device, safe to use on the current stream."""
-        import torch
-
         moved, copied = sent
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copied)
@@ -145,15 +134,12 @@ class CudaLane:
 
 def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
-    from torch import Tensor
-
-    from autotune_loader.pipeline.batches import mapped
 
     def moved(leaf: Any) -> Any:
         to = None if isinstance(leaf, type) else getattr(leaf, "to", None)
         if not callable(to):
             return leaf
-        takes_it = isinstance(leaf, Tensor) or _takes_non_blocking(to)
+        takes_it = isinstance(leaf, torch.Tensor) or _takes_non_blocking(to)
         return to(device, non_blocking=non_blocking) if takes_it else to(device)
 
     return mapped(moved, batch)
@@ -169,10 +155,6 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 
 def _record_stream(batch: Any, stream: Any) -> bool:
     """Tell the allocator that `stream` uses every tensor in a batch; False where there may be tensors out of reach."""
-    import torch
-
-    from autotune_loader.pipeline.batches import leaves
-
     is_all = True
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:

@@ -14,7 +14,6 @@ import mmap
 import os
 import pickle
 import struct
-import tempfile
 import weakref
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -42,7 +41,7 @@ class Archive:
     """A value in a file in memory that has no name: it is gone with the last process that has it open."""
 
     def __init__(self) -> None:
-        self.fd = _nameless_file()
+        self.fd = os.memfd_create("autotune-loader")
         self._finalizer = weakref.finalize(self, os.close, self.fd)
 
     def write(self, value: Any, max_bytes: int) -> None:
@@ -163,15 +162,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _tensor(storage: torch.UntypedStorage, offset: int, layout: tuple[Any, ...]) -> torch.Tensor:
     dtype, shape, strides, requires_grad = layout
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides).requires_grad_(requires_grad)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides).requires_grad_(requires_grad)
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Any:
-    return torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy()
 
 
 def _storage(buffer: Any, size: int, device: str) -> torch.UntypedStorage:
-    bytes_ = torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    bytes_ = torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
     if size < SMALLEST_BUFFER:
         bytes_ = bytes_.clone()  # may be resized, as small state sometimes is
     return bytes_.to(device).untyped_storage()
@@ -240,13 +239,6 @@ class _Limited(io.RawIOBase):
         self.write(bytes(-self.total % ALIGNMENT))
         self.write(view)
         return self.total - view.nbytes, view.nbytes
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("autotune-loader")
-    with tempfile.TemporaryFile() as file:  # pragma: no cover - not on Linux
-        return os.dup(file.fileno())
 
 
 def _address(array: Any) -> int:

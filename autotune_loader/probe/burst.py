@@ -21,6 +21,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from typing import Any, ClassVar
 
 import torch
@@ -137,7 +138,7 @@ def _measure(
             lane = timeline.make_lane()
             open_loader.ahead = lambda batches: prefetched(batches, lane, config.device_prefetch)
     if isinstance(data, Cached):
-        loader: Any = replace(data, batch=step.move(data.batch))
+        loader: Any = replace(data, batch=step.ready(data.batch))
     else:
         loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
     run = Run(plan, config.num_workers, time.monotonic(), enter, timeline, lane, bad)
@@ -223,6 +224,8 @@ class OpenLoader:
     def open(self, loader: Any) -> None:
         """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
         before = set(multiprocessing.active_children())
+        if loader.num_workers:
+            get_temp_dir()  # of this process, which removes it; one of a worker's own stays where that is killed
         try:
             self.iterator = iter(loader)
         finally:

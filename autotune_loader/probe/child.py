@@ -159,15 +159,18 @@ def _bench_of_archives(data_fd: int, training_fd: int) -> Bench:
 
     All copies are kept, since their end may be the end of something that is the user's.
     """
-    resident, begun_bytes, last = psutil.Process().memory_info, 0, None
+    resident, begun_bytes, on_gpu_bytes, last = psutil.Process().memory_info, 0, 0, None
 
     def copied() -> DataSide:
+        nonlocal on_gpu_bytes
+        before = torch.cuda.memory_allocated()
         data: DataSide = held(read_archive(data_fd, held))
+        on_gpu_bytes += torch.cuda.memory_allocated() - before
         return data
 
     def private() -> DataSide:
         nonlocal last
-        if last is None or resident().rss - begun_bytes < MOST_COPIED_BYTES:
+        if last is None or resident().rss - begun_bytes + on_gpu_bytes < MOST_COPIED_BYTES:
             last = copied()
         return last
 

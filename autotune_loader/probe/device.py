@@ -32,18 +32,19 @@ MOST_AHEAD = 16
 
 
 class Timeline:
-    """An accelerator, by events on its current stream: CUDA, ROCm, XPU and whatever else torch gives such a module.
+    """An accelerator, by events on its current stream: CUDA, ROCm, XPU and others whose module has what CUDA's has.
 
     Times are seconds of the host's clock.
 
     Args:
         device: such as `torch.device("cuda:1")`; without an index it is the current one.
-        module: torch's own for that kind of device, such as `torch.cuda` or `torch.xpu`. What it lacks beside events (peak
-            memory, streams, a choice of devices) is left out.
+        module: torch's own for that kind of device, such as `torch.cuda` or `torch.xpu`.
     """
 
     is_cold = False
     """Whether memory was given back since the step was warm: its next run has to ask the driver for it again."""
+    now = staticmethod(time.monotonic)
+    """The host's clock."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self._device = device
@@ -52,18 +53,13 @@ class Timeline:
         self._zero: Any = None
         self._zero_s = 0.0
 
-    def now(self) -> float:
-        """The host's clock."""
-        return time.monotonic()
-
     def open(self) -> None:
         """The window's first edge: wait until the device is idle, and begin to count its time."""
-        if self._device.index is not None and hasattr(self._module, "set_device"):
+        if self._device.index is not None:
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
             self._module.set_device(self._device)
         self.synchronize()
-        if hasattr(self._module, "reset_peak_memory_stats"):
-            self._module.reset_peak_memory_stats(self._device)
+        self._module.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
         self._zero_s = self.now()
@@ -71,7 +67,7 @@ class Timeline:
     def mark(self) -> Any:
         """A mark behind all that the device was given so far; costs no waiting."""
         event = _event(self._module)
-        event.record(*([self._module.current_stream(self._device)] if hasattr(self._module, "current_stream") else []))
+        event.record(self._module.current_stream(self._device))
         return event
 
     def passed(self, mark: Any) -> float | None:
@@ -86,8 +82,7 @@ class Timeline:
 
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
-        # MPS has but one device, and takes none here.
-        self._module.synchronize(*([self._device] if hasattr(self._module, "set_device") else []))
+        self._module.synchronize(self._device)
 
     def make_lane(self) -> TimedLane:
         """A way to copy batches ahead of the step."""
@@ -96,10 +91,8 @@ class Timeline:
         self._lane.copies = []
         return self._lane
 
-    def peak_bytes(self) -> int | None:
-        """Most memory that was taken on the device since `open`; None where it does not tell."""
-        if not hasattr(self._module, "max_memory_allocated"):
-            return None
+    def peak_bytes(self) -> int:
+        """Most memory that was taken on the device since `open`."""
         return int(self._module.max_memory_allocated(self._device))
 
     def util(self, start: float, end: float) -> float | None:

@@ -20,6 +20,8 @@ DEVICE_MEMORY_ADVICE = (
 DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 IN_FORKED = "re-initialize cuda in forked"
+# What C++ prints of an exception that nobody catches, as torch's where memory is freed after a kernel has failed.
+CPP_EXCEPTION = re.compile(r"^ *what\(\): *(.+)", re.MULTILINE)
 # What torch, Python and the kernel print, most specific first. The first text found decides.
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
@@ -31,8 +33,10 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
     ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
     ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
+    ("outofmemoryerror", "device_memory", DEVICE_MEMORY_ADVICE),  # torch's, of whatever device and allocator
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
+    ("status_alloc_failed", "device_memory", DEVICE_MEMORY_ADVICE),  # cuBLAS and cuDNN
     ("busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
     ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
     ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
@@ -170,7 +174,9 @@ def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: st
         kind, message = "shared_memory", "bus error: /dev/shm is full (docker run --shm-size=8g)"
     elif exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        kind, message = "crashed", f"the probe process died of {name} in user code or a native library"
+        said = CPP_EXCEPTION.search(stderr_tail)
+        why = f": {said[1]}" if said else ""
+        kind, message = "crashed", f"the probe process died of {name} in user code or a native library{why}"
     else:
         kind, message = "crashed", f"the probe process exited with status {exit_code}"
     tail = stderr_tail.strip()

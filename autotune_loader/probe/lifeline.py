@@ -15,13 +15,17 @@ def hold(lifeline_fd: int, scratch: str) -> None:
 
     Args:
         lifeline_fd: closed when the parent ends.
-        scratch: a folder, which the parent removes, or this process where the parent is gone.
+        scratch: a folder, which is made here; the parent removes it, or this process where the parent is gone.
     """
+    os.mkdir(scratch, 0o700)  # noqa: PTH102 - pathlib takes time
+    ended = f"{scratch}-ended"
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(lifeline_fd, 1)
-        let_go()
+        with contextlib.suppress(OSError):
+            os.rename(scratch, ended)  # noqa: PTH104 - where no worker makes a socket meanwhile
+        shutil.rmtree(ended, ignore_errors=True)
         if os.getpgrp() == os.getpid():  # our own group, as the parent started us: workers included
             os.killpg(os.getpgrp(), signal.SIGKILL)
         os._exit(1)
@@ -33,5 +37,7 @@ def hold(lifeline_fd: int, scratch: str) -> None:
 
 
 def let_go() -> None:
-    """Remove the folder. Where the parent is gone whoever notices first does: this process may end before the other has."""
-    shutil.rmtree(vars(multiprocessing.current_process())["_config"]["tempdir"], ignore_errors=True)
+    """Remove the folder, also where it is being removed: this process would end before that is done."""
+    scratch = vars(multiprocessing.current_process())["_config"]["tempdir"]
+    for folder in (scratch, f"{scratch}-ended"):
+        shutil.rmtree(folder, ignore_errors=True)

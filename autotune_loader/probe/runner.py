@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 # A burst whose process has been told to end gets this long before it is killed.
 STOP_GRACE_S = 0.5
 STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
-# Of what a process that died has printed: the end of it holds the error.
-STDERR_TAIL_BYTES = 4096
+# Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it.
+STDERR_TAIL_BYTES = 16384
 # The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. The lifeline comes before
 # torch: importing that takes seconds, in which the parent may end.
 RUN = (
@@ -63,7 +64,7 @@ class ProcessProbe:
     Args:
         source: the archived workload, which is the caller's to close, for processes that are started fresh; or the workload
             itself, for forks of this one.
-        machine: limits of this machine; its usable cores and GPUs are what shares are measured against.
+        machine: limits of this machine; its usable cores are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_deadline_s: importing torch, unpickling, the first batch and the warm-up must be done by then.
     """
@@ -172,7 +173,7 @@ class _Child:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
-            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
+            self._scratch = f"{tempfile.gettempdir()}/autotune-loader-{secrets.token_hex(4)}"
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             self._segments_before = segments()
             lifeline_read, self._lifeline = os.pipe()
@@ -190,9 +191,8 @@ class _Child:
             self._held = held.pop_all()
         # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
         self._ends: list[int] = []
-        with contextlib.suppress(
-            OSError
-        ):  # it has ended, or the kernel is older than 5.3: then the connection tells alone
+        # Where it has ended, or the kernel is older than 5.3, the connection tells alone.
+        with contextlib.suppress(OSError):
             self._ends.append(os.pidfd_open(self.pid))
         self._phase: FailurePhase = "start"
         self.is_lost = False
@@ -213,9 +213,8 @@ class _Child:
             return self._death()
         deadline = time.monotonic() + deadline_s
         while heard := wait([self._connection, *self._ends], max(0.0, deadline - time.monotonic())):
-            if self._connection not in heard and not self._connection.poll(
-                0
-            ):  # it may have answered and died in between
+            # It may have answered and died in between.
+            if self._connection not in heard and not self._connection.poll(0):
                 return self._death()
             try:
                 message = receive(self._connection, Message)

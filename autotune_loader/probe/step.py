@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
+from autotune_loader.probe.failures import is_of_dataset
 from autotune_loader.probe.inference import Form, StepInferenceError, infer
 from autotune_loader.probe.losses import loss_in
 from autotune_loader.probe.stand_in_trainer import StandInTrainer, is_lightning_module
@@ -51,6 +52,22 @@ class TrainingStep:
     def move(self, batch: Any) -> Any:
         """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
         return move(batch, self.device) if self.moves else batch
+
+    def ready(self, batch: Any) -> Any:
+        """The batch as a loader that copies ahead delivers it: there already, also where the step brings it itself.
+
+        It stays on the host where the step takes it from there only, as lengths of sequences.
+        """
+        if self.moves or self.device.type == "cpu":
+            return self.move(batch)
+        moved = move(batch, self.device)
+        try:
+            self.train(moved)
+        except Exception as error:
+            if not is_of_dataset(error):
+                raise
+            return batch
+        return moved
 
     def run(self, batch: Any) -> None:
         """Take a batch as the loader delivers it, move it to the device and train on it."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.pipeline.prefetch import DevicePrefetcher, prefetched_as_tuned
 from autotune_loader.results.load import SCHEMA_VERSION, config_of, read_json
 from autotune_loader.results.loader_file import (
     Advice,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from torch.utils.data import DataLoader
 
+    from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.twin import Prediction
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
@@ -142,6 +142,7 @@ class TuningResult(Views):
             ValueError: the tuned loader had a sampler or batch_sampler of its own, which belongs to another dataset.
         """
         from autotune_loader.pipeline.build import build_loader
+        from autotune_loader.pipeline.prefetch import prefetched_as_tuned
 
         parts = _parts_for(dataset, self.parts, kwargs)
         if "batch_size" not in kwargs and "batch_sampler" not in {**parts, **kwargs}:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from autotune_loader.machine.gpus import busy_within, known_share, use_of_current_device
 
 LOOK_S = 1.0
-"""So often samples are taken over; an H100 keeps them for 2 s."""
+"""So often samples are taken over, before a driver forgets them."""
 
 log = logging.getLogger(__name__)
 

@@ -223,7 +223,7 @@ def _device_name(device: str | torch.device, model: Any = None) -> str:
     is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
     seen = f"torch sees {counted(count, 'CUDA device')}"
     refuse(is_missing, f"device={device!r} is not there ({seen})", "device='auto'", ValueError)
-    return str(chosen)
+    return _current_cuda() if chosen == torch.device("cuda") else str(chosen)
 
 
 def _auto_device(model: Any) -> str:
@@ -235,8 +235,13 @@ def _auto_device(model: Any) -> str:
         if device.type not in ("cpu", "meta"):
             return str(device)
     # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
-    if not torch.cuda.device_count():
-        return "cpu"
+    return _current_cuda() if torch.cuda.device_count() else "cpu"
+
+
+def _current_cuda() -> str:
+    """The device that this process has set, which another process would not have; "cuda" where it has set none."""
+    import torch
+
     chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     return f"cuda:{chosen}" if chosen else "cuda"
 

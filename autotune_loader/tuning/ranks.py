@@ -193,14 +193,12 @@ def unwrapped(model: Any) -> Any:
 
 
 def own_device(device: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The device of this rank where "cuda" was asked for: the one it has chosen, else the one of its local rank."""
+    """The device of this rank where "cuda" was asked for, and it has set none: the one of its local rank."""
     if device != "cuda":
         return device
     import torch
 
-    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    local = int(environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
-    return f"cuda:{chosen or local}"
+    return f"cuda:{int(environ.get('LOCAL_RANK', 0)) % max(1, torch.cuda.device_count())}"
 
 
 def common_space(ranks: Ranks | None, usable_cores: int, space: Space) -> Space:

@@ -73,7 +73,7 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
     return Space(
         max_workers=max_workers,
         workers_are_capped=capped,
-        pin_memory=(False, True) if accelerated and kind != "mps" else (False,),
+        pin_memory=(False, True) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" else (0,),
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in settings.allow else (True,),

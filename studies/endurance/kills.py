@@ -113,8 +113,13 @@ def start(folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(folder)},
+        env={**os.environ, **environ(folder)},
     )
+
+
+def environ(folder: Path) -> dict[str, str]:
+    """With temporary files where each that is left is seen."""
+    return {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), MARK: str(folder)}
 
 
 def finish(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """`python -m studies.gpu`: does tuning reach what the GPU and the loader allow? A job from end to end, a row of one table.
 
-    python -m studies.gpu                              # a GPU, about two minutes a job
+    python -m studies.gpu                              # a GPU, about four minutes a job
     python -m studies.gpu --only transformer --budget 20
     python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
 
@@ -133,7 +133,7 @@ def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
 def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
     """Every number of workers, pageable, pinned, and pinned and copied ahead."""
     cores = os.cpu_count() or 1
-    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8, 12) if n < cores), cores}))
+    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8) if n < cores), cores}))
     roads = [(False, 0)] if device == "cpu" else [(False, 0), (True, 0), (True, 2)]
     return [
         LoaderConfig(num_workers=n, pin_memory=pinned, device_prefetch=ahead)

@@ -2,7 +2,7 @@
 
     jpeg              loader     JPEG files decoded and augmented, the demo's small CNN in bfloat16: faster than cores decode
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
-    large_batches     copy       batches of 64 MiB that lie in memory, a step of a few milliseconds
+    large_batches     copy       batches of 64 MiB that lie in memory, a step that reads them once
 
 Everything is importable, so that any start method can send it to another process.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from autotune_loader.demo import JpegFolder, SmallCnn, make_jpegs
 
@@ -28,7 +28,9 @@ VOCABULARY = 1024
 class Size:
     """How large the jobs are."""
 
-    pictures: int = 2048
+    pictures: int = 512
+    times: int = 128
+    """So often each picture is in an epoch; a short epoch would be mostly starts of workers where cores are many."""
     picture: tuple[int, int] = (500, 375)
     crop: int = 224
     batch: int = 64
@@ -40,7 +42,7 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=32, picture=(64, 48), crop=32, batch=8, layers=1, embedding=16, tokens=16,
+    pictures=32, times=2, picture=(64, 48), crop=32, batch=8, layers=1, embedding=16, tokens=16,
     large_bytes=1 << 20,
 )  # fmt: skip
 
@@ -120,7 +122,7 @@ def bfloat16_on(device: torch.device) -> torch.autocast:
 
 
 class InMemory(Dataset[Any]):
-    """A few distinct tensors, shown again and again."""
+    """A few distinct tensors, shown again and again; the first dimension of one that is a whole batch counts its samples."""
 
     def __init__(self, tensors: torch.Tensor, length: int) -> None:
         self.tensors, self.length = tensors, length
@@ -136,8 +138,8 @@ def jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
     return Job(
-        name="jpeg", binds="loader", dataset=JpegFolder(folder, size.crop), model=SmallCnn(), train_step=picture_step,
-        batch_size=size.batch,
+        name="jpeg", binds="loader", dataset=ConcatDataset([JpegFolder(folder, size.crop)] * size.times), model=SmallCnn(),
+        train_step=picture_step, batch_size=size.batch,
     )  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def transformer(size: Size) -> Job:
 
 def large_batches(size: Size) -> Job:
     return Job(
-        name="large_batches", binds="copy", dataset=InMemory(torch.rand(4, size.large_bytes // 4), 4096), model=Sums(),
+        name="large_batches", binds="copy", dataset=InMemory(torch.rand(4, 1, size.large_bytes // 4), 4096), model=Sums(),
         train_step=sum_step, batch_size=None,
     )  # fmt: skip
 

@@ -8,10 +8,11 @@
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
-# without it. Needs python3 with torch for CUDA, numpy and Pillow; of the rest, what is missing is taken from .whl (see wheels.sh),
-# without a network. Nothing is installed outside a folder in /tmp.
+# without it. Needs python3 with torch for CUDA, numpy, Pillow, pandas, psutil and pytest; of the rest, what is missing is taken
+# from .whl (see wheels.sh), without a network. Nothing is installed outside a folder in /tmp.
 set -u
 cd "$(dirname "$0")/../.."
+begun=$(date +%s)
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$PWD/studies/gpu/results}
 export OUT PYTHONUNBUFFERED=1
@@ -26,21 +27,29 @@ status=0
 
 TESTS="tests/pipeline/test_prefetch.py tests/probe/test_cuda.py"
 
+# left: seconds of this part that are left; what is ended has 10 more
+left() { echo $((450 - $(date +%s) + begun)); }
+
 # limited SECONDS LOG COMMAND...: what the command prints is shown and kept; what takes longer is ended
 limited() {
     seconds=$1 log=$2
     shift 2
-    { timeout "$seconds" "$PYTHON" -W ignore "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
+    { timeout -k 10 "$seconds" "$PYTHON" -W ignore "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
     ! grep -q "^FAILED" "$OUT/$log" || status=1
 }
-tests() { limited 200 tests.txt -m pytest -o addopts=-q -m gpu -p no:cacheprovider -rs --durations=10 $TESTS "$@"; }
-study() { limited "$1" "$2.txt" -m studies.gpu --only "$2"; }
-uses() { limited 460 uses.txt -m studies.gpu.uses "$@"; }
-first() { tests; study 260 jpeg; }
+# Each by name as it ends, should time be up; a warning of another torch is no failure.
+tests() {
+    limited 200 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
+        $TESTS "$@"
+}
+study() { limited "${2:-$(left)}" "$1.txt" -m studies.gpu --only "$1"; }
+uses() { limited "$(left)" uses.txt -m studies.gpu.uses "$@"; }
+first() { tests; study jpeg; }
 second() { uses; }
-third() { study 230 transformer; study 230 large_batches; }
+third() { study transformer 225; study large_batches; }
 check() {
     limited 300 check.txt -m studies.gpu --device cpu --quick
+    begun=$(date +%s)
     uses --device cpu --quick
     tests --collect-only
 }
@@ -51,7 +60,7 @@ if [ "$part" != check ]; then
 fi
 case $part in
 first | second | third | check) "$part" ;;
-all) first; second; third ;;
+all) for each in first second third; do "$each"; begun=$(date +%s); done ;;
 *) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

@@ -57,7 +57,7 @@ def live(device: str, size: Size, seconds: float) -> None:
     """Share of the best fixed configuration, which runs before and after it."""
     loop, cores = Loop(JOBS["jpeg"](size), device, seconds), os.cpu_count() or 1
     fixed = [LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores)]
-    loader = AutoLoader(loop.job.dataset, **loop.job.parts())
+    loader = AutoLoader(loop.job.dataset, pin_memory=device != "cpu", **loop.job.parts())
     before = [loop.train(config).samples_per_s for config in fixed]
     rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(7)]
     after = [loop.train(config).samples_per_s for config in fixed]
@@ -72,7 +72,11 @@ def watch(device: str, size: Size, seconds: float) -> None:
         script.write_text(SCRIPT)
         command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script)]
         command += [device, str(3 * seconds), repr(asdict(size))]
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        path = [
+            str(Path(__file__).parents[2]),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]  # where .whl is installed
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
     print(done.stdout + done.stderr, flush=True)
     record("jpeg", "watch", status=done.returncode)

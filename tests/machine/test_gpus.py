@@ -107,6 +107,8 @@ def test_a_short_window_has_the_utilisation_of_its_own_samples() -> None:
     assert busy_within(samples, 0.5, 0.9) == pytest.approx((0.3, 0.4))
     assert busy_within(samples, 1.1, 1.5) == pytest.approx((0.1, 0.1))
     assert busy_within([], 0.5, 0.9) == busy_within(samples[:1], 0.0, 0.1) == (0.0, 0.0)
+    idle = [(0.0, 0.0), (60.0, 1.0), (60.1, 1.0)]  # none is kept meanwhile
+    assert busy_within(idle, 0.0, 60.1) == pytest.approx((0.1, 0.1))
 
 
 @pytest.mark.parametrize("clock", STAMP_CLOCKS)

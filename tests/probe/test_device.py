@@ -294,17 +294,21 @@ def test_what_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_gives_i
     assert isinstance(run_burst(rows(), step_of(lambda batch: None), ALONE, QUICK, timeline=timeline), Measurement)
 
 
-def test_the_ceilings_batch_lies_on_the_device_beforehand():
+@pytest.mark.parametrize(("moves", "lies"), [(True, "meta"), (False, "meta"), (False, "cpu")])
+def test_the_ceilings_batch_lies_on_the_device_beforehand_where_the_step_takes_it_there(moves, lies):
     timeline, seen = FakeTimeline(), []
 
-    def train(batch):
+    def train(batch):  # brings its batch to the device itself, unless that is done for it
+        if lies == "cpu" and batch.device.type != lies:
+            raise TypeError("lengths must be on the host")
         seen.append(batch)
         timeline.launch(0.002)
 
-    run_burst(Cached(torch.ones(4), 4), step_of(train, "meta"), ALONE, QUICK, timeline=timeline)
+    step = TrainingStep(train, "a step", torch.device("meta"), moves)
+    run_burst(Cached(torch.ones(4), 4), step, ALONE, QUICK, timeline=timeline)
     # THEN every step had the very same tensor: it was copied once, outside the window
     assert {id(batch) for batch in seen} == {id(seen[0])}
-    assert seen[0].device.type == "meta"
+    assert seen[0].device.type == lies
 
 
 @pytest.mark.parametrize(
@@ -336,10 +340,11 @@ def test_an_optimizer_with_a_state_follows_its_model_to_the_device():
     assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
 
 
-@pytest.mark.parametrize(("since_s", "share"), [(3.0, 0.5), (1.0, None)])
+@pytest.mark.parametrize(("since_s", "share"), [(3, 0.5), (1, None)])
 def test_nvml_is_asked_for_the_window_alone(monkeypatch, since_s, share):
     # GIVEN NVML's samples of the last seconds, in half of which a kernel ran; all of the time before the first is unknown
-    monkeypatch.setattr("autotune_loader.probe.device.use_of_current_device", lambda: [(since_s, 1.0), (0.0, 0.5)])
+    samples = [(float(ago), 0.5) for ago in range(since_s, -1, -1)]
+    monkeypatch.setattr("autotune_loader.probe.device.use_of_current_device", lambda: samples)
     timeline = Timeline(torch.device("cuda"), torch.cuda)
     monkeypatch.setattr(timeline, "now", lambda: 10.0)
     # THEN a window of three seconds has that half, if most of the window is known

@@ -12,12 +12,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import SequentialSampler
 from trouble import Trouble
 
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.processes import process_group_members
-from autotune_loader.probe.failures import deaths_of, failure_of, is_device_broken
+from autotune_loader.probe.failures import deaths_of, failure_of, failure_of_death, is_device_broken
 from autotune_loader.probe.payload import Payload
 from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.values.errors import WorkloadError
@@ -37,7 +38,12 @@ SHM = "raise /dev/shm"
         (OSError(28, "No space left on device", "/dev/shm/torch_1"), "shared_memory", SHM),
         (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "shared_memory", SHM),
         # a second process does not fit the GPU
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "device_memory", "train_step=0.05"),
+        (torch.OutOfMemoryError("Allocation on device 0 would exceed ..."), "device_memory", "train_step=0.05"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "device_memory",
+            "smaller",
+        ),
         (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
         (RuntimeError("CUDA error: device-side assert triggered"), "user_exception", "device-side assert"),
         # the exit codes of workers tell what torch does not hear below a fork server
@@ -56,6 +62,12 @@ def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says)
     assert says in failure.message
     assert kind == "shared_memory" or SHM not in failure.message
     assert is_device_broken(failure) is ("CUDA error" in str(error))  # full memory breaks no process
+
+
+def test_what_a_native_library_said_when_it_ended_the_probe_is_told():
+    said = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: device-side assert\nframe #0"
+    message = failure_of_death(-signal.SIGABRT, "batches", said).message
+    assert message.endswith("died of SIGABRT in user code or a native library: CUDA error: device-side assert")
 
 
 def probe_of(dataset, **limits):

@@ -18,8 +18,6 @@ from studies.libraries.page import row
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
     tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -28,8 +26,7 @@ def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
     (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
 
     def start(folder: Path) -> Run:
-        environ = {"PYTHONPATH": str(ROOT), kills.MARK: str(folder)}
-        return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=environ)
+        return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder))
 
     monkeypatch.setattr(kills, "start", start)
     monkeypatch.setattr(sys, "argv", ["kills", "--kills", "2", "--seed", "5"])

@@ -129,15 +129,14 @@ def test_a_dataset_that_workers_cannot_read_gets_none(said: dict[str, bool]) -> 
     [
         (TrainingSide(device="cuda:1"), (False, True), (0, 1, 2)),
         (TrainingSide(device="xpu"), (False, True), (0,)),
-        (TrainingSide(device="mps"), (False,), (0,)),
         (TrainingSide(train_step=StepTime(0.05)), (False,), (0,)),
     ],
-    ids=["cuda", "xpu", "mps", "a wait"],
+    ids=["cuda", "xpu", "a wait"],
 )
 def test_each_kind_of_device_has_the_roads_to_it_that_torch_has(
     training: TrainingSide, pins: tuple[bool, ...], ahead: tuple[int, ...]
 ) -> None:
-    """`DevicePrefetcher` copies ahead on CUDA alone, and torch pins nothing for MPS; none of these steps has threads."""
+    """`DevicePrefetcher` copies ahead on CUDA alone; none of these steps has threads."""
     space = space_of(training=training)
     assert (space.pin_memory, space.device_prefetch, space.consumer_threads) == (pins, ahead, (None,))
 
