@@ -198,7 +198,7 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
     workload = make_workload(SAMPLES, model, batch_size=2, device="auto")
     assert workload.training.device == chosen
     if cuda:  # AND "cuda" is the one that this process has set
-        assert make_workload(SAMPLES, batch_size=2, device="cuda")[0].training.device == chosen
+        assert make_workload(SAMPLES, batch_size=2, device="cuda").training.device == chosen
 
 
 def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch: pytest.MonkeyPatch) -> None:
