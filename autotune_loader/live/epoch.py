@@ -27,7 +27,8 @@ from autotune_loader.live.state import LoaderState
 from autotune_loader.live.traces import Change
 from autotune_loader.live.trust import OPTS_IN, Refusal, Trust, refusal
 from autotune_loader.live.workers import disown
-from autotune_loader.pipeline.look import is_users
+from autotune_loader.machine.limits import are_descriptors_scarce
+from autotune_loader.pipeline.look import Held, is_users
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
@@ -35,12 +36,21 @@ from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace
 
 MOST_LOSSES = 3
-"""After so many losses without a batch in between torch's error is raised: the next start would not help either."""
+"""After so many losses without a batch in between the configuration asked for runs, or torch's error is raised."""
 CHANGED = Refusal(
     reason="the training has changed the dataset, its sampler or collate_fn in mid-epoch, which workers would not see",
     mend="num_workers=1 says that they need not",
 )
+LISTENS = Refusal(
+    reason="between two batches its sampler draws from a generator that the training draws from, too, or is changed by it: "
+    "further ahead that gives other batches",
+    mend="a generator of its own, and changes between epochs",
+)
 FORKS = Refusal(reason="the script forks processes itself, and may wait for workers among them", mend=OPTS_IN)
+KEPT = Refusal(
+    reason="three of four descriptors are taken, as by batches that are kept: each tensor of a worker's is an open file",
+    mend="a higher `ulimit -n`",
+)
 OVERDUE = Refusal(
     reason="workers delivered no batch for a minute or more", mend="num_workers=1 asks for them all the same"
 )
@@ -70,6 +80,7 @@ class EpochIterator(_BaseDataLoaderIter):
         self._note = self._state.traces.note
         self._pool: Pool | None = None
         self._next_pool: Pool | None = None
+        self._held: Held | None = None
         self._config, self._is_on_trust = state.asked, False
         _running.add(self)
         self._begin(loader, parts, order)
@@ -87,6 +98,7 @@ class EpochIterator(_BaseDataLoaderIter):
         self._pools, self._losses, self._delivered = 0, 0, -1
         self._last: tuple[Fetch, float, float] | None = None
         self._suspect: tuple[LoaderConfig, int] | None = None
+        self._innocent: LoaderConfig | None = None
         self._is_measured = False
         self._close(self._next_pool)
         self._next_pool = None
@@ -103,11 +115,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._took_up():
             return
         self._close(self._pool)  # first, so that the old workers are gone before new ones come
-        self._pool, trust = None, self._trust
-        if trust is not None and self._is_alone:
-            trust.begun()
-        elif trust is not None and not trust.still_holds():  # since the workers of another iterator began
-            self._state.config = self._state.asked
+        self._pool, self._held = None, None if self._trust is None else self._trust.held()
         self._pool = self._started("epoch" if self._shared.traces.end else "start")
 
     def __del__(self) -> None:
@@ -151,8 +159,13 @@ class EpochIterator(_BaseDataLoaderIter):
             state = self._claim()
         if requested >= state.wake:
             state.think(requested)
-        if self._is_on_trust and not state.still_holds():
-            self._give_back(CHANGED)
+        if self._is_on_trust:
+            if not self._still_holds:
+                self._give_back(CHANGED)
+            elif are_descriptors_scarce():
+                self._give_back(KEPT)
+        if self.order.listens and state.is_tuned:
+            state.refuse(LISTENS)
         if state.config is not self._config and not state.awaits_proof:
             self._change()
         while True:
@@ -179,9 +192,9 @@ class EpochIterator(_BaseDataLoaderIter):
                 state.refuse(refusal(told))
             if not isinstance(batch, Raised):
                 break
-            if not self._is_tried_again(number, batch):
+            if (raised := self._judged(number, batch)) is not None:
                 self._in_hand.pop(number, None)
-                batch.reraise()
+                raised.reraise()
         if number is None:
             self.order.received += 1
         else:
@@ -195,6 +208,11 @@ class EpochIterator(_BaseDataLoaderIter):
             state.stages.append(fetch[-1])
         self._last = (fetch, requested, time.monotonic())
         return batch
+
+    @property
+    def _still_holds(self) -> bool:
+        """Whether the dataset is what it was when workers began; takes microseconds (71 of a large dataset)."""
+        return self._held is None or self._held.is_unchanged()
 
     @property
     def _is_alone(self) -> bool:
@@ -219,7 +237,7 @@ class EpochIterator(_BaseDataLoaderIter):
         pool, state = self._pool, self._state
         if pool is None or not pool.config.persistent_workers or not pool.is_whole:
             return False
-        if pool.config is not state.config and state.still_holds():  # else new workers would see another dataset
+        if pool.config is not state.config and self._still_holds:  # else new workers would see another dataset
             return False
         try:
             pool.take_up(self.order)
@@ -240,7 +258,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 pool = Pool(self._parts, config, self.order, self._pools, state.make, state.patience_s)
                 break
             except WorkersLostError as lost:
-                if not self._may_go_on(was_killed=lost.was_killed):
+                if not self._may_go_on(lost, was_killed=lost.was_killed):
                     raise lost.error from None
                 if self._pool is not None:  # the new one has taken batches after those that the old one has in hand
                     self._pool.close(is_lost=True)
@@ -273,7 +291,7 @@ class EpochIterator(_BaseDataLoaderIter):
         pool, state = self._pool, self._state
         if pool is None or self._parts.is_stream or self._next_pool is not None or not pool.feed.is_open:
             return
-        if state.config.num_workers and not state.still_holds():
+        if state.config.num_workers and not self._still_holds:
             return  # workers that begin now would see what those of this epoch do not
         if not self.order.has_more:
             return
@@ -324,8 +342,11 @@ class EpochIterator(_BaseDataLoaderIter):
         Nothing is raised here: a frame that holds the exception which holds the frame would keep the workers alive.
         """
         pools = [pool for pool in (self._pool, self._next_pool) if pool is not None]
-        if not self._config.num_workers and not isinstance(error, Exception):
-            self.order.put_back()  # Ctrl-C in the midst of a fetch
+        if not self._state.asked.num_workers and not isinstance(error, Exception):  # Ctrl-C
+            if self._is_on_trust:  # torch has lost what it was receiving, and would wait for it
+                self._shutdown_workers()
+                self._has_begun = False
+            self.order.put_back()
         if self._is_on_trust and str(error).startswith("DataLoader timed out after"):
             self._give_back(OVERDUE, is_lost=True)
             return True
@@ -336,8 +357,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._start_anew()
             return is_given_up
         without_frames(error)
-        may_go_on = self._may_go_on(was_killed=any(pool.was_killed for pool in lost))
-        if not may_go_on:
+        if not self._may_go_on(error, was_killed=any(pool.was_killed for pool in lost)):
             for pool in pools:
                 pool.close(is_lost=True)
             self._next_pool = None
@@ -358,32 +378,33 @@ class EpochIterator(_BaseDataLoaderIter):
         state.config = state.asked
         return True
 
-    def _is_tried_again(self, number: int, raised: Raised) -> bool:
-        """Whether the configuration asked for shall fetch the batch that raised with another one.
-
-        Where it raises there, too, it is the data's fault, and the other configuration goes on.
-        """
-        if self._suspect is not None and self._suspect[1] == number:
-            suspect, self._suspect = self._suspect[0], None
-            self._state.failures.pop(suspect.key(), None)
-            self._state.config = suspect
-            return False
+    def _judged(self, number: int, raised: Raised) -> Raised | None:
+        """What the data raise, or None where it is the configuration's fault, and the one asked for fetches the batch again."""
         config = self._config
-        if not self._is_given_up(config, f"{raised}"):
-            return False
+        if self._is_on_trust:
+            made = self._parts.made_here(self._in_hand[number])
+            if isinstance(made, Raised):
+                return made
+        elif self._suspect is not None and self._suspect[1] == number:
+            self._innocent, self._suspect = self._suspect[0], None
+            self._state.failures.pop(self._innocent.key(), None)
+            self._state.config = self._innocent
+            return raised
+        if config is self._innocent or not self._is_given_up(config, f"{raised}"):
+            return raised
         self._suspect = (config, number)
         logger.warning("%s; batch %d is fetched again with %s", raised, number, self._state.config)
         self._start_anew()
-        return True
+        return None
 
-    def _may_go_on(self, *, was_killed: bool) -> bool:
-        """Counts a loss; after one by SIGKILL fewer workers are wanted."""
+    def _may_go_on(self, error: BaseException, *, was_killed: bool) -> bool:
+        """Counts a loss; after one by SIGKILL fewer workers are wanted, after some in a row what was asked for."""
         self._losses = self._losses + 1 if self.order.delivered == self._delivered else 1
         self._delivered = self.order.delivered
         self._state.losses += 1
-        if self._losses >= MOST_LOSSES:
-            return False
         config = self._state.config
+        if self._losses >= MOST_LOSSES:
+            return self._is_given_up(config, str(error))
         if was_killed and config.num_workers > 1:
             self._state.config = replace(config, num_workers=config.num_workers // 2)
         return True

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds
 from autotune_loader.machine.sandbox import Channels, cut, die_with_starter
-from autotune_loader.pipeline.look import Held, look
+from autotune_loader.pipeline.look import GENERATORS, Held, look
 from autotune_loader.pipeline.tracing import (
     TracedCollate,
     TracedDataset,
@@ -141,7 +141,9 @@ class NumberedBatches(_Sent):
     def _told(self) -> str | None:
         """What of `WHY` this worker has done."""
         if self._held is not None and not self._held.is_unchanged():
-            return "changes"
+            return "changes" if self.is_on_trust else "draws"
+        if self._held is None and get_worker_info() is not None:
+            self._held = self._noted(GENERATORS)  # workers that were asked for may change all else
         return "reads" if _reads_worker else None
 
     def _begun(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -150,11 +152,16 @@ class NumberedBatches(_Sent):
         self._traced = fetch, TracedCollate(self._collate_fn, self._batched)
         return self._traced
 
+    def _noted(self, kinds: Any) -> Held:
+        seen = look({"dataset": self._dataset, "collate_fn": self._collate_fn})
+        seen.values = [each for each in seen.values if isinstance(each, kinds)]
+        return Held(seen)
+
     def begin(self, worker: int) -> None:
         try:
             super().begin(worker)
             if self.is_on_trust:
-                self._held = Held(look({"dataset": self._dataset, "collate_fn": self._collate_fn}))
+                self._held = self._noted(object)
         except Exception:
             self._failure = Raised()  # as torch, which raises it in place of a batch
 

@@ -33,10 +33,17 @@ from torch.utils.data import (
 )
 
 from autotune_loader.live.numbered import Item
+from autotune_loader.live.trust import sampler_refusal
+from autotune_loader.pipeline.look import Held, Look
 from autotune_loader.pipeline.workload import length_of
 
 TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """They draw from torch only, so that the states of `random` and numpy (60 us) need not be noted at each epoch's start."""
+
+GLOBAL = (torch.default_generator, random._inst, np.random.mtrand._rand)
+"""Generators of the process."""
+MOST_WATCHED = 64
+"""Draws of an epoch that are watched, at some 0.1 ms each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +98,10 @@ class Order(Iterator[Item]):
         self._again: deque[Item] = deque()
         self._number = 0
         self._ahead = source.ahead if source.workers else 0
-        self._batches = batches
+        self._batches = _Heard(batches, source)
         # With workers torch asks a sampler ahead for its end, too, where many draw once more; without, last of all.
         self._expected = None if source.workers else length_of(source.sampler)
-        self._drawn: deque[Any] = deque(itertools.islice(batches, self._ahead))
+        self._drawn: deque[Any] = deque(itertools.islice(self._batches, self._ahead))
 
     def __next__(self) -> Item:
         if self._again:
@@ -113,6 +120,11 @@ class Order(Iterator[Item]):
 
     def _draw(self) -> Any:
         return self._drawn.popleft() if self._drawn else next(self._batches)
+
+    @property
+    def listens(self) -> bool:
+        """Whether the sampler was seen to depend on what the training does between two batches."""
+        return self._batches.listens
 
     @property
     def has_more(self) -> bool:
@@ -170,13 +182,36 @@ class Order(Iterator[Item]):
         self._number = first
 
 
+class _Heard(Iterator[Any]):
+    """What a sampler of the user's gives, for as long as it shares its random numbers and attributes with nobody else."""
+
+    def __init__(self, batches: Iterator[Any], source: Source) -> None:
+        self._batches, self._samplers, self.listens = batches, _samplers(source), False
+        self._held: Held | None = None
+        self._watched = MOST_WATCHED if source.workers and sampler_refusal(source.sampler) is not None else 0
+
+    def __next__(self) -> Any:
+        if self.listens or not self._watched:
+            return next(self._batches)
+        self._watched -= 1
+        generators, held = Held(Look(values=[*GLOBAL])), self._held
+        is_changed = held is not None and not held.is_unchanged()
+        drawn = next(self._batches)
+        if held is not None:  # a whole order may be drawn with its first batch
+            self.listens = is_changed or not generators.is_unchanged()
+        if held is None or not held.is_unchanged():
+            parts = [(each, *getattr(each, "__dict__", {}).values()) for each in self._samplers]
+            self._held = Held(Look(values=[*itertools.chain(*parts)]))
+        return drawn
+
+
 def states_of(source: Source) -> dict[str, Any]:
     """The states of all that the sampler may draw from, as plain values that torch.save can take."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "generators": [generator.get_state() for generator in _generators(source)],
         "samplers": [sampler.state_dict() for sampler in _samplers(source) if hasattr(sampler, "state_dict")],
-        "epochs": [sampler.epoch for sampler in _samplers(source) if hasattr(sampler, "set_epoch")],
+        "epochs": [sampler.epoch for sampler in _told_epochs(source)],
     }
     if type(_innermost(source)) not in TORCH_SAMPLERS:
         states |= {"python": random.getstate(), "numpy": np.random.get_state()}
@@ -190,8 +225,7 @@ def restore_own(source: Source, states: Mapping[str, Any]) -> None:
     stateful = [sampler for sampler in _samplers(source) if hasattr(sampler, "state_dict")]
     for sampler, state in zip(stateful, states["samplers"], strict=False):
         sampler.load_state_dict(state)
-    told = [sampler for sampler in _samplers(source) if hasattr(sampler, "set_epoch")]
-    for sampler, epoch in zip(told, states["epochs"], strict=False):
+    for sampler, epoch in zip(_told_epochs(source), states["epochs"], strict=False):
         sampler.set_epoch(epoch)
 
 
@@ -264,6 +298,11 @@ def _innermost(source: Source) -> Any:
 def _samplers(source: Source) -> list[Any]:
     inner = getattr(source.sampler, "sampler", None)
     return [source.sampler] if inner is None else [source.sampler, inner]
+
+
+def _told_epochs(source: Source) -> list[Any]:
+    """The samplers that keep which epoch they were told; mmengine's has but the method."""
+    return [each for each in _samplers(source) if hasattr(each, "set_epoch") and hasattr(each, "epoch")]
 
 
 def _generators(source: Source) -> list[torch.Generator]:

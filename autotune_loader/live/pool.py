@@ -76,6 +76,12 @@ class Parts:
         """What workers are sent."""
         return kind(self.dataset, self.collate_fn, self.worker_init_fn, batched=self.batched, watches=self.stages)
 
+    def made_here(self, item: Item) -> Any:
+        """A batch, or what is raised in its place, of the training process."""
+        batches = self.sent(NumberedBatches)
+        batches.seeds = self.loop_seeds
+        return batches.__getitems__(item)[0]
+
 
 class PoolLoader(DataLoader[Any]):
     """A loader of a pool; more workers than cores were asked for, or measured."""

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune_loader.live.budgets import Budgets
@@ -33,13 +33,14 @@ SEEDING_LIBRARIES = ("transformers", "accelerate", "lightning", "lightning_fabri
 
 def depends_on_worker(init_fn: Any) -> Refusal | None:
     """Why samples may depend on the number of workers: a `worker_init_fn` that looks at who the worker is."""
-    if isinstance(init_fn, functools.partial):
-        init_fn = init_fn.func
+    is_partial = isinstance(init_fn, functools.partial)
+    given, init_fn = (len(init_fn.args), init_fn.func) if is_partial else (0, init_fn)
     if init_fn is None or getattr(init_fn, "__module__", "").partition(".")[0] in SEEDING_LIBRARIES:
         return None
     code = getattr(getattr(init_fn, "__func__", init_fn), "__code__", None)
-    if code is not None and code.co_argcount:
-        argument = code.co_varnames[code.co_argcount - 1]
+    given += hasattr(init_fn, "__self__")
+    if code is not None and code.co_argcount > given:
+        argument = code.co_varnames[given]
         loaded = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD")}
         if argument not in code.co_cellvars and not {argument, "get_worker_info"} & _flat(loaded):
             return None
@@ -79,7 +80,7 @@ class LoaderState:
     failures: dict[LoaderConfig, Failure] = field(default_factory=dict)
     """Configurations that raised where the one asked for did not."""
     refusal: Refusal | None = None
-    """Why the number of workers stays as it was asked for."""
+    """Why the workers stay as they were asked for."""
     is_tuned: bool = False
     """Whether other configurations than the one asked for may run."""
     proof: weakref.ref[Trust] | None = None
@@ -112,13 +113,17 @@ class LoaderState:
 
     def may_run(self, config: LoaderConfig) -> bool:
         """Whether batches of a configuration are known to be those of the one asked for."""
-        if config.num_workers == self.asked.num_workers:
+        if self._has_asked_workers(config):
             return True
         if self.refusal is not None or not self.is_tuned:
             return False
         if config.num_workers and self.asked.num_workers:
             return True
         return self.trust is not None and self.trust.verdict is TRUSTED
+
+    def _has_asked_workers(self, config: LoaderConfig) -> bool:
+        """Whether it differs from what was asked for in threads of the step at most."""
+        return replace(config, consumer_threads=self.asked.consumer_threads).key() == self.asked.key()
 
     @property
     def patience_s(self) -> float:
@@ -151,7 +156,7 @@ class LoaderState:
         if self.refusal is None:
             self.refusal = refusal
             log.info("the number of workers stays %d: %s; %s", self.asked.num_workers, refusal.reason, refusal.mend)
-        if self.config.num_workers != self.asked.num_workers:
+        if not self._has_asked_workers(self.config):
             self.config = self.asked
 
     def think(self, now: float) -> None:
@@ -175,15 +180,6 @@ class LoaderState:
         except Exception as error:  # never the user's: `make` returns these
             self.give_up(error)
         return make(item) if made is None else made
-
-    def still_holds(self) -> bool:
-        """Whether the dataset is what it was when workers were proven."""
-        trust = self.trust
-        try:
-            return trust is None or trust.still_holds()
-        except Exception as error:
-            self.give_up(error)
-            return False
 
     def give_up(self, error: Exception) -> None:
         """The tuner may fail, training may not."""

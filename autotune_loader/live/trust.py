@@ -59,8 +59,12 @@ WHY = {
         "do without get_worker_info().id and .num_workers",
     ),
     "unsent": ("{batch} cannot be sent from a worker: {told}", "num_workers=0 is right"),
-    "raised": ("{batch} raises in a worker: {told}", OPTS_IN),
+    "raised": ("{batch} raises in a worker that may write no file: {told}", OPTS_IN),
     "ended": ("{told}", OPTS_IN),
+    "draws": (
+        "fetching draws from {told}, a random generator of its own",
+        "draw from the global generators of torch, numpy or random",
+    ),
     "changes": (
         "fetching changes {told}",
         f"{OPTS_IN}: each worker then changes a copy of its own",
@@ -97,15 +101,16 @@ class Trust:
     def __init__(self, parts: Any, asked: LoaderConfig, sampler: Any) -> None:
         self.verdict: str | Refusal | None = None
         self._parts, self._sampler = parts, sampler
-        self._asked_context, self._asked_workers = asked.multiprocessing_context, asked.num_workers
+        self._asked_workers = asked.num_workers
+        context = parts.context or asked.multiprocessing_context or start_method()
+        self._method = method = context if isinstance(context, str) else context.get_start_method()
         self._roots = {"dataset": parts.dataset, "collate_fn": parts.collate_fn, "sampler": sampler}
         self._looks, self._last, self._epoch = 0, Look(), -1
         self._last_item: Item | None = None
-        self._held: Held | None = None
         self._base: tuple[int, Look] | None = None
         """A thorough look after the first fetch, and the epoch; compared with one before anything is forked."""
         self._is_looked_at = False
-        self._comparison = _Comparison(lambda seed: _fetcher(parts, seed, is_forked=self._start_method == "fork"))
+        self._comparison = _Comparison(lambda seed: _fetcher(parts, seed, is_forked=method == "fork"))
 
     @contextlib.contextmanager
     def fetching(self, item: Item) -> Iterator[None]:
@@ -128,26 +133,16 @@ class Trust:
         """Seconds after which a worker's batch does not come any more: so many, or many of the loop's slowest fetches."""
         return self._comparison.patience_s(least_s)
 
-    def begun(self) -> None:
-        """Workers begin now: they see the dataset as it is."""
-        self._guarded(self._note_held)
-
-    def still_holds(self) -> bool:
-        """Whether the dataset is what it was when workers began; takes microseconds (71 of a large dataset)."""
-        if self._held is None:
-            self._guarded(self._note_held)
-        return self._held is None or self._held.is_unchanged()
+    def held(self) -> Held | None:
+        """What workers that begin now see of the dataset."""
+        held: Held | None = self._guarded(self._noted)
+        return held
 
     def close(self) -> None:
         """End what runs beside the loop."""
         self._comparison.close()
 
     __del__ = close
-
-    @property
-    def _start_method(self) -> str:
-        context = self._parts.context or self._asked_context or start_method()
-        return context if isinstance(context, str) else str(context.get_start_method())
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Nothing of this may reach the training."""
@@ -161,12 +156,12 @@ class Trust:
         if verdict is not None and self.verdict is None:
             self.verdict = verdict
             self.close()
-            self._last = Look()
+            self._last, self._base = Look(), None  # they hold what they have seen
 
     def _look_before(self, item: Item) -> Look | None:
         epoch = item[1]
         if not self._looks:
-            self._conclude(_sampler_refusal(self._sampler) or _method_refusal(self._start_method) or _handler_refusal())
+            self._conclude(sampler_refusal(self._sampler) or _method_refusal(self._method) or _handler_refusal())
         seen = self._look(item)
         # The step may have changed what the dataset handed out: the samples of its batch, which only a look with them shows.
         again = seen if self._last_item is None else self._look(self._last_item)
@@ -212,9 +207,9 @@ class Trust:
         seen.files = positions()
         return seen
 
-    def _note_held(self) -> None:
+    def _noted(self) -> Held:
         seen = look({name: value for name, value in self._roots.items() if name != "sampler"})
-        self._held = Held(seen, counts_shared=not self._asked_workers)
+        return Held(seen, counts_shared=not self._asked_workers)
 
 
 class _Comparison:
@@ -363,10 +358,7 @@ def _changed_by_fetching(changed: list[str], generators: set[str], *, is_first: 
     """What is changed by the first fetch alone is made ready once; a generator goes on with every batch."""
     for path in changed:
         if path in generators:
-            return Refusal(
-                reason=f"fetching draws from {shown(path)}, a random generator of its own",
-                mend=f"draw from the global generators of torch, numpy or random; {OPTS_IN}",
-            )
+            return refusal("draws", told=shown(path))
     if not changed or is_first:
         return None
     return refusal("changes", told=shown(changed[0]))
@@ -395,7 +387,7 @@ def _handle_refusal(seen: Look, *, was_there: bool) -> Refusal | None:
     return Refusal(reason=f"{words} in {shown(path)}", mend=f"{mend}{OPTS_IN}{end}")
 
 
-def _sampler_refusal(sampler: Any) -> Refusal | None:
+def sampler_refusal(sampler: Any) -> Refusal | None:
     """Why drawing ahead may give another order: a sampler of the user's may listen to the training."""
     while sampler is not None:
         kind = type(sampler)

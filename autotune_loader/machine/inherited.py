@@ -139,11 +139,11 @@ def _replace(mapping: Mapping, memory_fd: int) -> None:
     is_file = not mapping.path.startswith(("/dev/", "/memfd:", "/SYSV")) and not mapping.path.endswith(" (deleted)")
     if is_file or mapping.size > MOST_COPIED_BYTES:
         fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
-        _map(mapping, mmap.MAP_PRIVATE, fd, mapping.offset)
+        map_over(mapping, mmap.MAP_PRIVATE, fd, mapping.offset)
     else:
         fd = os.memfd_create("autotune-loader")
         _copy(mapping, memory_fd, fd)
-        _map(mapping, mmap.MAP_SHARED, fd, 0)
+        map_over(mapping, mmap.MAP_SHARED, fd, 0)
     os.close(fd)
 
 
@@ -155,7 +155,8 @@ def _copy(mapping: Mapping, memory_fd: int, fd: int) -> None:
         os.pwrite(fd, data, at)
 
 
-def _map(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
+def map_over(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
+    """Put another mapping in the place of one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

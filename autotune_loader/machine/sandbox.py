@@ -14,10 +14,12 @@ import ctypes
 import errno
 import fcntl
 import gc
+import mmap
 import os
 import resource
 import signal
 import stat
+import struct
 import sys
 import threading
 import warnings
@@ -26,12 +28,15 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune_loader.machine.inherited import FIRST_OWN_FD, descriptors, reopen, writable_shared_mappings
+from autotune_loader.machine.inherited import FIRST_OWN_FD, descriptors, map_over, reopen, writable_shared_mappings
 
 NICE = 5
 """What the loop does comes first."""
-PR_SET_PDEATHSIG, PROT_READ = 1, 1
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PROT_READ = 1, 38, 1
 """Of Linux: `prctl(2)`, `mprotect(2)`."""
+LANDLOCK_CREATE, LANDLOCK_ALLOW, LANDLOCK_RESTRICT, BENEATH = 444, 445, 446, 1
+WRITE_FILE, CHANGE_FILES = 1 << 1, 0x1FF2
+"""Of `landlock(7)`: calls; what a process may do to files, beside that making and removing whatever a folder may hold."""
 WRITES = {
     "os.remove": "removes", "os.rename": "renames", "os.rmdir": "removes", "os.mkdir": "makes", "os.truncate": "writes",
     "os.chmod": "changes", "os.chown": "changes", "os.link": "makes", "os.symlink": "makes", "os.utime": "changes",
@@ -44,6 +49,7 @@ STARTS = ("subprocess.Popen", "os.system", "os.fork", "os.exec", "os.posix_spawn
 KILLS = ("os.kill", "os.killpg", "signal.pthread_kill")
 """... that start or end processes: what these do, nobody knows."""
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
+SEMAPHORES = "/dev/shm/sem."  # noqa: S108 - how the names of their mappings begin
 
 
 _filters = threading.Lock()
@@ -121,8 +127,9 @@ def cut_off(keep: int) -> None:
     Whoever writes to memory that is shared with other processes is ended by a signal; and so is the process with its parent.
     """
     die_with_starter()
-    _protect_shared_memory(ctypes.CDLL(None))
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    libc, nowhere = ctypes.CDLL(None), os.open(os.devnull, os.O_RDWR)
+    _protect_shared_memory(libc)
+    _protect_files(libc, nowhere)
     for number in descriptors():
         if number in (keep, nowhere):
             continue
@@ -196,8 +203,22 @@ _unflushed: list[Any] = []
 
 def _protect_shared_memory(libc: Any) -> None:
     for each in writable_shared_mappings(Path("/proc/self/maps").read_text()):
-        if each.protection & PROT_READ:
+        if each.path.startswith(SEMAPHORES):  # whoever takes a lock changes nothing, and tqdm takes one for each bar
+            state = ctypes.string_at(each.begin, each.size)
+            map_over(each, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            ctypes.memmove(each.begin, state, each.size)
+        elif each.protection & PROT_READ:
             libc.mprotect(ctypes.c_void_p(each.begin), ctypes.c_size_t(each.size), PROT_READ)
+
+
+def _protect_files(libc: Any, but: int) -> None:
+    """Let no library, in whatever language, make, empty or remove a file; Linux before 5.13 cannot do that."""
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(CHANGE_FILES)), ctypes.c_size_t(8), 0)
+    if rules >= 0:
+        libc.syscall(LANDLOCK_ALLOW, rules, BENEATH, struct.pack("=Qi", WRITE_FILE, but), 0)
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc.syscall(LANDLOCK_RESTRICT, rules, 0)
+        os.close(rules)
 
 
 class Guard:

@@ -51,6 +51,7 @@ ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward", "__iter__", "__
 """Methods by which a loader enters an object; others count where these name them."""
 OPAQUE = {
     "logging", "pandas", "pyarrow", "PIL", "matplotlib", "tqdm", "lightning", "pytorch_lightning", "concurrent", "asyncio",
+    __name__.partition(".")[0],
 }  # fmt: skip
 """Of objects of these libraries only the identity is noted: they keep notes of their own that no sample depends on."""
 ANEW = "\0"
@@ -68,6 +69,8 @@ PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's
 """Paths of what belongs to the whole process."""
 Places = dict[tuple[int, int, int], int]
 """Positions of open files, by (descriptor, device, inode)"""
+_Found = tuple[str, Any, int, list[int]]
+"""Path, value, depth, and the indices by which it is asked"""
 
 
 class _Same:
@@ -116,9 +119,10 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
     """
     seen, walked, limit = Look(), set[int](), time.perf_counter() + (MOST_S if scale == 1 else MOST_THOROUGH_S)
     rows = [index for index in item[:OF_BATCH] if type(index) is int and index >= 0]
-    queue: deque[tuple[str, Any, int, list[int]]] = deque((name, value, 0, rows) for name, value in roots.items())
-    while queue and len(walked) < MOST_VALUES and time.perf_counter() < limit:
-        path, value, depth, rows = queue.popleft()
+    queue: deque[_Found] = deque((name, value, 0, rows) for name, value in roots.items())
+    items: deque[_Found] = deque()  # of long containers: what all samples share comes first
+    while (mine := queue or items) and len(walked) < MOST_VALUES and time.perf_counter() < limit:
+        path, value, depth, rows = mine.popleft()
         if type(value) in PLAIN:
             seen.tokens[path] = _plain(value)
             continue
@@ -140,7 +144,10 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
             seen.tokens[f"{path}[of batch {number}]"] = of_batch
         if depth < MOST_DEPTH and words is None and not isinstance(value, WITHOUT_PARTS):
             inner = _translated(value, rows)
-            queue.extend((path + name, part, depth + 1, inner) for name, part in _parts(value, rows))
+            is_long = isinstance(value, (list, tuple, deque, dict)) and len(value) > MOST_ITEMS
+            (items if is_long else mine).extend(
+                (path + name, part, depth + 1, inner) for name, part in _parts(value, rows)
+            )
     return seen
 
 
@@ -216,9 +223,11 @@ def _token(value: Any, most: int) -> tuple[Any, ...]:
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
-    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if is_plain and value.device.type == "cpu" and value.layout is torch.strided:
         with contextlib.suppress(RuntimeError, TypeError):  # a type that numpy lacks; its version is noted
-            return value.detach().numpy()
+            array: np.ndarray[Any, Any] = value.detach().numpy()
+            return array
     return None
 
 
@@ -317,7 +326,11 @@ def _cached(function: Any) -> list[Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Those that an object has itself; read past its own code."""
-    return {**(_own(value) or {}), **slots_of(value)}
+    return {} if _is_opaque(value) else {**(_own(value) or {}), **slots_of(value)}
+
+
+def _is_opaque(value: Any) -> bool:
+    return (type(value).__module__ or "").partition(".")[0] in OPAQUE
 
 
 def slots_of(value: Any) -> dict[str, Any]:
@@ -334,7 +347,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 def _own(value: Any) -> dict[str, Any] | None:
     """The dict of an object's attributes; None where it has none, or its library keeps notes there."""
     with contextlib.suppress(AttributeError, TypeError):
-        if (type(value).__module__ or "").partition(".")[0] not in OPAQUE:
+        if not _is_opaque(value):
             own: dict[str, Any] = object.__getattribute__(value, "__dict__")
             return own
     return None
@@ -422,11 +435,13 @@ class Held:
         for value in seen.values:
             if len(self._noted) >= MOST_HELD:
                 break
-            if isinstance(value, np.ndarray):
-                part = _compared(value, bytes_left)
-                bytes_left -= part.nbytes
-                self._noted += [(np.ndarray.tobytes, part, part.tobytes())] if part.size else []
-            elif counts_shared or not isinstance(value, SHARED_MEMORY):
+            array = value if isinstance(value, np.ndarray) else _as_array(value)
+            is_shared = isinstance(value, SHARED_MEMORY) or (isinstance(value, torch.Tensor) and value.is_shared())
+            if counts_shared or not is_shared:
+                if array is not None:
+                    part = _compared(array, bytes_left)
+                    bytes_left -= part.nbytes
+                    self._noted += [(np.ndarray.tobytes, part, part.tobytes())] if part.size else []
                 self._noted += _noted(value)
 
     def is_unchanged(self) -> bool:
@@ -458,12 +473,12 @@ def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
         return
     if isinstance(value, SHARED_MEMORY):
         yield _memory, value, _memory(value)
-    elif isinstance(value, (list, set, deque, dict, bytearray)):
+    elif isinstance(value, GENERATORS):
+        yield _state, value, _state(value)
+    elif isinstance(value, (set, deque)):
         yield len, value, len(value)
-    if isinstance(value, (list, bytearray)):
+    elif isinstance(value, (list, bytearray)) or (isinstance(value, dict) and len(value) > MOST_ITEMS):
         yield _some_items, value, _some_items(value)
-    elif isinstance(value, dict):
-        yield _some_values, value, _some_values(value)
     space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
     if space is not None and not isinstance(value, (types.ModuleType, type)):
         yield _itself, space, dict(space)
@@ -479,14 +494,12 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _some_items(values: Any) -> Any:
+def _some_items(values: Any) -> tuple[int, Any]:
     """All of them, or some, evenly spaced: compared by identity first, which takes 2 ns an item."""
+    if isinstance(values, dict):
+        return len(values), list(islice(dict.values(values), HELD_ITEMS))
     every = slice(None, None, max(1, len(values) // HELD_ITEMS))
-    return (list if isinstance(values, list) else bytearray).__getitem__(values, every)
-
-
-def _some_values(values: dict[Any, Any]) -> list[Any]:
-    return list(islice(dict.values(values), HELD_ITEMS))
+    return len(values), (list if isinstance(values, list) else bytearray).__getitem__(values, every)
 
 
 def _memory(value: Any) -> bytes:

@@ -57,5 +57,6 @@ def _is_shuffled(loader: Any, batches: Any) -> bool:
 
     while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
         batches = inner
-    sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    samplers = getattr(batches, "sampler", None), getattr(loader, "sampler", None)  # an array has no truth
+    sampler = samplers[0] if samplers[0] is not None else samplers[1]
     return isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True

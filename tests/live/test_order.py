@@ -74,6 +74,25 @@ def test_batches_in_hand_are_given_out_again_first_and_in_order() -> None:
     assert not order.has_more
 
 
+class Chance:
+    """Draws each batch when it is asked for it."""
+
+    def __init__(self, own: random.Random | None = None) -> None:
+        self.draw = random.random if own is None else own.random
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([int(100 * self.draw())] for _ in range(20))
+
+
+@pytest.mark.parametrize(("sampler", "listens"), [(Chance(), True), (Chance(random.Random(1)), False)])
+def test_a_sampler_that_draws_from_what_the_training_draws_from_is_found_out(sampler: Any, listens: bool) -> None:
+    order = Order(Source(sampler=sampler, generator=None, workers=1, ahead=2))
+    for _ in range(4):
+        next(order)
+
+    assert order.listens is listens
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_position_is_taken_up_again_and_leaves_the_random_state_alone(sampler: str) -> None:
     source = source_of(a_case(sampler))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,7 +141,20 @@ def connect(worker: int) -> None:
     get_worker_info().dataset.port = PORTS[worker]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("dataset", "init", "seen"), [(Where, None, {2}), (Simulated, connect, {2000, 2004})])
+class OwnRandom(Waiting):
+    """Each worker has a copy of its generator, and so draws the same."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.own = random.Random(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([super().__getitem__(index)[0], self.own.random() > 2])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "init", "seen"), [(Where, None, {2}), (Simulated, connect, {2000, 2004}), (OwnRandom, None, {0})]
+)
 def test_the_number_of_workers_stays_where_samples_may_depend_on_it(
     dataset: Any, init: Any, seen: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
