@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -55,7 +54,7 @@ def compare_command(
         raise ValueError(f"{paths[0]!r} is one file, and a comparison takes two; a.json b.json would work")
     if job is None:
         return _compare_watched(paths, fail_if_slower, as_json)
-    configs = {name: load_config(path) for name, path in zip(_names(paths), paths, strict=True)}
+    configs = {path: load_config(path) for path in paths}
     workload = make_workload(**load_workload(job))
     budget_s = parse_seconds("budget", options.pop("budget"))
     found = compare_workloads(
@@ -66,12 +65,6 @@ def compare_command(
         return NOTHING_WORKED
     # What the rounds have shown: a CI job that fails now and then by chance is soon ignored.
     return _within(fail_if_slower, {name: 1 - ratio.high for name, ratio in found.ratios.items()})
-
-
-def _names(paths: tuple[str, ...]) -> list[str]:
-    """What a reader calls each file: its name, or its path where two have one name."""
-    stems = [Path(path).stem for path in paths]
-    return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]
 
 
 def _compare_watched(paths: tuple[str, ...], most: float | None, as_json: bool) -> int:

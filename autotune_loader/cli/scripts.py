@@ -109,19 +109,7 @@ def launch_of(
     budget: str | None = None,
     **options: Any,
 ) -> Launch:
-    """What the options ask for, checked.
-
-    Args:
-        verb: the command.
-        script: path, or name of a module.
-        arguments: of the script.
-        is_module: whether it is a module's name.
-        budget: as typed.
-        **options: fields of the plan.
-
-    Raises:
-        ValueError, TypeError: an option is wrong.
-    """
+    """What the options ask for, checked; those that are not named here are fields of the plan."""
     from autotune_loader.values.validation import parse_seconds
 
     if options.get("apply") is not None:  # only then: it imports numpy, for which a script may set variables first

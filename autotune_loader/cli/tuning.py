@@ -94,10 +94,6 @@ def tune_command(
       autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
       autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
     """  # noqa: D301 - click's mark is the character itself
-    # The word and not the function: tests and users may replace autotune_loader.tuning.tune.tune.
-    from autotune_loader.cli.factories import load_workload
-    from autotune_loader.tuning import tune as tuner
-
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if is_module or ":" not in factory:
         return _of_script(factory, arguments, given, is_module=is_module, as_json=as_json)
@@ -105,6 +101,11 @@ def tune_command(
         raise ValueError(
             f"{factory} takes no arguments, but {' '.join(arguments)!r} follows it; a script would take them"
         )
+    # Only now: a script may set variables that torch reads as it is imported. And the word, not the function, which tests
+    # and users may replace.
+    from autotune_loader.cli.factories import load_workload
+    from autotune_loader.tuning import tune as tuner
+
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
         wanted = load_workload(factory) | given
         if quiet or "progress" not in wanted:  # who types a command wants to see it work, also through a pipe

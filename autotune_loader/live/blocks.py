@@ -14,8 +14,9 @@ from typing import Protocol
 
 from autotune_loader.live.traces import LiveTraces, continuous
 from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import BatchTrace
 
@@ -42,6 +43,9 @@ class Training(Protocol):
     def awaits_proof(self) -> bool:
         """Whether it is not known yet whether workers may be tried."""
         ...
+
+    @property
+    def shape(self) -> BatchShape | None: ...
 
     def may_run(self, config: LoaderConfig) -> bool:
         """Whether its batches are known to be those of the configuration asked for."""
@@ -70,8 +74,10 @@ class Block:
         if (failure := training.failures.get(config.key())) is not None:
             return failure
         if training.config.key() != config.key():
-            message = f"{config} was given up for {training.config} while it was observed: its workers were lost"
-            return Failure(kind="oom_killed", phase="batches", message=message)
+            message = f"{config} was given up for {training.config} while it was observed"
+            # What is refused from now on has lost no workers.
+            kind: FailureKind = "oom_killed" if training.may_run(config) else "crashed"
+            return Failure(kind=kind, phase="batches", message=message)
         self._first = self._begun() if self._first is None else self._first
         if self._first is None:
             return None
@@ -82,7 +88,7 @@ class Block:
         if len(traces) < max(3, ROUNDS * workers):
             return None
         is_over = is_enough(traces, PLAN, workers=workers, now=traces[-1].step_end + left_out_s)
-        return measured(traces, workers) if is_over else None
+        return measured(traces, workers, training.shape) if is_over else None
 
     def _begun(self) -> int | None:
         """Number of the first batch that came from the new pool after its queues had found their level; None before."""
@@ -103,10 +109,11 @@ def latest(log: LiveTraces, first: int) -> list[BatchTrace]:
     return continuous(log.block(max(first, log.end - MOST_LOOKED_AT)), log.changes)
 
 
-def measured(traces: list[BatchTrace], workers: int) -> Measurement:
-    """What batches amount to."""
-    started = min(traces[0].requested, traces[0].fetch_start)
-    return replace(summarise(traces, workers=workers, started=started), traces=tuple(traces))
+def measured(traces: list[BatchTrace], workers: int, shape: BatchShape | None) -> Measurement:
+    """What batches of this shape amount to."""
+    started, carried = min(traces[0].requested, traces[0].fetch_start), shape or BatchShape()
+    found = summarise(traces, workers=workers, started=started)
+    return replace(found, batch_bytes=carried.bytes, batch_tensors=carried.tensors, traces=tuple(traces))
 
 
 def waiting_share(seen: Measurement) -> float:

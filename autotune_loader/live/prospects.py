@@ -14,6 +14,7 @@ from autotune_loader.decision.space import Space, least, useful_workers
 from autotune_loader.live.blocks import Training, waiting_share
 from autotune_loader.live.spending import Spending
 from autotune_loader.live.traces import LiveTraces, start_s
+from autotune_loader.machine.facts import start_method
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
@@ -29,7 +30,9 @@ SHARED_CORE = 0.6
 LATEST_STARTS = 16
 """Starts that tell what the next one costs."""
 WORKER_START_S = 0.02
-"""What starting a worker holds up the loop, until this loader's own starts tell."""
+"""What forking a worker holds up the loop, until this loader's own starts tell ..."""
+WORKER_IMPORT_S = 1.5
+"""... and one that imports torch first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,7 @@ class Prospects:
         predicted, best = self.beliefs.predicted(config), max(math.exp(each.log_rate) for each in blocks)
         slower = 0.5 if predicted is None else max(0.0, 1.0 - predicted / best)
         longest_s = max(each.measurement.window_s for each in blocks if each.measurement is not None)
-        return config.num_workers * worker_start_s(self._training.traces) + slower * max(1.0, longest_s)
+        return config.num_workers * worker_start_s(self._training.traces, self._job) + slower * max(1.0, longest_s)
 
     def may_spend(self, price_s: float, most_s: float = math.inf) -> bool:
         """Whether so much may be spent now; else it is put off."""
@@ -175,14 +178,17 @@ def _worth_starting(measured: Measurement, job: Job, log: LiveTraces) -> int | N
     """
     if job.epoch_batches is None or job.start.persistent_workers:
         return None
-    return max(1, math.ceil(math.sqrt(job.epoch_batches * measured.service_s / worker_start_s(log))))
+    return max(1, math.ceil(math.sqrt(job.epoch_batches * measured.service_s / worker_start_s(log, job))))
 
 
-def worker_start_s(log: LiveTraces) -> float:
+def worker_start_s(log: LiveTraces, job: Job) -> float:
     """Seconds for which starting a worker holds up the loop."""
     took = [(start_s(log, change), change.config.num_workers) for change in log.changes[-LATEST_STARTS:]]
     starts = [seconds / workers for seconds, workers in took if seconds is not None and workers]
-    return max(sum(starts) / len(starts), 1e-6) if starts else WORKER_START_S
+    if starts:
+        return max(sum(starts) / len(starts), 1e-6)
+    method = job.start.multiprocessing_context or start_method()
+    return WORKER_START_S if method == "fork" else WORKER_IMPORT_S
 
 
 def _alone_s(seen: Evidence, cores: int, step_cores: float) -> float:

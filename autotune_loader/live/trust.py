@@ -431,6 +431,8 @@ def _method_refusal(method: str) -> Refusal | None:
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
     ):
         frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename == "<string>":
+        return None  # a process that was started so itself
     if frame is None or not _is_in_guard(Path(frame.f_code.co_filename), frame.f_lineno):
         return Refusal(
             reason=f"workers started by {method!r} would run the script anew, which has no guard around this line",

@@ -227,7 +227,7 @@ class Tuner:
             served = [change.serves_from for change in log.changes if change.reason != "epoch"]
             traces = latest(log, max(served[-1:], default=0))
             if len(traces) >= max(3, ROUNDS * config.num_workers):
-                self._add(Evidence(config=config, outcome=measured(traces, config.num_workers)))
+                self._add(Evidence(config=config, outcome=measured(traces, config.num_workers, self._training.shape)))
         return False
 
     def _observe(self, config: LoaderConfig) -> Generator[float, None, Evidence]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import fcntl
 import functools
 import gc
@@ -367,16 +368,24 @@ def names_of(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Those of them that are no attributes: a script's `data` has nothing to do with `self.data`."""
+    inner = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _global_names(each)]
+    own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME"))]
+    return tuple(dict.fromkeys([*own, *inner]))
+
+
 def _names(value: Any) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """What the user's code reads by name, as path, space and name: global names, names in modules, class attributes."""
     for function in functions_of(value):
-        names, space = names_of(function.__code__), function.__globals__
-        for name in names if is_users(function.__module__) else ():
+        code, space = function.__code__, function.__globals__
+        for name in _global_names(code) if is_users(function.__module__) else ():
             if name in space:
                 yield name, space, name
             held = space.get(name)
             if isinstance(held, types.ModuleType) and is_users(held.__name__):
-                yield from ((f"{name}.{each}", vars(held), each) for each in names if each in vars(held))
+                yield from ((f"{name}.{each}", vars(held), each) for each in names_of(code) if each in vars(held))
     kind = value if isinstance(value, type) else type(value)
     for each in kind.__mro__:
         if is_users(each.__module__):

@@ -28,10 +28,6 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
         self._stream, self._level = stream, level
 
-    def announce_machine(self, usable_cores: int) -> None:
-        """The probe starts."""
-        self.announce(f"starting the probe on {usable_cores} usable cores")
-
     def announce(self, text: str) -> None:
         """Print a line, such as what was inferred of the workload."""
         if self._stream is None:

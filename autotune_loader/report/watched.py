@@ -18,13 +18,16 @@ def read_watched(path: str) -> dict[str, Any] | None:
         ConfigFileError: it cannot be read, or is no JSON.
     """
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        # The stream is the script's, too: warnings and progress bars may stand around the report.
+        reports = [line for line in text.splitlines() if line.startswith('{"verb":')]
+        raw = json.loads(reports[-1] if reports else text)
+        loaders = raw.get("loaders") if isinstance(raw, dict) and "verb" in raw else None
+        return {each["name"]: each for each in loaders} if isinstance(loaders, list) else None
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise ConfigFileError(
             f"path={path!r} cannot be read: {error}; autotune-loader watch --json train.py 2> {path} writes one"
         ) from error
-    loaders = raw.get("loaders") if isinstance(raw, dict) and "verb" in raw else None
-    return {each["name"]: each for each in loaders} if isinstance(loaders, list) else None
 
 
 def slowdowns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float | None]:

@@ -106,7 +106,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         major = str(version).split(".", 1)[0]
         if not isinstance(version, str) or not major.isdecimal():
-            raise ConfigFileError(f"{name} has schema_version={version!r}; this release writes {SCHEMA_VERSION!r}")
+            raise ValueError(f"schema_version={version!r}, and this release writes {SCHEMA_VERSION!r}")
         if int(major) > int(SCHEMA_VERSION.split(".", 1)[0]):
             raise ConfigFileError(
                 f"{name} has schema_version={version!r}, newer than {SCHEMA_VERSION!r}, which this release reads; "
@@ -114,7 +114,8 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
             )
         return parse(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigFileError(f"{name} is not a valid loader.json: {error}; {HOW_TO_WRITE}") from error
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigFileError(f"{name} is not a valid loader.json: {why}; {HOW_TO_WRITE}") from error
 
 
 def _refuse(constant: str) -> Any:

@@ -88,10 +88,7 @@ class BatchLog:
 class Loop:
     """Whoever takes batches from one iterator, epoch after epoch; an epoch counts from its first request on.
 
-    Args:
-        log: adds up.
-        loader: whose batches they are; it is not kept.
-        between: called with the time before a batch is asked for.
+    The loader is not kept. `between` is called with the time before a batch is asked for.
     """
 
     flag: Carrying | None = None

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import choose
 from autotune_loader.decision.space import useful_workers
+from autotune_loader.live.blocks import measured
 from autotune_loader.live.budgets import Budgets
 from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import continuous, step_cores
 from autotune_loader.live.tuning import cores_within
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import BatchLog
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Z_95, Interval
-from autotune_loader.values.trace import BatchTrace
 
 MOST_BATCHES = 1024
 """Of the latest batches so many are looked at."""
@@ -44,25 +40,19 @@ class Findings(NamedTuple):
 
 
 def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int | None) -> Findings:
-    """What the latest batches of a loader tell.
-
-    Args:
-        log: of its batches.
-        site: of the loader.
-        own: its settings.
-        epoch_batches: batches of an epoch; None where that is unknown.
-    """
+    """What the latest batches of a loader with these settings tell; `epoch_batches` is None where that is unknown."""
     traces = continuous(log.latest(MOST_BATCHES))
-    measured = _measured(traces, own.num_workers)
-    if measured is None:
+    is_too_short = not traces or traces[-1].step_end - traces[0].requested < SHORTEST_S
+    if is_too_short or len(traces) < FEWEST_ROUNDS * max(1, own.num_workers) + 1:
         return Findings()
+    shape = BatchShape(bytes=log.batch_bytes, tensors=log.batch_tensors)
+    seen = measured(traces, own.num_workers, shape)
     context = TwinContext(
         usable_cores=cores_within(None), consumer_cores=step_cores(traces, list(log.cpu)), epoch_batches=epoch_batches
     )
-    shape = BatchShape(bytes=log.batch_bytes, tensors=log.batch_tensors)
-    space = Budgets().search_space(useful_workers(context.usable_cores, [measured]), own, shape)
+    space = Budgets().search_space(useful_workers(context.usable_cores, [seen]), own, shape)
     beliefs = Beliefs(space, context)
-    beliefs.log.add(Evidence(config=own, outcome=measured, phase="compare"))
+    beliefs.log.add(Evidence(config=own, outcome=seen, phase="compare"))
     result = result_of(
         beliefs,
         site=site,
@@ -72,14 +62,6 @@ def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int
         said=(f"Only watched: {own} ran from start to end.",),
     )
     return Findings(result, _expected(beliefs, own))
-
-
-def _measured(traces: Sequence[BatchTrace], workers: int) -> Measurement | None:
-    """What batches amount to, starts of epochs and pauses apart; None where they are too few to say anything."""
-    if len(traces) < FEWEST_ROUNDS * max(1, workers) + 1 or traces[-1].step_end - traces[0].requested < SHORTEST_S:
-        return None
-    measured = summarise(traces, workers=workers, started=min(traces[0].requested, traces[0].fetch_start))
-    return replace(measured, traces=tuple(traces))
 
 
 def _expected(beliefs: Beliefs, own: LoaderConfig) -> tuple[LoaderConfig, Interval] | None:

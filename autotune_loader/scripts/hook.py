@@ -10,17 +10,23 @@ hook is installed they do nothing. Nothing heavy is imported here: a script may 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
+import shutil
+import signal
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.scripts.by_identity import ByIdentity
-from autotune_loader.scripts.nothing import tell_nothing
+from autotune_loader.scripts.nothing import say, tell_nothing
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import Line, is_ours, users_line
 
@@ -92,11 +98,39 @@ class Hook:
         self._session, self._is_told = None, False
 
 
+class End:
+    """The last that happens in the script's own process, also where it went on as another program (`os.execv`)."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook, self.is_interrupted = hook, False
+
+    def __call__(self, *more: str) -> None:
+        """Tell what there is to tell, of its other processes first, and end by SIGINT where Python does."""
+        plan = self.hook.plan
+        if os.getpid() != plan.pid:
+            return
+        folder = Path(plan.folder or "")
+        told = sorted(folder.glob("told-*"), key=os.path.getmtime)
+        for each in told:
+            say(each.read_text())
+        self.hook.tell(*more, or_nothing=not told)
+        if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.is_interrupted:
+            # Python does so for a script, though not for a module, which is what runs here, perhaps.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+
 def begin_as_handed_on() -> None:
     """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
     plan = Plan.handed_on()
     if plan is not None:
-        Hook(plan).install()
+        hook = Hook(plan)
+        hook.install()
+        atexit.register(End(hook))
 
 
 def _forget() -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import hashlib
 import os
 import re
 import runpy
 import secrets
-import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.scripts.hook import Hook, active
+from autotune_loader.scripts.hook import End, Hook, active
 from autotune_loader.scripts.plan import Plan
 from autotune_loader.values.lines import is_ours
 
@@ -40,13 +37,7 @@ FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*'
 
 
 def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Run a script to its end; returns only where it ended well, and raises what it raised.
-
-    Args:
-        plan: what is done with its loaders.
-        target: the script's path, or the name of a module.
-        arguments: of the script.
-        is_module: whether `target` is a module's name.
+    """Run a script, or a module, to its end; returns only where it ended well, and raises what it raised.
 
     Raises:
         SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
@@ -60,9 +51,8 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 
 def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     main, code = (_module if is_module else _script)(target, arguments)
-    folder = _folder()
-    hook = Hook(replace(plan, folder=folder, pid=os.getpid()))
-    end = _End(hook, Path(folder))
+    hook = Hook(replace(plan, folder=_folder(), pid=os.getpid()))
+    end = End(hook)
     atexit.register(end)
     hook.plan.hand_on()
     active.clear()  # a run within a run reports for itself
@@ -85,28 +75,6 @@ def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) 
         raise SystemExit(WAITS_TOO_LONG)
 
 
-class _End:
-    """The last that happens in the script's own process; `hook` knows the loaders, `folder` goes."""
-
-    def __init__(self, hook: Hook, folder: Path) -> None:
-        self.hook, self.folder, self.pid = hook, folder, os.getpid()
-        self.is_interrupted = False
-
-    def __call__(self, *more: str) -> None:
-        """Tell what there is to tell, and end by SIGINT where Python does."""
-        if os.getpid() != self.pid:
-            return
-        self.hook.tell(*more, or_nothing=not any(self.folder.glob("told-*")))  # unless a process of the script has told
-        if not rank_of_environment()[0]:  # other ranks leave what rank 0 reads
-            shutil.rmtree(self.folder, ignore_errors=True)
-        if self.is_interrupted:
-            # Python does so for a script, though not for a module, which is what runs here, perhaps.
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-
-
 def _folder() -> str:
     """Where the processes of this script leave notes for each other, made by the first; the ranks of a launcher share one."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -119,7 +87,8 @@ def _folder() -> str:
 
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     """`__main__` and the code of a file, as Python sets them up."""
-    absolute = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - as Python itself does, dots and all
+    # As Python itself does, dots and all; the current folder may be gone.
+    absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
@@ -203,7 +172,7 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     return result
 
 
-def _tell_before_a_sudden_end(end: _End) -> None:
+def _tell_before_a_sudden_end(end: End) -> None:
     """`os._exit` runs nothing of what is meant to run at the end."""
     leave = os._exit
 

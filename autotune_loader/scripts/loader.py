@@ -16,12 +16,9 @@ from autotune_loader.values.config import LoaderConfig
 
 
 class ScriptLoader:
-    """A loader as people know it: by the line that makes it, however often it is made anew.
+    """A loader as people know it: by the line that makes it, however often it is made anew; it is not kept alive.
 
-    Args:
-        site: of the loader.
-        loader: the first that was iterated; it is not kept alive.
-        taken: names of the other loaders, of which one line may make several.
+    One line may make several: the names in `taken` are those of others.
     """
 
     def __init__(self, site: Site, loader: Any, taken: Collection[str]) -> None:

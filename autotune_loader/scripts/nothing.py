@@ -39,5 +39,9 @@ def say(text: str) -> None:
     """Print a report on stderr, after what the script printed; a stream that is closed already is no error."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = None  # else what it holds back would make Python's exit code 120
+    except (ValueError, AttributeError):
+        pass

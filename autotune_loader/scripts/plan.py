@@ -35,7 +35,7 @@ class Plan:
     """Seconds after which `tune` ends the script."""
     max_workers: int | None = None
     folder: str | None = None
-    """Where processes of the script leave what others of them read: that they have reported, and what ranks waited."""
+    """Where processes of the script leave what others of them read: their reports, and what ranks waited."""
     pid: int | None = None
     """Of the script's own process, which removes the folder; it may go on as another program (`os.execv`)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import time
@@ -76,19 +77,25 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
     if plan.folder is not None and session.ranks > 1:
         notes += filter(None, [ranks.sentence(ranks.gather(plan.folder, session.ranks), session.ranks)])
     report = report_of(session)
-    notes += [
-        _written(session, path, write)
-        for path, write in ((plan.output, TuningResult.save), (plan.page, save_html))
-        if path
-    ]
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable()  # what matplotlib has to tell would go to the script's log, and perhaps its stdout
+        notes += [
+            _written(session, path, write)
+            for path, write in ((plan.output, TuningResult.save), (plan.page, save_html))
+            if path
+        ]
     report = replace(report, notes=(*report.notes, *notes))
     import msgspec
 
-    say(msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}")
-    if plan.folder is not None and plan.pid != os.getpid():
-        with contextlib.suppress(OSError):
-            Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
-            Path(plan.folder, f"told-{os.getpid()}").touch()
+    text = msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}"
+    if plan.folder is None or plan.pid == os.getpid() or not Path(f"/proc/{plan.pid}/exe").exists():
+        say(text)
+        return
+    # The script reads what its other processes print, perhaps: it tells of them at its own end.
+    with contextlib.suppress(OSError):
+        Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
+        Path(plan.folder, f"told-{os.getpid()}").write_text(text)
 
 
 def _notes(session: Session) -> Iterator[str]:
@@ -114,7 +121,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         contents=loader.site.contents,
         epochs=log.epochs,
         batches=log.batches,
-        samples_per_s=log.samples / log.active_s if log.batches >= FEWEST_BATCHES else None,
+        samples_per_s=log.samples / log.active_s if log.batches >= FEWEST_BATCHES and log.stepped_s else None,
         wait_share=log.wait_share,
         starting_share=log.starting_share,
         script_share=log.waited_s / max(whole_s, 1e-9),

@@ -52,6 +52,7 @@ class Session:
         self._autos: ByIdentity[Any] = ByIdentity()
         self._file = None if plan.apply is None else TuningResult.load(plan.apply)
         self._next_look = 0.0
+        self._between = self._look if plan.verb == "tune" else None
 
     @property
     def main(self) -> ScriptLoader | None:
@@ -69,8 +70,10 @@ class Session:
         if get_worker_info() is not None:
             return object.__new__(kind)
         known = self._known(loader)
+        if self.plan.verb != "watch":  # `iterate` was not asked for it, or left it alone
+            known.why_not = known.why_not or f"{type(loader).__name__} makes iterators of its own"
         iterator = object.__new__(watched(kind, carries=kind in CARRYING))
-        vars(iterator)[LOOP] = Loop(known.log, loader)
+        vars(iterator)[LOOP] = Loop(known.log, loader, self._between)
         return iterator
 
     def iterate(self, loader: Any, plain: Callable[[], Any]) -> Callable[[], Any]:
@@ -111,7 +114,7 @@ class Session:
         if (loop := vars(iterator).get(LOOP)) is not None:  # that of kept workers
             loop.reset()
             return iterator
-        loop = Loop(known.log, loader, self._look if self.plan.verb == "tune" else None)
+        loop = Loop(known.log, loader, self._between)
         loop.reset(begun)
         vars(iterator)[LOOP] = loop
         iterator.__class__ = watched(type(iterator), carries=False)
@@ -146,4 +149,6 @@ class Session:
             self.stopped = f"the budget of {budget_s:.0f} s is spent"
         if self.stopped is not None:
             self._asked_in = main.log.epochs
+            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                raise KeyboardInterrupt  # a shell script has started it in the background
             signal.raise_signal(signal.SIGINT)

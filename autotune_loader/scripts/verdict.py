@@ -17,6 +17,7 @@ LONG_START = 0.1
 ALIKE = 0.05
 """Shares that differ by less are not told apart."""
 LEAVE_IT = "leave the loader as it is"
+KEEP_IT = "batches = iter(loader), once: next(iter(loader)) begins an epoch for each batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,12 @@ class LoaderReport:
 def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
     """The same with one verdict, and what follows from it: the first row of the table that holds."""
     share, starting, now = known.wait_share, known.starting_share, known.settings_now
-    if share is None or known.batches < FEWEST_BATCHES:
+    if known.batches < FEWEST_BATCHES:
         return replace(known, verdict=f"{_batches(known.batches)}: too few to say anything.", next_step=None)
+    if share is None:
+        return replace(
+            known, verdict="No step could be timed: each epoch was left after its first batch.", next_step=KEEP_IT
+        )
     waits = f"the loop waits for data {share_text(share)} of the time"
     most = share / max(1 - share, 1e-9)  # what a loader that costs nothing would gain
     step = f"The training step binds: {waits}."
@@ -101,16 +106,17 @@ def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
     keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
     keeps = now.get("persistent_workers") or not now.get("num_workers")
     latest, then = known.latest_wait_share, _next_step(known, script)
-    lately = "" if latest is None or abs(latest - share) < ALIKE else "Lately: "
     # The latest batches need not wait as all did.
-    is_unclear = known.evidence is None or known.binding in ("unknown", "step")
+    is_other = latest is not None and (known.binding == "step" or abs(latest - share) >= ALIKE)
+    begins = known.binding == "startup" and not known.is_tuned  # the figure of one start, where that of all is known
+    is_unclear = known.evidence is None or known.binding == "unknown" or begins
     rows = (
         (most < LEAST_GAIN, step, LEAVE_IT),
         (known.script_share < LEAST_GAIN, hardly, LEAVE_IT),
-        (starting >= max(LONG_START, share / 2), starts, None if keeps else keep),
+        (starting >= max(LONG_START, 0 if begins else share / 2), starts, None if keeps else keep),
         (share < 2 * WORTH_S_TIME, step, f"{LEAVE_IT}: no settings could bring more than {share_text(most)}"),
         (is_unclear, f"The loader binds: {waits}; the latest batches do not show why.", then),
-        (True, f"{lately}{known.evidence}", then),
+        (True, f"{'Lately: ' if is_other else ''}{known.evidence}", then),
     )
     verdict, next_step = next((verdict, next_step) for holds, verdict, next_step in rows if holds)
     return replace(known, verdict=verdict, next_step=next_step)
@@ -122,14 +128,14 @@ def _next_step(known: LoaderReport, script: str) -> str | None:
     if known.mend is not None:
         return known.mend
     if known.is_tuned and not known.is_settled:
-        return "train for longer: other settings were still being tried when the script ended"
+        return "train for longer: the script ended before it was known what other settings bring"
     settings, speedup = known.expected_settings, known.expected_speedup
     if known.is_tuned or settings is None or speedup is None or speedup.value < 1 + WORTH_S_TIME:
         return known.advice
     # Far beyond what ran, something that was never seen will bind first.
     far = f"more than {1 + BELIEVABLE_GAIN:.0f} times" if speedup.value > 1 + BELIEVABLE_GAIN else ""
     own = f"yours to try, as {known.why_watched}"
-    tries = f"autotune-loader run {script} tries it while it trains" if known.why_watched is None else own
+    tries = f"autotune-loader run {script} tries it, where it changes no batch" if known.why_watched is None else own
     return f"{settings_text(settings)}: {far or ratio_text(speedup)} as fast is expected; {tries}"
 
 

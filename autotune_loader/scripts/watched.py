@@ -77,12 +77,7 @@ class _Attribute:
 
 
 def watched(kind: Any, *, carries: bool) -> Any:
-    """The class of watched iterators of this class.
-
-    Args:
-        kind: a class of iterators.
-        carries: whether it is one of torch's two, whose batches can take their times along.
-    """
+    """The class of watched iterators of a class; `carries`: it is one of torch's two, whose batches can take times along."""
     if kind not in _classes:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         hooks: dict[str, Any] = {"__next__": _Looked(kind.__next__, _next)}

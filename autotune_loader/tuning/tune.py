@@ -159,7 +159,7 @@ def _tuned(
     whole: Machine,
 ) -> TuningResult:
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
-    progress.announce_machine(machine.usable_cores)
+    progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
     with open_probe(workload, machine, options.isolation, memory_bytes, budget_s=options.budget_s) as opened:
         begun, waited = start_of_budget(started, time.monotonic(), options.budget_s)

@@ -292,7 +292,7 @@ def test_applied_python_runs(config: LoaderConfig, result: TuningResult) -> None
 
 def report(path: Path, **rates: float | None) -> str:
     loaders = [{"name": f"train.py:{name}", "samples_per_s": rate, "wait_share": 0.5} for name, rate in rates.items()]
-    path.write_text(json.dumps({"verb": "watch", "loaders": loaders}))
+    path.write_text(f"a warning\n 9/10\r{json.dumps({'verb': 'watch', 'loaders': loaders})}\nbye")
     return str(path)
 
 

@@ -251,12 +251,13 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "list of paths": lambda d: Items(lambda self, i: len(str(self.x[i])), x=[d / f"{i}.jpg" for i in range(SIZE)]),
     "millions": lambda d: Items(lambda self, i: self.x[i], x=list(range(2_000_000))),
     "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.rand(200_000)),
+    "an attribute with the name of what the script counts": lambda d: Items(lambda self, i: self.SEEN + i, SEEN=1),
 }
 
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_what_gives_the_same_is_trusted(kind: str, data: Path) -> None:
-    assert prove(GOOD[kind](data)) == TRUSTED
+    assert prove(GOOD[kind](data), step=lambda batch: global_count(batch, 0)) == TRUSTED
 
 
 MAIN = os.getpid()

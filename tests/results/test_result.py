@@ -159,7 +159,7 @@ def test_the_least_file_is_enough_and_keys_that_are_not_known_are_ignored_at_eve
 REFUSED = [
     ({"schema_version": "3.0"}, "schema_version='3.0', newer .*pip install -U autotune-loader"),
     ({"schema_version": None}, "schema_version=None"),
-    ({"schema_version": 1}, "schema_version=1;"),
+    ({"schema_version": 1}, "schema_version=1,"),
     ({"schema_version": "one"}, "schema_version='one'"),
     ({"schema_version": "9" * 5000}, ""),
     (b'{"schema_version": "1.0", "status": "comp', ""),

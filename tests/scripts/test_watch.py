@@ -75,7 +75,7 @@ def test_what_binds_is_told_with_a_step_to_take_files_are_written_and_long_waits
     result = TuningResult.load(bench.folder / "loader.json")
     page = (bench.folder / "out.html").read_text()
     assert (page[:15], "Numbers" in page) == ("<!DOCTYPE html>", True)
-    assert (result.origin, result.best.num_workers) == ("live", 0)
+    assert (result.origin, result.best.num_workers, result.trials[0].measurement.batch_bytes) == ("live", 0, 128)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [0, 1]
 
 
@@ -106,7 +106,7 @@ def test_processes_of_the_script_are_reached(bench: Bench) -> None:
             elif sys.argv[1] == "exec":
                 os.execv(sys.executable, child)
             elif sys.argv[1] == "subprocess":
-                subprocess.run(child, check=True)
+                print(end=subprocess.run(child, check=True, stdout=-1, stderr=-2, text=True).stdout)
             else:
                 process = multiprocessing.get_context("fork").Process(target=work)
                 process.start()

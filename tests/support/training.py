@@ -30,7 +30,7 @@ class SimulatedTraining:
 
     def __init__(self, machine: SimulatedMachine, clock: FakeClock, config: LoaderConfig, *, seed: int = 0) -> None:
         self.traces, self.failures = LiveTraces(), dict[LoaderConfig, Failure]()
-        self.config, self.awaits_proof = config, False
+        self.config, self.awaits_proof, self.shape = config, False, None
         self.changes: list[tuple[float, LoaderConfig]] = []
         """When it was asked to change, and to what."""
         self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()

@@ -144,7 +144,7 @@ def _less_to_hand_over(evidence: Evidence) -> Steps:
         )
     else:
         yield Advice(
-            action="Hand over less often: a larger batch_size (allow=('batch_size',)), or no worker at all.",
+            action="Hand over less often: a larger batch_size (tune(allow=('batch_size',)) tries it), or no worker at all.",
             reason=f"handing over takes {seconds_text(receiving_s)} however little a batch carries",
             expected_gain=_gain_without(evidence, receiving_s / 2, period_s),
         )
@@ -177,7 +177,7 @@ def _more_memory(evidence: Evidence) -> Steps:
 def _startup(evidence: Evidence) -> Steps:
     share = evidence.startup_share
     yield Advice(
-        action="Set persistent_workers=True (allow=('persistent_workers',) if the dataset knows its epoch).",
+        action="Set persistent_workers=True; tune(allow=('persistent_workers',)) tries it where the dataset knows its epoch.",
         reason=f"starting workers takes {share_text(share)} of an epoch",
         expected_gain=_believable(evidence, share / (1 - share)),
     )
@@ -225,7 +225,7 @@ def _heavy_tail(evidence: Evidence) -> Steps:
     slowest, median = times[int(len(times) * 0.99)], times[len(times) // 2]
     if slowest > HEAVY_TAIL * median > 0:
         yield Advice(
-            action="If the order of batches does not matter, allow=('in_order',) lets a slow batch be overtaken.",
+            action="If the order of batches does not matter, tune(allow=('in_order',)) lets a slow batch be overtaken.",
             reason=f"the slowest batches take {slowest / median:.0f} times the median",
         )
 
