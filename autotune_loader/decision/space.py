@@ -217,8 +217,9 @@ class Space:
 
     @property
     def hash(self) -> str:
-        """Changes when a trial of one space would mean something else in another; what happens to be free does not."""
-        axes = {name: repr(getattr(self, name)) for name in self.__slots__ if name not in ("limits", "batch")}
+        """Changes when a trial of one space would mean something else in another; what is free, and fetches took, does not."""
+        of_now = ("limits", "batch", "max_workers")
+        axes = {name: repr(getattr(self, name)) for name in self.__slots__ if name not in of_now}
         return hashlib.sha256(json.dumps(axes, sort_keys=True).encode()).hexdigest()[:16]
 
 

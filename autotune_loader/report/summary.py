@@ -19,6 +19,7 @@ INTERRUPTED = "Interrupted: this is the best state so far."
 NOTHING_MEASURED = "Nothing was measured, so nothing can be said."
 FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
 SHORT_EPOCHS = "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
+LEFT_OUT = "; training will end there (bursts leave it out)"
 MOST_NAMED = 4
 """Bad samples of one kind."""
 NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
@@ -93,12 +94,12 @@ def undecided_sentence(why: str | None) -> str:
     return f"{UNDECIDED}: {why}. Until then this is the safest guess."
 
 
-def reused_sentence(reused: Reused, partner: LoaderConfig | None, why_long: str = "") -> str:
+def reused_sentence(reused: Reused, partner: LoaderConfig | None, unit: str, why_long: str = "") -> str:
     """That an earlier result is used, and what its check saw."""
     paired = "" if reused.speedup is None else f", {reused.speedup:.2f}x as fast as {partner}"
     return (
         f"Reused: tuned at {reused.tuned_at} in {reused.seconds:.0f} s, and checked now in "
-        f"{counted(reused.rounds, 'paired round')}: {reused.samples_per_s:,.0f} samples/s{paired}"
+        f"{counted(reused.rounds, 'paired round')}: {reused.samples_per_s:,.0f} {unit}{paired}"
         f"{'; ' if why_long else ''}{why_long}."
     )
 
@@ -126,10 +127,13 @@ def bad_samples(found: Iterable[BadSample]) -> list[str]:
     for bads in by_class.values():
         names, first = list(bads), next(iter(bads.values()))
         others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
-        sentences.append(
-            f"{first.name} raises {first.error}{others if names[1:] else ''}; training will end there (bursts leave it out)"
-        )
+        sentences.append(f"{first.name} raises {first.error}{others if names[1:] else ''}{LEFT_OUT}")
     return sentences
+
+
+def is_of_sample(sentence: str) -> bool:
+    """Whether it says that a sample raises, which it may not do the next time."""
+    return sentence.endswith(LEFT_OUT)
 
 
 def slow_batches(first_fetch_s: float) -> str:

@@ -117,12 +117,11 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningR
         rounds=len(seen.rounds),
         seconds=earlier.spent.seconds,
     )
-    doubt = earlier.summary[0] if earlier.status == "undecided" else ""
+    unit = measured.rate_unit
     sentences = summary.told(
-        doubt,
-        summary.reused_sentence(reused, seen.partner, seen.why_long),
-        summary.use_sentence(earlier.best, measured.samples_per_s),
-        summary.speedup_sentence(earlier.best, baseline, measured.speedup, is_decided=not doubt),
+        summary.reused_sentence(reused, seen.partner, unit, seen.why_long),
+        summary.use_sentence(earlier.best, measured.samples_per_s, unit),
+        summary.speedup_sentence(earlier.best, baseline, measured.speedup),
         earlier.verdict.sentence,
         f"Step: {context.warmup.step}.",
     )
@@ -131,7 +130,7 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningR
         baseline=baseline,
         measured=measured,
         summary=sentences,
-        warnings=tuple(dict.fromkeys([*context.notes, *earlier.warnings])),
+        warnings=(*summary.bad_samples(context.warmup.bad_samples), *context.notes, *earlier.warnings),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
         fingerprint=context.fingerprint,
         reused=reused,

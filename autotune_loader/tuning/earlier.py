@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
 from autotune_loader.probe.protocol import Probe
+from autotune_loader.report import summary
 from autotune_loader.report.standings import rate_of
 from autotune_loader.results import cache
 from autotune_loader.results.result import TuningResult
@@ -131,17 +132,17 @@ def check(
 
 def _objection(seen: Check, tolerance: float) -> str:
     earlier, partner, then = seen.earlier, seen.partner, seen.earlier.measured.samples_per_s
-    whole = earlier.finals.whole_epochs
+    whole, unit = earlier.finals.whole_epochs, earlier.measured.rate_unit
     noise, paired_noise = (EPOCH_NOISE, PAIRED_EPOCH_NOISE) if whole else (NOISE, PAIRED_NOISE)
     now, beside = seen.rate(earlier.best), seen.rate(partner)
     assert now is not None
     assert then is not None
     if beside is not None and now / beside < 1 - tolerance - paired_noise:
-        return f"it is no longer as fast as {partner}: {now:,.0f} against {beside:,.0f} samples/s"
+        return f"it is no longer as fast as {partner}: {now:,.0f} against {beside:,.0f} {unit}"
     # The bursts of a search were not of whole epochs.
     before = rate_of(partner, earlier.finals, () if whole else earlier.trials) if partner is not None else None
     drift = 1.0 if beside is None or before is None else beside / before.value
-    drifts = (1.0, min(max(drift, 1 - MOST_DRIFT), 1 + MOST_DRIFT))
+    drifts = (1.0, drift) if abs(drift - 1) <= MOST_DRIFT else (1.0,)
     # Few noisy rounds have intervals that would let anything pass.
     low = max(then.low, (1 - MOST_DRIFT) * then.value) * (1 - noise)
     high = min(then.high, (1 + MOST_DRIFT) * then.value) * (1 + noise)
@@ -150,7 +151,7 @@ def _objection(seen: Check, tolerance: float) -> str:
     drifted = (
         "" if drift == 1.0 or before is None else f", while {partner} went from {before.value:,.0f} to {beside:,.0f}"
     )
-    return f"its rate went from {then.value:,.0f} to {now:,.0f} samples/s{drifted}"
+    return f"its rate went from {then.value:,.0f} to {now:,.0f} {unit}{drifted}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,8 +182,8 @@ class EarlierResult:
         if entry is None:
             return None
         tuned_at, best = entry.tuned_at, entry.best
-        if not entry.spent.is_enough_for(options.budget_s, options.max_trials):
-            log.info("the earlier result of %s had less time or fewer trials; tuning anew", tuned_at)
+        if entry.status == "undecided" or not entry.spent.is_enough_for(options.budget_s, options.max_trials):
+            log.info("the earlier result of %s was not decided, or had less time or trials; tuning anew", tuned_at)
             return None
         announce(f"checking the result of {tuned_at}: {best}")
         seen = check(probe, entry, context.baseline, context.space, options.tolerance)
@@ -194,8 +195,9 @@ class EarlierResult:
         return None
 
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
-        """Keep the result of a search for the next call, without what was said of this one alone, and for AutoLoaders."""
-        lasting = tuple(warning for warning in result.warnings if warning not in self.objections)
+        """Keep the result of a search for the next call, without what that will find out itself, and for AutoLoaders."""
+        found_anew = (*self.context.notes, *self.objections)
+        lasting = tuple(each for each in result.warnings if each not in found_anew and not summary.is_of_sample(each))
         budget_s, max_trials = self.options.budget_s, self.options.max_trials
         kept = replace(result, warnings=lasting)
         cache.keep(self.key, kept, budget_s=budget_s, max_trials=max_trials, cut_short=cut_short)

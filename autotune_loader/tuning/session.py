@@ -58,7 +58,7 @@ class TuningSession:
         started: when the user's budget began, on that clock.
         listener: told what happens.
         suggestions: tried right after the user's own configuration and torch's default, such as an earlier run's best.
-        study_name: under which the trials are kept.
+        job: of which a study may have trials; it names the study where the options do not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TuningSession:
         started: float,
         listener: Listener,
         suggestions: Sequence[LoaderConfig] = (),
-        study_name: str = "autotune",
+        job: str = "",
     ) -> None:
         self._options, self._listener, self._suggestions = options, listener, suggestions
         self._clock, self._started, self._repeats = clock, started, 0
@@ -81,8 +81,9 @@ class TuningSession:
             probe, run.space, context, trials, self.seconds_left, run.warmup.first_batch_s, options.stages
         )
         self._beliefs = Beliefs(run.space, context)
+        name = options.study_name or f"autotune-{job}"
         self._study = OptunaStudy(
-            storage=options.storage, name=study_name, space=run.space, search=options.search, seed=options.seed
+            storage=options.storage, name=name, space=run.space, search=options.search, seed=options.seed, job=job
         )
         self.state = SearchState(run=run, source=self._source, beliefs=self._beliefs, trials=trials)
 

@@ -12,7 +12,6 @@ lost database, must not end it: the study goes on in memory.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import json
 import logging
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.space import Space
-from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.machine.ranks import Place
 from autotune_loader.report.frame import row_of
 from autotune_loader.tuning.options import Search
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
+JOB = "job"
+"""Attribute of a study: whose trials it has."""
 CONFIG, OWNER, SINCE = "config", "owner", "since"
 """Attributes of a trial: what it runs, who runs it, and since when in seconds of the epoch, as hosts differ in time zones."""
 LOST_S = 60.0
@@ -95,18 +95,24 @@ class OptunaStudy:
 
     Args:
         storage: None for memory, a URL (`sqlite:///...`, `postgresql://...`), or the path of a journal file.
-        name: of the study; one study holds trials of one space on one kind of machine only.
+        name: of the study.
         space: what may be proposed.
         search: which sampler proposes where the caller does not.
         seed: of the sampler.
+        job: whose trials these are; one study holds those of one job only.
+
+    Raises:
+        ValueError: the storage cannot be opened, or the study is of another job.
     """
 
-    def __init__(self, *, storage: str | None, name: str, space: Space, search: Search, seed: int) -> None:
+    def __init__(
+        self, *, storage: str | None, name: str, space: Space, search: Search, seed: int, job: str = ""
+    ) -> None:
         # In a thread: Optuna keeps errors of what is not installed, and with them the frames of `tune()` and the model.
         thread = threading.Thread(target=importlib.import_module, args=("optuna",))
         thread.start()
         thread.join()
-        self._name, self._space, self._sampler = name, space, _sampler(search, seed)
+        self._name, self._job, self._space, self._sampler = name, job, space, _sampler(search, seed)
         self._seen: set[str] = set()
         self._storage: Any = None
         self.study = self._opened(storage)
@@ -213,7 +219,7 @@ class OptunaStudy:
         import optuna
 
         self._storage = open_storage(storage)
-        return optuna.create_study(
+        study = optuna.create_study(
             storage=self._storage,
             study_name=self._name,
             direction="maximize",
@@ -221,6 +227,14 @@ class OptunaStudy:
             pruner=optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
+        if study.user_attrs.get(JOB, self._job) != self._job:
+            self.close()
+            raise ValueError(
+                f"study_name={self._name!r} has trials of another job (data, batch size, model, step, limits or machine); "
+                "study_name=None, so that each job has a study of its own, would work"
+            )
+        study.set_user_attr(JOB, self._job)
+        return study
 
     def _go_on_in_memory(self, error: Exception) -> None:
         """A full disk or a lost database must not lose the run: its study goes on without them."""
@@ -302,12 +316,6 @@ def _suggested(trial: optuna.trial.Trial, space: Space) -> LoaderConfig:
         if workers or name not in ONLY_WITH_WORKERS:
             knobs[name] = trial.suggest_categorical(name, values) if others else first
     return LoaderConfig(num_workers=workers, persistent_workers=space.persistent_workers and workers > 0, **knobs)
-
-
-def name_of_study(space: Space, fingerprint: Fingerprint) -> str:
-    """One study holds trials of one space on one kind of machine with one dataset only."""
-    text = repr(replace(fingerprint, driver=None))
-    return f"autotune-{space.hash}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _attributes(trial: Trial) -> dict[str, Any]:

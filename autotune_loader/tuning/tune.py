@@ -35,7 +35,6 @@ from autotune_loader.tuning.ranks import (
 )
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import RunContext, make_space
-from autotune_loader.tuning.study import name_of_study
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 
@@ -119,7 +118,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
         storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
             any database that Optuna takes.
-        study_name: name of the study in the storage.
+        study_name: name of the study in the storage; without it each job has its own.
         reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
             it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
             way the result is kept for later.
@@ -191,7 +190,7 @@ def _tuned(
             started=begun,
             listener=FileAndProgress(options.output, progress, started),
             suggestions=() if earlier.entry is None else (earlier.entry.best,),
-            study_name=options.study_name or name_of_study(space, context.fingerprint),
+            job=f"{space.hash}-{earlier.key}",
         )
         state = session.run()
     result = saved(assemble(state, time.monotonic() - started, final=True), options.output)

@@ -18,13 +18,15 @@ _INTERVAL_KEYS = {field.name for field in fields(Interval)}  # by which an inter
 
 
 def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:
-    """Write a dataclass as JSON, through a temporary one in the same folder and a rename; `private` for the owner alone."""
+    """Write a dataclass as JSON, through a temporary one in the same folder and a rename; `private` for the owner alone.
+
+    Where a link leads is written, and the link stays.
+    """
     import msgspec
 
-    target = Path(path)
+    target, temporary = _places(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(to_plain(file)), indent=2)
-    temporary = _temporary_beside(target)
     try:
         # Not tempfile: its files are private, and the training job may run as somebody else. The umask decides.
         mode = 0o600 if private else 0o666
@@ -43,11 +45,8 @@ def require_writable(name: str, path: str | os.PathLike[str], example: str = "lo
     Raises:
         ValueError: it cannot.
     """
-    target = Path(path)
-    trial = _temporary_beside(target)
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        trial = _places(path)[1]
         trial.touch(exist_ok=False)
         trial.unlink()
     except OSError as error:
@@ -56,8 +55,16 @@ def require_writable(name: str, path: str | os.PathLike[str], example: str = "lo
         ) from error
 
 
-def _temporary_beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Where a file is written, and a temporary one beside it.
+
+    Raises:
+        OSError: it is a folder, or a device or pipe, in whose place a file must not be put.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no file", os.fspath(path))
+    return target, target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def to_plain(value: Any) -> Any:

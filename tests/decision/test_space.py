@@ -71,8 +71,8 @@ def test_vetoes_are_exact(limit, need, words):
 
 def test_the_hash_changes_with_what_is_searched_and_not_with_what_happens_to_be_free():
     space = Space(max_workers=5)
-    assert replace(space, limits=Limits(shm_bytes=1), batch=BatchCost(bytes=1)).hash == space.hash
-    for searched in ({"max_workers": 6}, {"prefetch_factors": (2,)}, {"drop_lasts": (None, True)}):
+    assert replace(space, limits=Limits(shm_bytes=1), batch=BatchCost(bytes=1), max_workers=6).hash == space.hash
+    for searched in ({"workers_are_capped": True}, {"prefetch_factors": (2,)}, {"drop_lasts": (None, True)}):
         assert replace(space, **searched).hash != space.hash
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import stat
 import subprocess
@@ -111,6 +112,16 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
     # THEN the old file is whole, and nothing else is left
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_leads_to_the_file_and_a_pipe_stays_one(tmp_path):
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "there.json")
+    os.mkfifo(pipe)
+    finished_run().save(link)
+    with pytest.raises(OSError, match="it is no file"):
+        finished_run().save(pipe)
+    assert (link.is_symlink(), (tmp_path / "there.json").is_file(), pipe.is_fifo()) == (True, True, True)
 
 
 def test_a_file_with_a_traceback_is_private_and_others_are_as_the_umask_says(tmp_path):

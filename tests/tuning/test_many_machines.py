@@ -133,14 +133,12 @@ def run_host(url: str, name: str, on_burst: Callable[[int], None] = lambda numbe
 
     clock = FakeClock()
     probe = Probe(SimulatedMachine(), clock)
-    options = TuneOptions(storage=url, search="grid", budget_s=1e6)
+    options = TuneOptions(storage=url, search="grid", budget_s=1e6, study_name="shared")
     run = simulated_run(probe.machine, GRID, has_step=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "node", lambda: name)
         patch.setattr(session, "run_finals", lambda *_: None)
-        search = session.TuningSession(
-            probe, run, options, clock=clock, started=0.0, listener=SILENT, study_name="shared"
-        )
+        search = session.TuningSession(probe, run, options, clock=clock, started=0.0, listener=SILENT)
         return len(search.run().trials), len(probe.bursts)
 
 

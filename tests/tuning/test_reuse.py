@@ -187,6 +187,11 @@ def test_a_result_that_no_longer_holds_is_rejected_with_the_reason_and_tried_ear
     assert not any("was not reused" in warning for warning in third.warnings)
 
 
+def test_what_was_not_decided_is_tuned_anew(quick: Call) -> None:
+    assert quick(Rows(), budget=2).status == "undecided"
+    assert quick(Rows(), budget=2).reused is None
+
+
 def test_when_everything_is_tuned_anew(quick: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # GIVEN an earlier result WHEN it is not wanted, a study is to be gone on with, or more trials are granted
     quick(Rows())

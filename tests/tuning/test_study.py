@@ -70,6 +70,14 @@ def lean(trial):
     return replace(trial, measurement=replace(trial.measurement, traces=()))
 
 
+def test_a_study_of_another_job_is_refused_by_name(tmp_path):
+    path = tmp_path / "study.journal"
+    run(ledger(path, job="small model"), success(0, workers(1)))
+    assert len(ledger(path, job="small model").restored()) == 1
+    with pytest.raises(ValueError, match="study_name='test' has trials of another job"):
+        ledger(path, job="large model")
+
+
 # Telling and asking
 
 

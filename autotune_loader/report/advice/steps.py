@@ -108,7 +108,7 @@ def _more_workers(evidence: Evidence) -> Steps:
     is_allowed = evidence.space is not None and more.num_workers <= evidence.space.max_workers
     if gain is not None and not is_allowed:
         yield Advice(
-            action=f"Allow more workers than cores: max_workers={more.num_workers}.",
+            action=f"Allow more workers: max_workers={more.num_workers}.",
             reason=f"a fetch waits {_waits(evidence)} of its time and leaves its core alone meanwhile; "
             f"{rate_text(evidence.rate.value * (1 + gain))} is predicted for {more.num_workers} workers",
             expected_gain=gain,
