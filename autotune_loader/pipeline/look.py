@@ -144,7 +144,8 @@ def look(roots: Mapping[str, Any], item: Sequence[Any] = (), number: int = 0, *,
             seen.tokens[f"{path}[of batch {number}]"] = of_batch
         if depth < MOST_DEPTH and words is None and not isinstance(value, WITHOUT_PARTS):
             inner = _translated(value, rows)
-            is_long = isinstance(value, (list, tuple, deque, dict)) and len(value) > MOST_ITEMS
+            kind = _container(value)
+            is_long = kind is not None and kind.__len__(value) > MOST_ITEMS
             (items if is_long else mine).extend(
                 (path + name, part, depth + 1, inner) for name, part in _parts(value, rows)
             )
@@ -202,9 +203,11 @@ def _token(value: Any, most: int) -> tuple[Any, ...]:
         return version, tuple(value.shape), _bytes(_as_array(value), most)
     if isinstance(value, np.ndarray):
         return value.shape, _bytes(value, most)
-    if isinstance(value, (list, tuple, deque, dict)):
-        whole = dict.values(value) if isinstance(value, dict) else value
-        return len(value), hash(tuple(map(id, whole if len(value) <= most else dict(_elements(value, most)).values())))
+    if (kind := _container(value)) is not None:
+        count = kind.__len__(value)
+        if count > most:
+            return count, hash(tuple(id(part) for _, part in _elements(kind, value, most)))
+        return count, hash(tuple(map(id, dict.values(value) if kind is dict else kind.__iter__(value))))
     if isinstance(value, (set, frozenset)):
         return (len(value),)
     if isinstance(value, bytearray):
@@ -238,16 +241,22 @@ def _bytes(array: np.ndarray[Any, Any] | None, most: int) -> bytes | None:
     return array.flat[:: 1 if array.size <= most else max(1, array.size // few)].tobytes()
 
 
-def _elements(values: Any, most: int, rows: Sequence[int] = ()) -> list[tuple[Any, Any]]:
+def _container(value: Any) -> Any:
+    """The built-in class of a container, by which it is read past what the user's own class makes of it; None for others."""
+    return next((kind for kind in (dict, list, tuple, deque) if issubclass(type(value), kind)), None)
+
+
+def _elements(kind: Any, values: Any, most: int, rows: Sequence[int] = ()) -> list[tuple[Any, Any]]:
     """Keys and values of a container: all of a short one; of a longer one some, and those of the batch at hand."""
-    count = len(values)
-    if isinstance(values, dict):
+    count = kind.__len__(values)
+    if kind is dict:
         names = dict.keys(values)
         keys = list(names) if count <= most else [*islice(names, EDGE), *islice(reversed(names), EDGE)]
         return [(key, dict.get(values, key)) for key in dict.fromkeys([*keys, *(row for row in rows if row in names)])]
     spaced = 1 if count <= most else count // min(PROBES, most // 2 // EDGE)
     few = [*range(0, count, spaced), *range(max(0, count - EDGE), count)]
-    return [(index, values[index]) for index in dict.fromkeys([*few, *(row for row in rows if row < count)])]
+    chosen = dict.fromkeys([*few, *(row for row in rows if row < count)])
+    return [(index, kind.__getitem__(values, index)) for index in chosen]
 
 
 def _state(generator: Any) -> Any:
@@ -271,10 +280,11 @@ def _of_batch(value: Any, rows: list[int]) -> Any:
         if not array.ndim or array.dtype.hasobject or not array.flags.writeable or array.shape[0] <= max(rows):
             return None
         return b"".join(_bytes(np.atleast_1d(array[row]), MOST_COPIED) or b"" for row in rows)
-    if isinstance(value, (list, tuple)) and len(value) > max(rows):
-        return tuple(id(value[row]) for row in rows)
-    if isinstance(value, dict):
+    kind = _container(value)
+    if kind is dict:
         return tuple(id(dict.get(value, row)) for row in rows)
+    if kind is not None and kind.__len__(value) > max(rows):
+        return tuple(id(kind.__getitem__(value, row)) for row in rows)
     return None
 
 
@@ -288,8 +298,8 @@ def _translated(value: Any, rows: list[int]) -> list[int]:
 
 def _parts(value: Any, rows: list[int]) -> Iterator[tuple[str, Any]]:
     """What a value refers to, by the end of its path."""
-    if isinstance(value, (list, tuple, deque, dict)):
-        for key, part in _elements(value, MOST_ITEMS, rows):
+    if (kind := _container(value)) is not None:
+        for key, part in _elements(kind, value, MOST_ITEMS, rows):
             yield f"[{key!r}]" if type(key) in PLAIN else f"[{type(key).__name__}]", part
     if type(value).__module__.partition(".")[0] == "pandas":  # its blocks, which a fetch may write to
         blocks = getattr(getattr(value, "_mgr", None), "arrays", ())
@@ -471,15 +481,16 @@ def _noted(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any, Any]]:
         if not value.is_inference():
             yield _version, value, value._version
         return
+    kind = _container(value)
     if isinstance(value, SHARED_MEMORY):
         yield _memory, value, _memory(value)
     elif isinstance(value, GENERATORS):
         yield _state, value, _state(value)
-    elif isinstance(value, (set, deque)):
+    elif issubclass(type(value), (set, deque)):
         yield len, value, len(value)
-    elif isinstance(value, (list, bytearray)) or (isinstance(value, dict) and len(value) > MOST_ITEMS):
+    elif issubclass(type(value), (list, bytearray)) or (kind is dict and dict.__len__(value) > MOST_ITEMS):
         yield _some_items, value, _some_items(value)
-    space = value if isinstance(value, dict) and len(value) <= MOST_ITEMS else _own(value)
+    space = value if kind is dict and dict.__len__(value) <= MOST_ITEMS else _own(value)
     if space is not None and not isinstance(value, (types.ModuleType, type)):
         yield _itself, space, dict(space)
     if is_users(type(value).__module__) and any(vars(kind).get("__slots__") for kind in type(value).__mro__):
@@ -496,10 +507,11 @@ def _itself(value: Any) -> Any:
 
 def _some_items(values: Any) -> tuple[int, Any]:
     """All of them, or some, evenly spaced: compared by identity first, which takes 2 ns an item."""
-    if isinstance(values, dict):
-        return len(values), list(islice(dict.values(values), HELD_ITEMS))
-    every = slice(None, None, max(1, len(values) // HELD_ITEMS))
-    return len(values), (list if isinstance(values, list) else bytearray).__getitem__(values, every)
+    kind = _container(values) or bytearray
+    count = kind.__len__(values)
+    if kind is dict:
+        return count, list(islice(dict.values(values), HELD_ITEMS))
+    return count, kind.__getitem__(values, slice(None, None, max(1, count // HELD_ITEMS)))
 
 
 def _memory(value: Any) -> bytes:

@@ -235,6 +235,13 @@ def remembered(self: Any, index: int) -> int:
     return self.table[index]
 
 
+class Endless(list[int]):
+    """Its own way to go through it never ends."""
+
+    def __iter__(self) -> Any:
+        return itertools.count()
+
+
 LOCK = multiprocessing.get_context("fork").Lock()
 GOOD: dict[str, Callable[[Path], Any]] = {
     "tensors": lambda d: TensorDataset(torch.rand(SIZE, 10), torch.arange(SIZE)),
@@ -253,6 +260,7 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "fills a table once": lambda d: Items(remembered, table=None),
     "weak": lambda d: Items(identity, w=weakref.ref(HERE)),
     "list of paths": lambda d: Items(lambda self, i: len(str(self.x[i])), x=[d / f"{i}.jpg" for i in range(SIZE)]),
+    "a list with an iterator of its own": lambda d: Items(lambda self, i: self.x[i], x=Endless(range(SIZE))),
     "millions": lambda d: Items(lambda self, i: self.x[i], x=list(range(2_000_000))),
     "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.rand(200_000)),
     "an attribute with the name of what the script counts": lambda d: Items(lambda self, i: self.SEEN + i, SEEN=1),

@@ -166,9 +166,9 @@ def test_the_command_compares_two_files_of_one_job(
     arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--quiet"]
     assert cli.main([*arguments, "--json"]) == 0
     alone, three = json.loads(capsys.readouterr().out)
-    assert (alone["side"], three["side"], alone["ratio"]) == ("alone", "three", None)
+    assert (alone["side"], three["side"], alone["ratio"]) == ("alone.json", "three.json", None)
     assert three["ratio"] > 1.3
     assert cli.main(["compare", "three.json", "alone.json", *arguments[3:], "--fail-if-slower", "5%"]) == 4
-    assert "Slower by more than --fail-if-slower allows: alone." in capsys.readouterr().err
+    assert "Slower by more than --fail-if-slower allows: alone.json." in capsys.readouterr().err
     assert cli.main(["compare", "alone.json", "alone.json", "--job", "compared_job.py:make"]) == 2
     assert "is one file, and a comparison takes two" in capsys.readouterr().err
