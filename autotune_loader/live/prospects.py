@@ -31,7 +31,7 @@ LATEST_STARTS = 16
 """Starts that tell what the next one costs."""
 WORKER_START_S = 0.02
 """What forking a worker holds up the loop, until this loader's own starts tell ..."""
-WORKER_IMPORT_S = 1.5
+WORKER_IMPORT_S = 3.0
 """... and one that imports torch first."""
 
 
@@ -174,11 +174,13 @@ def first_beliefs(seen: Evidence, cores: float, job: Job, space: Callable[[int],
 def _worth_starting(measured: Measurement, job: Job, log: LiveTraces) -> int | None:
     """Most workers that an epoch is worth, where each epoch starts its own; None where that is no bound.
 
-    With W workers fetching an epoch takes E / W seconds and starting them W * s, whose sum is least at W = sqrt(E / s).
+    With W workers fetching an epoch takes E / W seconds and starting them W * s, whose sum is least at W = sqrt(E / s). Where
+    starting one takes longer than all fetches, none is worth it.
     """
     if job.epoch_batches is None or job.start.persistent_workers:
         return None
-    return max(1, math.ceil(math.sqrt(job.epoch_batches * measured.service_s / worker_start_s(log, job))))
+    starts = job.epoch_batches * measured.service_s / worker_start_s(log, job)
+    return math.ceil(math.sqrt(starts)) if starts > 1 else 0
 
 
 def worker_start_s(log: LiveTraces, job: Job) -> float:
