@@ -98,7 +98,10 @@ class Order(Iterator[Item]):
         self._again: deque[Item] = deque()
         self._number = 0
         self._ahead = source.ahead if source.workers else 0
-        self._batches = _Heard(batches, source)
+        # Any other sampler is drawn from directly: nothing of ours stands between two batches.
+        is_watched = source.workers > 0 and sampler_refusal(source.sampler) is not None
+        self._heard = _Heard(batches, source) if is_watched else None
+        self._batches = self._heard or batches
         # With workers torch asks a sampler ahead for its end, too, where many draw once more; without, last of all.
         self._expected = None if source.workers else length_of(source.sampler)
         self._drawn: deque[Any] = deque(itertools.islice(self._batches, self._ahead))
@@ -124,7 +127,7 @@ class Order(Iterator[Item]):
     @property
     def listens(self) -> bool:
         """Whether the sampler was seen to depend on what the training does between two batches."""
-        return self._batches.listens
+        return self._heard is not None and self._heard.listens
 
     @property
     def has_more(self) -> bool:
@@ -188,12 +191,12 @@ class _Heard(Iterator[Any]):
     def __init__(self, batches: Iterator[Any], source: Source) -> None:
         self._batches, self._samplers, self.listens = batches, _samplers(source), False
         self._held: Held | None = None
-        self._watched = MOST_WATCHED if source.workers and sampler_refusal(source.sampler) is not None else 0
+        self._left = MOST_WATCHED
 
     def __next__(self) -> Any:
-        if self.listens or not self._watched:
+        if self.listens or not self._left:
             return next(self._batches)
-        self._watched -= 1
+        self._left -= 1
         generators, held = Held(Look(values=[*GLOBAL])), self._held
         is_changed = held is not None and not held.is_unchanged()
         drawn = next(self._batches)
