@@ -7,8 +7,8 @@
     write_only_in       files are made, changed and removed in some places only
     ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
 
-Each but the last is called once in the new process, before any code of the user's runs in it. A fork needs all of them; a fresh interpreter
-inherits nothing and needs the first and `write_only_in`. Linux only.
+Each but the last is called once in the new process, before any code of the user's runs in it. A fork needs all of them; a
+fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def die_with_owner() -> None:
-    """The same for a process of `multiprocessing`'s: a fork server that started it may outlive the process that asked for it."""
+    """The same for a process of `multiprocessing`'s, which a fork server may have started for the one that asked for it."""
     die_with_parent()
     owner = multiprocessing.parent_process()
     if owner is not None and owner.pid != os.getppid():

@@ -106,8 +106,8 @@ def test_files_are_changed_in_the_given_places_only(name: str, tmp_path: Path, m
     assert held
     assert is_same
     assert raised in ("PermissionError", "OSError", "RuntimeError", "CalledProcessError")
-    assert sorted(os.listdir(tmp_path)) == ["last.pt", "scratch"]
-    assert os.listdir(scratch) == ["ok"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.pt", "scratch"]
+    assert [each.name for each in scratch.iterdir()] == ["ok"]
 
 
 def test_without_landlock_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_open_files_have_positions_of_their_own(
     # GIVEN a file that is open
     path = tmp_path / "data"
     path.write_bytes(b"0123456789")
-    with open(path, mode, buffering=0) as file:
+    with path.open(mode, buffering=0) as file:
         reads, writes = "r" in mode, mode != "rb"
 
         # WHEN a fork reads from it and writes to it
