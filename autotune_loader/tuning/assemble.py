@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from autotune_loader.decision.rounds import averaged
+from autotune_loader.values.measurement import averaged
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times

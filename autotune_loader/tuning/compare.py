@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.evidence import Ask
-from autotune_loader.decision.rounds import as_round, averaged
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
@@ -32,7 +32,7 @@ from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BadSample, Failure, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, Measurement, averaged
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
