@@ -101,7 +101,7 @@ def study(name: str, job: Job, seconds: float, rounds: int) -> str:
     dataset = job.make()
     try:
         result = tune(DataLoader(dataset, **job.loader(dataset)), train_step=step, progress=False)
-        told = 0.0 if result.measured.samples_per_s is None else result.measured.samples_per_s.value
+        told = 0.0 if result.rate is None else result.rate.value
         configs = [*(LoaderConfig(num_workers=workers) for workers in WORKERS), result.best]
         rates: dict[int, list[float]] = {}
         for number in range(rounds):
