@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import platform
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,9 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     yield "start method", method, None
-    threads = ", ".join(f"{name}={value}" for name, value in machine.thread_env.items())
+    threads = ", ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("_NUM_THREADS")
+    )
     yield "threads", threads or "no variable is set", None
     gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"
