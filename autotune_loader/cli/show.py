@@ -28,8 +28,9 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
     if as_code:
         click.echo(code_of(result))
     elif page is None:
-        same = "This machine is the same in all that matters."
-        click.echo("\n".join([result.report(), "", *(result.differences() or [same])]))
+        click.echo(result.report())
+        if result.machine is not None:
+            click.echo("\n".join(["", *(result.differences() or ["This machine is the same in all that matters."])]))
     else:
         try:
             result.save_html(page)
