@@ -220,7 +220,9 @@ class Caution(Table):
         "The step alone had {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
     )
     STEP_FASTER_IN_LOOP = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
-    BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): sides are compared by samples/s, which tells nothing of learning."
+    BATCH_SIZES_DIFFER = (
+        "Batch sizes differ ({sizes}): sides are compared by samples/s, which tells nothing of learning."
+    )
     NOTE = "{text}"
 
 
