@@ -84,7 +84,9 @@ class Belief:
         """Rates as they may be, of every legal configuration and every one that was observed."""
         configs = self._configs()
         solved = None if self.twin is None else self.twin.predict(configs)
-        prior = draw(configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs))
+        prior = draw(
+            configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs)
+        )
         if self.twin is None or solved is None:
             return prior
         found = sufficient(configs, self.twin.observations, solved.loop_use)
@@ -181,10 +183,14 @@ class Belief:
 
     @cached_property
     def most_workers(self) -> int | None:
-        """Workers beyond which nothing is tried: halfway between what succeeded and what failed; None before a failure."""
+        """Workers beyond which nothing is tried after a failure: the geometric middle of what succeeded and what failed."""
         succeeded = max((trial.config.num_workers for trial in self._seen), default=0)
         failed = [t.config.num_workers for t in self.trials if _is_for_workers(t) and t.config.num_workers > succeeded]
-        return (succeeded + min(failed)) // 2 if failed else None
+        return (
+            max(succeeded, math.isqrt(max(succeeded, 1) * min(failed)) if succeeded else min(failed) > 1)
+            if failed
+            else None
+        )
 
     def _configs(self) -> list[LoaderConfig]:
         """What is believed of: what may be proposed, and what was observed."""

@@ -35,8 +35,8 @@ UNKNOWN_SD = 0.7
 """Without a belief anything may be twice as fast as anything else (standard deviation of the logarithm)."""
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
-WORTH_A_PAIR = 0.01
-"""Another pair must add this much to that probability."""
+WORTH_A_SECOND = 0.01
+"""Another pair must add this much to that probability for each second that it takes."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
 """One burst gives no interval; and a comparison ends."""
 ADMITTING_ROUNDS = 2
@@ -178,7 +178,11 @@ class Rounds:
             rounds=tuple(self.rounds),
             winner=winner,
             rate=effects.rate(winner, chosen_of=len(self._contenders(effects, winner)) + 1),
-            speedup=exactly_one if winner == self.baseline else effects.ratio(winner, self.baseline) if has_both else None,
+            speedup=exactly_one
+            if winner == self.baseline
+            else effects.ratio(winner, self.baseline)
+            if has_both
+            else None,
             bursts={side: tuple(bursts) for side, bursts in self._bursts.items()},
             as_fast=tuple(side for side in equal if side != winner and self._cost(side) >= self._cost(winner)),
             probability=float(draws.within(self.tolerance)[ran.index(winner)]),
@@ -217,7 +221,8 @@ class Rounds:
             return RoundsEnd.CEILING
         if probability >= CERTAIN:
             return RoundsEnd.SAFE
-        return RoundsEnd.NOT_WORTH_IT if worth < WORTH_A_PAIR else None
+        pair_s = 2 * self._spent_s / max(self._ran, 1)
+        return RoundsEnd.NOT_WORTH_IT if worth < WORTH_A_SECOND * pair_s else None
 
     def _contenders(self, effects: Effects, incumbent: Any) -> list[Any]:
         """Who is not shown to be slower than this one by more than the tolerance."""
