@@ -139,9 +139,9 @@ class Rounds:
         return self.rounds[-1]
 
     def admit(self, sides: Sequence[Any]) -> None:
-        """Add sides that the first rounds suggest; later ones are not taken."""
+        """Add the first of the sides that the first rounds suggest, if it does not run yet; later ones are not taken."""
         if self.number <= ADMITTING_ROUNDS:
-            self.sides += [side for side in dict.fromkeys(sides) if side not in self.sides]
+            self.sides += [side for side in sides[:1] if side not in self.sides]
 
     def active(self) -> list[Any]:
         """Who has not failed too often."""

@@ -275,10 +275,8 @@ def _step_line(fitted: Sequence[Observation], contention: Contention, context: C
     cores, threads = float(context.usable_cores), context.step_cores
     wanting = np.array([_wanting(o, contention) for o in fitted])
     beside = np.array([o.num_workers > 0 for o in fitted])
-    if _is_parallel(context):
-        disturbance = _starved(wanting, threads, cores)
-    else:
-        disturbance = np.array([o.workers_at_work for o in fitted])
+    at_work = np.array([o.workers_at_work for o in fitted])
+    disturbance = _starved(wanting, threads, cores) if _is_parallel(context) else at_work
     shared = alone_s * _step_share(wanting, contention.step_cores * threads, cores)
     off = np.log(np.maximum([o.step_s.mean() for o in fitted], 1e-12) / shared)
     return _line(disturbance[beside], off[beside], sampling_sd(fitted)[beside])
