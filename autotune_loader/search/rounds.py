@@ -96,6 +96,7 @@ class Rounds:
             decide.
         ceiling: samples/s of the step alone; None where that is unknown.
         noise_sd: relative standard deviation of one burst, before the rounds show theirs.
+        least_rounds: for an answer that is the interval of a ratio, and not a choice.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Rounds:
         believe: Callable[[], Belief | None] = lambda: None,
         ceiling: float | None = None,
         noise_sd: float = TYPICAL_NOISE,
+        least_rounds: int = LEAST_ROUNDS,
     ) -> None:
         self.sides, self.baseline, self.tolerance = list(dict.fromkeys([*sides, baseline])), baseline, tolerance
         self.rounds: list[Round] = []
         self.ended: RoundsEnd | None = None
         self.ceiling = ceiling
-        self._cost, self._believe, self._noise_sd = cost, believe, noise_sd
+        self._cost, self._believe, self._noise_sd, self._least_rounds = cost, believe, noise_sd, least_rounds
         self._bursts: dict[Any, list[Measurement]] = {}
         self._failures: dict[Any, list[Failure]] = {}
         self._spent_s, self._ran = 0.0, 0
@@ -215,7 +217,7 @@ class Rounds:
     def _end(self, incumbent: Any, probability: float, worth: float, new: Sequence[Any]) -> RoundsEnd | None:
         if self.number >= MOST_ROUNDS:
             return RoundsEnd.NOT_WORTH_IT
-        if new or self.number < LEAST_ROUNDS or len(self._bursts[incumbent]) < LEAST_ROUNDS:
+        if new or self.number < self._least_rounds or len(self._bursts[incumbent]) < LEAST_ROUNDS:
             return None
         if self._is_at_ceiling(incumbent):
             return RoundsEnd.CEILING
