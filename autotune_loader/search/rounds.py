@@ -6,7 +6,7 @@
 
 The rule: everybody runs once. Then those run who still tell something: the one that would be chosen now, the rival of which
 another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
-clearly slower. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds end, two at the
+clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds end, two at the
 least, when that probability is 0.95, or when no pair adds a point to it.
 
 The bursts of the search chose the sides, so no rate that is reported comes from them: the best of many noisy bursts looks
@@ -210,7 +210,8 @@ class Rounds:
         end = self._end(incumbent, float(inside[here]), worth[best] if best is not None else 0.0, new)
         if best is not None:
             wanted.add(best)
-        if self.baseline in ran and not self._is_clearly_slower(effects, self.baseline, incumbent):
+        is_early = self.number < self._least_rounds
+        if self.baseline in ran and (is_early or not self._is_clearly_slower(effects, self.baseline, incumbent)):
             wanted.add(self.baseline)
         return [side for side in self.sides if side in wanted], end
 
