@@ -30,6 +30,12 @@ STOPPED_CONFIDENCE = 0.975
 """For rounds that ended when it suited: half of the usual 5 % went into looks on the way (studies/fidelity/README.md)."""
 
 
+TYPICAL_NOISE = 0.03
+"""Relative standard deviation of a burst beside others of its round, before anything was measured."""
+KNOWN_BEFORE = 4
+"""What is believed of the noise before any round counts as so many degrees of freedom."""
+MIXTURE = 5.0
+"""Variance of the effects that a confidence sequence is tuned to, in units of the noise's: narrowest for about three pairs."""
 SHOWN_SLOWER = 0.995
 """One-sided confidence with which rounds rule out that someone was as fast as the chosen one, and might have been chosen."""
 
@@ -198,6 +204,98 @@ def mean_of_selected(rounds: Sequence[Round], chosen: Hashable) -> Interval:
     """
     rates = [each.rates[chosen] for each in rounds if chosen in each.rates]
     return mean_interval(rates, of_selected(0.95, rounds, chosen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """Rounds as ln(rate) = side + round + noise, with one noise for all sides: what rounds say of rates and ratios.
+
+    Its ratios hold at whatever round one stops, so that a side may sit out, and rounds may end, when they say enough. They are
+    the t-test's confidence sequence (a normal mixture over the effect in units of the noise, any scale of noise: Lai 1976, "On
+    confidence sequences"). The noise is that of all rounds and sides together, and of some rounds that might have been seen
+    before.
+    """
+
+    rounds: tuple[Round, ...]
+    keys: tuple[Any, ...]
+    """Every side that ran at all."""
+    noise_sd: float
+    """Relative standard deviation of one burst, without what its round had in common."""
+    freedom: float
+    levels: tuple[float, ...]
+    """Logarithm of the rate of each side in a round like the mean one."""
+    variances: tuple[tuple[float, ...], ...]
+    """Covariance of these, in units of the noise's variance."""
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], *, noise_sd: float = TYPICAL_NOISE) -> Effects:
+        """The fit to some rounds.
+
+        Args:
+            rounds: in any order; at least one side ran in one.
+            noise_sd: what is believed of the noise before them.
+        """
+        import numpy as np
+
+        keys = tuple(dict.fromkeys(key for each in rounds for key in each.rates))
+        cells = [(keys.index(key), n, math.log(rate)) for n, each in enumerate(rounds) for key, rate in each.rates.items()]
+        design = np.zeros((len(cells), len(keys) + len(rounds)))
+        for row, (side, number, _) in enumerate(cells):
+            design[row, side] = design[row, len(keys) + number] = 1.0
+        # A constant may move from the sides to the rounds: these have mean 0.
+        balance = np.concatenate([np.zeros(len(keys)), np.ones(len(rounds))])
+        logs, inverse = np.array([log for *_, log in cells]), np.linalg.pinv(design.T @ design + np.outer(balance, balance))
+        found = inverse @ design.T @ logs
+        squares = float(((logs - design @ found) ** 2).sum())
+        freedom = max(len(cells) - len(keys) - len(rounds) + 1, 0)
+        pooled = (squares + KNOWN_BEFORE * noise_sd**2) / (freedom + KNOWN_BEFORE)
+        return cls(
+            rounds=tuple(rounds),
+            keys=keys,
+            noise_sd=math.sqrt(pooled),
+            freedom=freedom + KNOWN_BEFORE,
+            levels=tuple(map(float, found[: len(keys)])),
+            variances=tuple(tuple(map(float, row)) for row in inverse[: len(keys), : len(keys)]),
+        )
+
+    def ratio(self, a: Any, b: Any, confidence: float = 0.95) -> Interval:
+        """Rate of `a` over rate of `b`, at whatever round one stops; without limits where they never ran in one round.
+
+        Raises:
+            ValueError: one of them never ran.
+        """
+        i, j = self.keys.index(a), self.keys.index(b)
+        count = len(log_ratios(self.rounds, a, b))
+        value = self.levels[i] - self.levels[j]
+        half = math.inf
+        if count:
+            unit = self.variances[i][i] + self.variances[j][j] - 2 * self.variances[i][j]
+            half = self.noise_sd * math.sqrt(unit) * _anytime_quantile(1 / unit, self.freedom, confidence)
+        return _exp(Interval(value=value, low=value - half, high=value + half, count=count))
+
+    def rate(self, key: Any, chosen_of: int = 1) -> Interval:
+        """Mean rate of a side, with a 95 % interval that also holds for one that was chosen of so many by these rounds.
+
+        The error is divided by that number (Benjamini and Yekutieli 2005, for one selected). The middle is not corrected: of
+        five equal ones it lies 1.7 % too high at 3 % noise (`studies.fidelity.selection`).
+        """
+        logs = [math.log(each.rates[key]) for each in self.rounds if key in each.rates]
+        everybody = {k: [math.log(r.rates[k]) for r in self.rounds if k in r.rates] for k in self.keys}
+        # What rounds have in common scatters a rate, though no ratio: the scatter of each side around its own mean.
+        squares = math.fsum((log - math.fsum(own) / len(own)) ** 2 for own in everybody.values() for log in own)
+        freedom = sum(len(own) - 1 for own in everybody.values())
+        pooled = (squares + KNOWN_BEFORE * self.noise_sd**2) / (freedom + KNOWN_BEFORE)
+        value = math.fsum(logs) / len(logs)
+        half = student_t_quantile(1 - 0.025 / chosen_of, int(min(freedom, len(self.rounds)) + KNOWN_BEFORE))
+        half = half * math.sqrt(pooled / len(logs)) if len(logs) > 1 else math.inf
+        return _exp(Interval(value=value, low=value - half, high=value + half, count=len(logs)))
+
+
+def _anytime_quantile(observations: float, freedom: float, confidence: float) -> float:
+    """Standard errors from the middle to an end of an interval that holds at any stop; infinite with too little freedom."""
+    more = 1.0 + observations * MIXTURE
+    factor = (math.sqrt(more) / (1 - confidence)) ** (2 / (freedom + 1))
+    return math.sqrt(freedom * (factor - 1) / (1 - factor / more)) if factor < more else math.inf
 
 
 @lru_cache(maxsize=1024)
