@@ -230,6 +230,9 @@ class Caution(Table):
     BATCH_SIZES_DIFFER = (
         "Batch sizes differ ({sizes}): sides are compared by samples/s, which does not tell what a batch size does to learning."
     )
+    FEWER_SAMPLES = (
+        "drop_last=True: each of {workers} workers of a stream drops its own last batch, so an epoch has fewer samples."
+    )
     NOTE = "{text}"
 
 

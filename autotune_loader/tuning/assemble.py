@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.diagnosis import Caution, Ended, Evidence, Undecided, judged
+from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Job, Status
@@ -39,17 +40,23 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         ended, status, undecided = Ended.FALLBACK, "fallback", None
     elif ended is Ended.INTERRUPTED:
         status, undecided = "partial", None
-    context, is_winner = search.bursts.context, search.outcome is not None and search.outcome.winner == best
+    context, outcome = search.bursts.context, search.outcome
+    won = outcome if outcome is not None and outcome.winner == best else None
+    has_baseline = search.rounds is not None and search.rounds.baseline == run.baseline
     found = TuningResult(
         best=best,
         status=_status(status),
         baseline=run.baseline,
+        tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         batch_size=best.batch_size or data.batch_size,
+        shuffle=_shuffles(data),
+        drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
-        rate=search.outcome.rate if search.outcome is not None and is_winner else _rate(search, best),
+        rate=_rate(search, best) if won is None else won.rate,
         baseline_rate=_rate(search, run.baseline),
-        speedup=search.outcome.speedup if search.outcome is not None and is_winner else None,
+        speedup=won.speedup if won is not None and has_baseline else None,
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
+        as_fast=() if won is None else won.as_fast,
         undecided=undecided,
         ended=None if ended is None else ended(),
         step=warmup.step,
@@ -61,6 +68,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
             usable_cores=context.usable_cores,
             step_cores=context.step_cores,
             step_s=context.step_s,
+            on_accelerator=not run.workload.on_cpu,
             epoch_batches=data.batches_per_epoch(best.batch_size),
         ),
         machine=run.fingerprint,
@@ -83,21 +91,8 @@ def _judged(found: TuningResult, measured: Measurement, search: Search) -> Tunin
         "memory_bytes": None if memory is None else memory.taken_bytes,
     }
     found = replace(found, **figures)
-    workload, job = search.run.workload, found.job
-    assert job is not None
-    evidence = Evidence.of(
-        measured,
-        config=found.best,
-        cores=job.usable_cores,
-        ceiling=found.ceiling,
-        epoch_batches=job.epoch_batches,
-        on_accelerator=not workload.on_cpu,
-        has_batched_fetch=workload.data.has_batched_fetch,
-        max_workers=search.run.space.max_workers,
-        stages=found.stages,
-        trials=found.trials,
-    )
-    return judged(found, evidence)
+    data = search.run.workload.data
+    return judged(found, has_batched_fetch=data.has_batched_fetch, max_workers=search.run.space.max_workers)
 
 
 def _status(name: str) -> Status:
@@ -199,7 +194,12 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     if data.has_own_order:
         order = "sampler" if data.batch_sampler is None else "batch_sampler"
         parts |= {order: getattr(data, order), "dataset": data.dataset}
-    return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+def _shuffles(data: DataSide) -> bool | None:
+    """Whether the order is random; None for an order of the user's own, or that of a stream."""
+    return None if data.is_iterable or data.has_own_order else type(data.sampler).__name__ == "RandomSampler"
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

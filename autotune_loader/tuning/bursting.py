@@ -104,14 +104,7 @@ class Bursts:
     def _trial(self, config: LoaderConfig, plan: BurstPlan, number: int, **known: Any) -> Trial:
         begun = self._clock()
         outcome = self._probe.burst(config, self._lasting(config, plan))
-        trial = Trial(
-            number=number,
-            config=config,
-            measurement=outcome if isinstance(outcome, Measurement) else None,
-            failure=outcome if isinstance(outcome, Failure) else None,
-            seconds=self._clock() - begun,
-            **known,
-        )
+        trial = Trial.of(number, config, outcome, seconds=self._clock() - begun, **known)
         self.trials.append(trial)
         return trial
 

@@ -18,7 +18,7 @@ from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
-from autotune_loader.search.rounds import Rounds, averaged
+from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import Bursts
 from autotune_loader.tuning.options import parse_options
@@ -26,7 +26,7 @@ from autotune_loader.tuning.rounds import run_rounds
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, Measurement, averaged
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def compare(
         for entrant in entrants.values():
             entrant.begin(machine, seconds_left)
         works = [name for name, each in entrants.items() if each.failure is None]
-        rounds: Rounds[str] = Rounds(works, works[0] if works else "", tolerance=options.tolerance)
+        rounds: Rounds = Rounds(works, works[0] if works else "", tolerance=options.tolerance)
         if works:
             run_rounds(
                 rounds,
@@ -202,7 +202,7 @@ def _failure_of(error: WorkloadError) -> Failure:
 
 
 def _compared(
-    entrants: Mapping[str, _Entrant], rounds: Rounds[str], machine: Machine, seconds: float
+    entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine, seconds: float
 ) -> Comparison:
     counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
     if len(set(counting.values())) > 1:

@@ -6,22 +6,20 @@ only where it fits into the budget. `tune()` runs the best few and what the user
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.values.trial import Trial
 
-_Side = TypeVar("_Side", bound=Hashable)
-
 
 def run_rounds(
-    rounds: Rounds[_Side],
-    burst: Callable[[_Side, int], Trial],
+    rounds: Rounds,
+    burst: Callable[[Any, int], Trial],
     *,
     seconds_left: Callable[[], float],
     clock: Callable[[], float],
-    on_round: Callable[[dict[_Side, float]], None] = lambda rates: None,
+    on_round: Callable[[dict[Any, float]], None] = lambda rates: None,
 ) -> None:
     """Run rounds until they decide, or another one is not worth its time.
 

@@ -29,7 +29,7 @@ class Run:
     space: Space
     context: Context
     warmup: WarmupReport
-    fingerprint: Fingerprint
+    machine: Machine
     tolerance: float = 0.02
     notes: tuple[str, ...] = ()
     """What the user should know of how the arguments were read and the bursts run."""
@@ -38,6 +38,11 @@ class Run:
     def baseline(self) -> LoaderConfig:
         """What the choice is compared with: the user's own configuration, or else torch's default."""
         return self.workload.own_config or LoaderConfig()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the result depends on."""
+        return self.machine.fingerprint(dataset=self.workload.data.description)
 
     @property
     def identity(self) -> str:
@@ -61,7 +66,7 @@ def make_run(
         space=make_space(workload, warmup, machine, options.allow, most),
         context=make_context(workload, warmup, machine),
         warmup=warmup,
-        fingerprint=machine.fingerprint(dataset=data.description),
+        machine=machine,
         tolerance=options.tolerance,
         notes=tuple(notes),
     )

@@ -142,7 +142,7 @@ class Search:
         )
         self.twin: TwinSampler = TwinSampler(run.space, run.context, tolerance=run.tolerance)
         self.ceiling: Measurement | None = None
-        self.rounds: Rounds[LoaderConfig] | None = None
+        self.rounds: Rounds | None = None
         self.ended: Ended | None = None
 
     @property
@@ -151,7 +151,7 @@ class Search:
         return self.twin.trials(self.study)
 
     @property
-    def outcome(self) -> RoundsOutcome[LoaderConfig] | None:
+    def outcome(self) -> RoundsOutcome | None:
         """What the rounds say; None where none was completed."""
         return None if self.rounds is None else self.rounds.outcome()
 
@@ -267,16 +267,18 @@ class Search:
     # The rounds
 
     def _race(self) -> None:
-        """Rounds between the best few and the baseline, as time allows."""
-        run, belief = self.run, self.twin.belief(self.study)
-        sides = belief.shortlist()
-        while len(sides) > 1 and self._round_s([*sides, run.baseline]) > self.seconds_left():
+        """Rounds between the best few and the baseline, as time allows; a baseline that failed would only fail again."""
+        run = self.run
+        sides = self.twin.belief(self.study).shortlist()
+        outcomes = [each for each in self.trials if each.config == run.baseline]
+        beside = [] if outcomes and outcomes[-1].measurement is None else [run.baseline]
+        while len(sides) > 1 and self._round_s([*sides, *beside]) > self.seconds_left():
             sides.pop()
-        if not sides or self._round_s([*sides, run.baseline]) - self.seconds_left() > MOST_OVERRUN_S:
+        if not sides or self._round_s([*sides, *beside]) - self.seconds_left() > MOST_OVERRUN_S:
             return
         self.rounds = Rounds(
             sides,
-            run.baseline,
+            beside[0] if beside else sides[0],
             tolerance=run.tolerance,
             cost=run.space.cost,
             believe=lambda: self.twin.belief(self.study),

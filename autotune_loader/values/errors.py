@@ -6,7 +6,17 @@ all: it is a `Failure` (see `trial.py`), because the study goes on.
 
 from __future__ import annotations
 
+import re
+
 from autotune_loader.values.secrets import without_secrets
+
+
+_USER_INFO = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@")
+
+
+def without_password(url: str) -> str:
+    """A database's URL without the user's name and password."""
+    return _USER_INFO.sub("***@", url)
 
 
 class TunerError(Exception):

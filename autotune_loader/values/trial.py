@@ -38,6 +38,13 @@ class Trial:
         return cls(number=number, config=config, **kept, **more)  # type: ignore[arg-type]
 
     @property
+    def outcome(self) -> Measurement | Failure:
+        """What came of it."""
+        found = self.measurement or self.failure
+        assert found is not None
+        return found
+
+    @property
     def samples_per_s(self) -> float | None:
         """The measured rate; None when the trial failed."""
         return self.measurement.samples_per_s.value if self.measurement else None

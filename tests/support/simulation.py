@@ -64,9 +64,9 @@ class SimulatedProbe:
         samples = (len(ends) - 1) * (self.epoch_batches or 0) * self.machine.batch_size
         return over_epochs(measured, ends, samples) if plan.whole_epochs else measured
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
-        disturbed = self._disturbed()
+        disturbed, consumer_threads = self._disturbed(), None
         begun = now = self._clock()
         traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:

@@ -89,7 +89,7 @@ def simulated_run(
             epoch_batches=epoch_batches,
         ),
         warmup=simulated_warmup(machine, **warmup),
-        fingerprint=inspect_machine().fingerprint(),
+        machine=inspect_machine(),
     )
 
 
