@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from autotune_loader.decision.race import MIN_ROUNDS, RaceOutcome
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.report.units import counted, faster_words, number_text
 from autotune_loader.results.loader_file import Reused
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BadSample
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval
 from autotune_loader.values.trial import Trial
 
@@ -19,9 +18,6 @@ INTERRUPTED = "Interrupted: this is the best state so far."
 NOTHING_MEASURED = "Nothing was measured, so nothing can be said."
 FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
 SHORT_EPOCHS = "Epochs are short, so the finals ran whole ones: their rates include start-up and the gaps between."
-LEFT_OUT = "; training will end there (bursts leave it out)"
-MOST_NAMED = 4
-"""Bad samples of one kind."""
 NOTHING_COMPARED = "the budget ended before a second configuration could be measured; a larger budget would decide it"
 
 
@@ -116,24 +112,6 @@ def failed_trials(trials: Sequence[Trial]) -> list[str]:
         if trial.failure is not None:
             by_kind.setdefault(trial.failure.kind, []).append(trial.failure.message)
     return [f"{counted(len(said), 'trial')} failed ({kind}): {said[0]}" for kind, said in sorted(by_kind.items())]
-
-
-def bad_samples(found: Iterable[BadSample]) -> list[str]:
-    """What training will trip over: a sentence for each class of exception that samples raised."""
-    by_class: dict[str, dict[str, BadSample]] = {}
-    for bad in found:
-        by_class.setdefault(bad.error.partition(":")[0], {}).setdefault(bad.name, bad)
-    sentences = []
-    for bads in by_class.values():
-        names, first = list(bads), next(iter(bads.values()))
-        others = f", like {', '.join(names[1:MOST_NAMED])}" + (" and others" if len(names) > MOST_NAMED else "")
-        sentences.append(f"{first.name} raises {first.error}{others if names[1:] else ''}{LEFT_OUT}")
-    return sentences
-
-
-def is_of_sample(sentence: str) -> bool:
-    """Whether it says that a sample raises, which it may not do the next time."""
-    return sentence.endswith(LEFT_OUT)
 
 
 def slow_batches(first_fetch_s: float) -> str:

@@ -11,12 +11,12 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from autotune_loader.bursts.bench import SLOW_FETCH_S
 from autotune_loader.decision.rounds import averaged
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.first_batches import SLOW_FETCH_S
 from autotune_loader.report import summary
 from autotune_loader.report.assembly import judged
 from autotune_loader.report.progress import Progress
@@ -55,7 +55,7 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
         status = "partial"
     elif fastest is None:
         status = "fallback"
-    epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
+    epoch_batches = data.batches_per_epoch(best.batch_size)
     found = TuningResult(
         best=best,
         status=status,
@@ -130,7 +130,7 @@ def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningR
         baseline=baseline,
         measured=measured,
         summary=sentences,
-        warnings=(*summary.bad_samples(context.warmup.bad_samples), *context.notes, *earlier.warnings),
+        warnings=(*context.notes, *earlier.warnings),
         spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
         fingerprint=context.fingerprint,
         reused=reused,
@@ -185,10 +185,7 @@ def _finals(state: SearchState) -> Finals:
 
 def _warnings(best: LoaderConfig, state: SearchState, finals: Finals) -> tuple[str, ...]:
     context = state.run
-    measured = [trial.measurement for trial in state.trials]
-    measured += [state.finals.measurement] if state.finals is not None else []
-    bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
-    notes = [*summary.bad_samples(bad), *consequences(best, context.workload.data), *context.notes]
+    notes = [*consequences(best, context.workload.data), *context.notes]
     if state.finals is not None:
         # That the rounds were disturbed is said where the choice is called undecided.
         notes += state.finals.failures if finals.undecided is not None else state.finals.notes

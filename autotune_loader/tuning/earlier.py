@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autotune_loader.bursts.protocol import Probe
 from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
-from autotune_loader.probe.protocol import Probe
-from autotune_loader.report import summary
 from autotune_loader.report.standings import rate_of
 from autotune_loader.results import cache
 from autotune_loader.results.result import TuningResult
@@ -117,8 +116,7 @@ def check(
             return failed[0]
         seen.bursts += 1
         # Without workers an epoch is nothing but its batches, so any burst will do.
-        whole = earlier.finals.whole_epochs and config.num_workers > 0
-        outcome = probe.burst(config, replace(CHECK_BURST, seed=number, whole_epochs=whole))
+        outcome = probe.burst(config, replace(CHECK_BURST, seed=number))
         failed.extend([outcome] if config == best and isinstance(outcome, Failure) else [])
         return outcome
 
@@ -197,7 +195,7 @@ class EarlierResult:
     def keep(self, result: TuningResult, *, cut_short: bool) -> None:
         """Keep the result of a search for the next call, without what that will find out itself, and for AutoLoaders."""
         found_anew = (*self.context.notes, *self.objections)
-        lasting = tuple(each for each in result.warnings if each not in found_anew and not summary.is_of_sample(each))
+        lasting = tuple(each for each in result.warnings if each not in found_anew)
         budget_s, max_trials = self.options.budget_s, self.options.max_trials
         kept = replace(result, warnings=lasting)
         cache.keep(self.key, kept, budget_s=budget_s, max_trials=max_trials, cut_short=cut_short)
