@@ -10,7 +10,6 @@ import click
 
 from autotune_loader.cli.exits import FINE, NOTHING_WORKED, OVER_LIMIT
 from autotune_loader.cli.scripts import Share
-from autotune_loader.values.plan import ISOLATIONS
 
 
 @click.command("compare")
@@ -23,7 +22,6 @@ from autotune_loader.values.plan import ISOLATIONS
     help="End with 4 where another file, or a loader of the second watch report, is slower than the first by more.",
 )
 @click.option("--budget", default="30s", show_default=True, help="Time for bursts and rounds, such as 30s or 2m.")
-@click.option("--isolation", type=click.Choice(ISOLATIONS), default="auto", show_default=True, help="Where bursts run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the sides, or the share each loader lost.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def compare_command(

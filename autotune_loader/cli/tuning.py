@@ -15,7 +15,6 @@ from autotune_loader.cli.exits import exit_code_of
 from autotune_loader.cli.scripts import Launch, launch_of
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
-from autotune_loader.values.plan import ISOLATIONS
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
@@ -58,7 +57,6 @@ class _TuneCommand(click.Command):
 )
 @click.option("--search", type=click.Choice(SEARCHES), help="How configurations are proposed.  [default: auto]")
 @click.option("--seed", type=int, help="Of proposals and samples; timings cannot be seeded.  [default: 0]")
-@click.option("--isolation", type=click.Choice(ISOLATIONS), help="Where bursts run.  [default: auto]")
 @click.option("--storage", help="Keep the Optuna study: a journal file's path, or a database URL.")
 @click.option("--study-name", help="Name of the study in the storage.")
 @click.option(

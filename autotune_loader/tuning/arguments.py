@@ -185,6 +185,7 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
         loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
         device=_device_name(device, model),
+        precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
         compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
 

@@ -1,4 +1,4 @@
-"""The GPU that a step runs on, as a burst sees it: when it did what, how much memory it took, and letting go of it.
+"""The GPU that a step runs on, as a burst sees it: when it did what, and how much memory it took.
 
 A GPU runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
 has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
@@ -7,13 +7,11 @@ has passed them; it is waited for at the window's edges only, since waiting in b
     device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
                        before  copied             done=before copied              done
 
-Here is all that knows of accelerators in a burst; a step on the CPU has no timeline, its host's clock tells everything.
+A step on the CPU has no timeline, its host's clock tells everything.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -25,29 +23,23 @@ from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values.measurement import GpuUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
-# Batches that the host may be ahead of the device. CUDA itself stops it after about 1,000 kernels, which may be seconds of
-# steps that are still to be waited for when the burst is over; this many keep any device busy.
-MOST_AHEAD = 16
+FEWEST_AHEAD, MOST_AHEAD_S = 2, 0.05
+"""Steps, or seconds of them, that the host may be ahead of the device: that keeps it busy, and what is handed over has still to
+be waited for when the burst is over."""
 
 
 class Timeline:
-    """An accelerator, by events on its current stream: CUDA, ROCm, XPU and others whose module has what CUDA's has.
-
-    Times are seconds of the host's clock.
+    """A CUDA device, by events on its current stream. Times are seconds of the host's clock.
 
     Args:
         device: such as `torch.device("cuda:1")`; without an index it is the current one.
-        module: torch's own for that kind of device, such as `torch.cuda` or `torch.xpu`.
     """
 
-    is_cold = False
-    """Whether memory was given back since the step was warm: its next run has to ask the driver for it again."""
     now = staticmethod(time.monotonic)
     """The host's clock."""
 
-    def __init__(self, device: torch.device, module: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = module
         self._lane: TimedLane | None = None
         self._zero: Any = None
         self._zero_s = 0.0
@@ -56,24 +48,22 @@ class Timeline:
         """The window's first edge: wait until the device is idle, and begin to count its time."""
         if self._device.index is not None:
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
-            self._module.set_device(self._device)
+            torch.cuda.set_device(self._device)
         self.synchronize()
-        self._module.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
         self._zero_s = self.now()
 
     def mark(self) -> Any:
         """A mark behind all that the device was given so far; costs no waiting."""
-        event = _event(self._module)
-        event.record(self._module.current_stream(self._device))
+        event = _event()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: Any) -> float | None:
         """When the device passed a mark; None while it has not."""
-        if not mark.query():
-            return None
-        return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3)
+        return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3) if mark.query() else None
 
     def wait(self, mark: Any) -> None:
         """Wait until the device has passed a mark; what was given to it after that goes on."""
@@ -81,7 +71,7 @@ class Timeline:
 
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
-        self._module.synchronize(self._device)
+        torch.cuda.synchronize(self._device)
 
     def make_lane(self) -> TimedLane:
         """A way to copy batches ahead of the step."""
@@ -91,20 +81,13 @@ class Timeline:
         return self._lane
 
     def peak_bytes(self) -> int:
-        """Most memory that was taken on the device since `open`."""
-        return int(self._module.max_memory_allocated(self._device))
-
-    def release(self) -> None:
-        """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
-        gc.collect()
-        self.is_cold = True
-        with contextlib.suppress(RuntimeError):  # after a failed kernel every call fails
-            self._module.empty_cache()
+        """Most memory that torch has allocated on the device since `open`."""
+        return int(torch.cuda.max_memory_allocated(self._device))
 
 
-def _event(module: Any) -> Any:
+def _event() -> Any:
     # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
-    return module.Event(enable_timing=True, **({"blocking": True} if module is torch.cuda else {}))
+    return torch.cuda.Event(enable_timing=True, blocking=True)
 
 
 class TimedLane(CudaLane):
@@ -115,16 +98,14 @@ class TimedLane(CudaLane):
         self.copies: list[tuple[Any, Any]] = []
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        before = self.stream.record_event(_event(torch.cuda))
+        if not self._is_all_recorded:
+            self.stream.wait_stream(
+                torch.cuda.current_stream(self._device)
+            )  # the step before it is no part of the copy
+        before = self.stream.record_event(_event())
         sent = super().send(batch)
-        self.copies.append((before, self.stream.record_event(_event(torch.cuda))))
+        self.copies.append((before, self.stream.record_event(_event())))
         return sent
-
-
-def timeline_of(device: torch.device) -> Timeline | None:
-    """The timeline of a device; None for a CPU, and for devices without events, whose steps the host's clock times."""
-    module = None if device.type == "cpu" else getattr(torch, device.type, None)
-    return Timeline(device, module) if hasattr(module, "Event") else None
 
 
 class Passage(NamedTuple):
@@ -151,11 +132,11 @@ class Passages:
     Args:
         timeline: of the device.
         lane: where copies run ahead.
+        are_copied: whether batches are copied between two marks, and not by the step itself.
     """
 
-    def __init__(self, timeline: Timeline, lane: TimedLane | None) -> None:
-        self._timeline = timeline
-        self._lane = lane
+    def __init__(self, timeline: Timeline, lane: TimedLane | None, *, are_copied: bool = True) -> None:
+        self._timeline, self._lane, self._are_copied = timeline, lane, are_copied
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
         self._copies_s: list[float] = []
@@ -164,8 +145,13 @@ class Passages:
     def note(self, passage: Passage) -> None:
         """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
         self._on_the_way.append(passage)
-        if len(self._on_the_way) > MOST_AHEAD:
-            self._timeline.wait(self._on_the_way[-MOST_AHEAD].done)
+        if self._steps:
+            begun, done = self._steps[-1]
+            most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
+        else:
+            most = FEWEST_AHEAD
+        if len(self._on_the_way) > most:
+            self._timeline.wait(self._on_the_way[-most - 1].done)
 
     def settled(self) -> list[BatchTrace]:
         """The traces of batches that the device has done since this was last asked."""
@@ -178,7 +164,7 @@ class Passages:
     def use(self, start: float, end: float) -> GpuUse:
         """What is known of the device between two moments, and of copies to it."""
         at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
-        copies_s = self._copies_s
+        copies_s = self._copies_s if self._are_copied else []
         if self._lane is not None:
             ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
             copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]

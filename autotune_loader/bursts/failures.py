@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.lines import is_ours
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
 AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
@@ -18,8 +18,12 @@ DEVICE_MEMORY_ADVICE = (
     f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}"
 )
 DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
+DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
+NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does"
 IN_FORKED = "re-initialize cuda in forked"
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+"""Where this package lies: its frames are left out of tracebacks, but for those of the demo's own job."""
 # What C++ prints of an exception that nobody catches, as torch's where memory is freed after a kernel has failed.
 CPP_EXCEPTION = re.compile(r"^ *what\(\): *(.+)", re.MULTILINE)
 # What torch, Python and the kernel print, most specific first. The first text found decides.
@@ -31,8 +35,8 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("no space left on device: '/dev/shm", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
     ("no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
     ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("too many open files", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
-    ("received 0 items of ancdata", "descriptors", "raise `ulimit -n` or use sharing_strategy='file_system'"),
+    ("too many open files", "descriptors", DESCRIPTORS_ADVICE),
+    ("received 0 items of ancdata", "descriptors", DESCRIPTORS_ADVICE),
     ("outofmemoryerror", "device_memory", DEVICE_MEMORY_ADVICE),  # torch's, of whatever device and allocator
     ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
     ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
@@ -47,6 +51,7 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
     ("exited unexpectedly", "crashed", "a worker died; run with 0 workers to see where"),
+    ("expected all tensors to be on the same device", "user_exception", NOT_MOVED_ADVICE),
     ("default_collate: batch must contain", "user_exception", COLLATE_ADVICE),
     ("stack expects each tensor to be equal size", "user_exception", COLLATE_ADVICE),
     ("each element in list of batch should be of equal size", "user_exception", COLLATE_ADVICE),
@@ -54,14 +59,8 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 
 
-class StoppedError(RuntimeError):
-    """The burst was stopped. A RuntimeError, since torch too tells the death of a worker by one in the midst of anything."""
-
-
-def is_of_dataset(error: Exception) -> bool:
-    """Whether an exception may be the fault of a sample: not of a lack of memory, say, which depends on the workers."""
-    if isinstance(error, StoppedError):
-        return False
+def is_of_user(error: Exception) -> bool:
+    """Whether a sample or the step may be at fault: not a lack of memory, say, which depends on the workers."""
     kind, text, _ = _diagnosis(error)
     return kind == "user_exception" and IN_FORKED not in text.lower()
 
@@ -90,14 +89,9 @@ def failure_of_reading(error: BaseException) -> Failure:
     return Failure(kind="pickling", phase="start", message=text, traceback=user_traceback(error))
 
 
-def failure_of_workload(error: WorkloadError, phase: FailurePhase) -> Failure:
-    """The failure that ends a run, whatever the configuration."""
-    return Failure(kind="user_exception", phase=phase, message=error.message, traceback=error.user_traceback)
-
-
-def is_device_broken(outcome: object) -> bool:
-    """Whether a kernel failed: from then on every CUDA call of that process fails, whatever it asks."""
-    return isinstance(outcome, Failure) and "CUDA error" in outcome.message
+def needs_new_process(failure: Failure) -> bool:
+    """Whether a kernel failed, after which every CUDA call of that process fails, or its device is full."""
+    return failure.kind == "device_memory" or "CUDA error" in failure.message
 
 
 def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
@@ -153,10 +147,14 @@ def _without_our_lines(text: str) -> str:
     ours = False
     for line in text.splitlines(keepends=True):
         head = re.match(r' *File "(?P<file>[^"]+)", line \d+', line)
-        ours = is_ours(head["file"]) if head else ours and line.startswith("    ")
+        ours = _is_ours(head["file"]) if head else ours and line.startswith("    ")
         if not ours:
             kept.append(line)
     return "".join(kept)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}demo")
 
 
 def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: str) -> Failure:
@@ -189,5 +187,5 @@ def failure_of_memory_guard(config: LoaderConfig, budget_bytes: int | None) -> F
         kind="memory_guard",
         phase="batches",
         message=f"{config} took more than 90 % of the memory budget of {(budget_bytes or 0) / 2**20:.0f} MiB "
-        "and was stopped; use fewer workers or raise max_host_memory",
+        "and was stopped; use fewer workers or smaller batches",
     )

@@ -1,19 +1,28 @@
-"""What a Lightning module finds as `self.trainer` while the probe runs its `training_step`: enough to train, nothing to log."""
+"""A Lightning module outside of its Trainer: what it finds as `self.trainer` while bursts run its `training_step`."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-# A schedule that asks how long training is gets an answer of a usual size.
 EPOCHS, BATCHES = 100, 1000
-FALSE = "validating testing predicting evaluating sanity_checking barebones fast_dev_run is_last_batch"
-NONE = "datamodule train_dataloader gradient_clip_val gradient_clip_algorithm"
-ZERO = "current_epoch global_step global_rank local_rank node_rank"
-ONE = "world_size num_nodes num_devices accumulate_grad_batches"
+"""A schedule that asks how long training is gets an answer of a usual size."""
+NOT_THERE = (
+    "self.trainer.{name}: bursts have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
+)
+ATTRIBUTES: dict[str, Any] = {
+    **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),
+    **dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"), None),
+    **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
+    **dict.fromkeys(("world_size", "num_nodes", "num_devices", "accumulate_grad_batches"), 1),
+    "is_last_batch": False,
+}
+"""What a Trainer of one process says in the midst of training."""
 
 
 def is_lightning_module(model: Any) -> bool:
@@ -37,49 +46,60 @@ class StandInTrainer(SimpleNamespace):
     """The part of `lightning.Trainer` that modules use in training.
 
     Args:
-        model: the probe's own copy; it is attached, and what it logs goes nowhere.
+        model: the copy that bursts train; it is attached, and what it logs goes nowhere.
         optimizer: used instead of those of `configure_optimizers()`; None for those.
+        precision: the precision plugin of the user's Trainer; None trains in the model's own.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None) -> None:
-        alike = ((FALSE, False), (NONE, None), (ZERO, 0), (ONE, 1))
+    def __init__(self, model: Any, optimizer: Any = None, precision: Any = None) -> None:
         super().__init__(
-            **{name: value for names, value in alike for name in names.split()},
+            **ATTRIBUTES,
             training=True,
             is_global_zero=True,
             max_epochs=EPOCHS,
             max_steps=-1,
             num_training_batches=BATCHES,
-            limit_train_batches=1.0,
             estimated_stepping_batches=EPOCHS * BATCHES,
-            precision="32-true",
+            precision=getattr(precision, "precision", "32-true"),
             logger=Silence(),
             loggers=[],
             callbacks=[],
             callback_metrics={},
-            logged_metrics={},
             optimizers=[],
             lr_scheduler_configs=[],
-            state=SimpleNamespace(fn="fit", stage="train", status="running"),
-            precision_plugin=SimpleNamespace(clip_gradients=_clip_gradients),
+            precision_plugin=precision or SimpleNamespace(clip_gradients=_clip_gradients),
         )
         self.strategy = SimpleNamespace(
             backward=lambda loss, *_args, **options: loss.backward(**options),
             all_gather=lambda tensor, **_: tensor,
             _lightning_optimizers=self.optimizers,
         )
+        if precision is not None:
+            precision.convert_module(model)
         model.trainer = self
         for module in (each for each in model.modules() if is_lightning_module(each)):
             module.log = module.log_dict = module.print = lambda *_args, **_options: None
         made, schedulers = ([optimizer], []) if optimizer is not None else _configured(model.configure_optimizers())
         self.optimizers += made
         self.lr_scheduler_configs += [SimpleNamespace(scheduler=each) for each in schedulers]
+        self._precision, self._batches = precision, 0
+        self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"self.trainer.{name}: the probe has no Trainer, and what stands in for one has no `{name}`; "
-            "train_step=lambda model, batch: ... returning the loss, with optimizer=, would work"
-        )
+        raise AttributeError(NOT_THERE.format(name=name))
+
+    @staticmethod
+    def training_step(model: Any, batch: Any) -> Any:
+        """What the module's own returns, in the precision of the user's Trainer."""
+        self: StandInTrainer = model.trainer
+        precision = self._precision
+        if precision is not None:
+            batch = precision.convert_input(batch)
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = getattr(model, hook)(batch, 0)
+        number, self._batches = self._batches, self._batches + 1
+        with contextlib.nullcontext() if precision is None else precision.forward_context():
+            return model.training_step(batch, number) if self._takes_index else model.training_step(batch)
 
 
 def _clip_gradients(optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
